@@ -166,6 +166,14 @@ class RowsConfig(RowObjectiveConfig):
         encodes=True,
         choices=("auto", "chat", "prompt", "alpaca", "sharegpt", "text", "chatgpt"),
     )
+    split_at: str | None = DATA.option(
+        None,
+        "With --format text, make a row of each part of a .txt or .md file; default: a row of each "
+        "file.",
+        RESULT,
+        encodes=True,
+        choices=("heading", "paragraph"),
+    )
     field: tuple[str, ...] = DATA.option(
         (),
         "Key of a field in the file, such as prompt=question; may be repeated.",
@@ -194,6 +202,8 @@ class RowsConfig(RowObjectiveConfig):
         return user_cache() / "encoded" if self.cache_dir is None else as_path(self.cache_dir)
 
     def contradictions(self) -> Iterator[str]:
+        if self.split_at is not None and self.format != "text":
+            yield "--split-at is for plain text: add --format text"
         try:
             parse_fields(self.field)
         except ValueError as problem:

@@ -33,6 +33,7 @@ from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, SkippedRows, shown
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
+from mlxtune.core.data.sources.text_rows import encoding_of, is_text_file
 from mlxtune.core.data.template import END_OF_TURN, TEMPLATES, built_in_jinja
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.formatting import count
@@ -245,7 +246,12 @@ class Reader:
         config = self._config
         fields = parse_fields(config.field)
         return read_rows(
-            path, skipped, format=config.format, fields=fields, objective=config.objective
+            path,
+            skipped,
+            format=config.format,
+            fields=fields,
+            objective=config.objective,
+            split_at=config.split_at,
         )
 
     def _key(self, path: Path) -> str:
@@ -375,7 +381,8 @@ def find_data(config: DataConfig, sets: Mapping[str, HubData] | None = None) -> 
         train += named
         weights |= dict.fromkeys(named, meant.weight)
     validation = [path for data in hub for path in data.validation]
-    files = find_data_files(train, validation_files=validation)
+    texts = config.format == "text"
+    files = find_data_files(train, validation_files=validation, texts=texts)
     if config.val_data is not None:
         given = find_data_files(
             files_of(data_value(config.val_data, "val_data")), "--val-data"
@@ -430,6 +437,7 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
         *findings.length_findings(corpus),
         *findings.template_findings("".join(reader.template_source.values()), config.thinking),
         *held_out_findings,
+        *_encoding_findings(files),
     ]
     return Dataset(
         template=reader.describe(),
@@ -440,6 +448,17 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
         findings=findings.by_loss(all_findings),
         hub=[data.about() for data in source.hub],
     )
+
+
+def _encoding_findings(files: Sequence[EncodedFile]) -> Iterator[Finding]:
+    """Yield a finding for each text file that is not in UTF-8."""
+    for file in files:
+        path = Path(file.skipped.path)
+        if is_text_file(path) and (encoding := encoding_of(path)) != "utf-8":
+            rows = int(file.arrays.rows_kept.sum())
+            place = findings.Place(str(path), 1)
+            advice = "check its accents, and save it in UTF-8 if they are wrong"
+            yield Finding("warning", f"text read as {encoding}", rows, advice, (place,))
 
 
 def _check_usable(file: EncodedFile, cut: ExampleArrays, path: str, config: DataConfig) -> None:

@@ -73,7 +73,7 @@ def test_meaning_of_each_option_is_what_resume_cache_proof_and_reports_rely_on()
         "init_adapter",
     }
     assert {name for name, each in OPTIONS.items() if each.encodes} == {
-        *("format", "field", "template", "turns", "thinking", "merge_system"),
+        *("format", "field", "split_at", "template", "turns", "thinking", "merge_system"),
         *("trust_remote_code", "objective", "orpo_nll"),
     }
     assert {name for name, each in OPTIONS.items() if not each.inherited} == {

@@ -50,6 +50,7 @@ def test_defaults_of_a_run_are_those_that_are_promised() -> None:
         "grad_checkpoint": "auto",
         "parallel": "data",
         "format": "auto",
+        "split_at": None,
         "field": (),
         "template": "auto",
         "turns": "all",

@@ -186,11 +186,20 @@ def check_files(folder: Path) -> None:
             continue
         if not path.is_file():
             raise ModelError(f"{path}: is not a regular file: download it again")
+        if reading.is_lfs_pointer(_start(path)):
+            raise ModelError(f"{path}: is a Git LFS pointer: run git lfs pull in its folder")
         if path.suffix != ".safetensors":
             _check_size(path)
     path = folder / "config.json"
     if problems := list(config_problems(json_object(path))):
         raise ModelError(f"{path}: {'; '.join(problems)}: download it again")
+
+
+def _start(path: Path) -> bytes:
+    try:
+        return reading.read_start(path, 64)
+    except OSError:
+        return b""  # the error surfaces where the file is needed
 
 
 def _check_size(path: Path) -> None:

@@ -177,7 +177,7 @@ def _unread(content: Mapping[str, Any], messages: tuple[Message, ...]) -> str:
 
 def field_option(name: str, key: str) -> str:
     """Return the option that reads a field from a key, or from KEY if a shell cannot show it."""
-    return f"--field {name}={shlex.quote(key) if key.isprintable() and len(key) < 60 else 'KEY'}"
+    return f"--field {name}={shlex.quote(key) if key.isprintable() and len(key) <= 200 else 'KEY'}"
 
 
 def letters(key: str) -> str:

@@ -75,19 +75,21 @@ def read_rows(
     format: str = "auto",
     fields: Mapping[str, str] | None = None,
     objective: str = "sft",
+    split_at: str | None = None,
 ) -> Iterator[Row]:
     """Yield the conversation of each good row, and add bad rows to `skipped`.
 
     With `auto`, the first row whose format is recognised decides the file's format. `fields` maps
     field names to the keys that the file uses for them. A preference `objective` accepts only
-    preference rows; `sft` rejects pairs and answers labelled as bad. Raises DataError if the file
+    preference rows; `sft` rejects pairs and answers labelled as bad. `split_at` splits files of
+    plain text under the format `text`. Raises DataError if the file
     cannot be read, if it has rows of two formats under `auto`, or if nearly all of many rows are
     bad.
     """
     fields, formats = fields or {}, formats_of(objective)
     file_format = None if format == "auto" else formats[format]
     name, since, good, bad = format, 0, 0, 0
-    for row, content in read_objects(path):
+    for row, content in read_objects(path, texts=format == "text", split_at=split_at):
         try:
             if isinstance(content, BadRow):
                 raise content
@@ -253,6 +255,7 @@ def _missing_keys(
 
 def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
     """Return the remedy for a row with unknown keys."""
+    named = {letters(key).rstrip("s") for key in content} & {*_ASKS, *_ANSWERS, *ROW_NAMES}
     for key, value in content.items():
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, dict) and recognise(first, formats) is not None:
@@ -261,19 +264,39 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
             return f"give {field_option('messages', key)}"
     if options := _preference_options(content, formats):
         return options
-    if content and all(len(key.split()) > 3 for key in content):
+    if content and not named and any(map(_looks_like_a_value, content)):
         return "if these are the values of a row, write a line of column names above it"
     for key, value in content.items():
         if (name := letters(key).rstrip("s")) in _ANSWERS and not isinstance(value, str | None):
             return f"{shorten(key)} is {json_type(value)}: write the answer as text under '{name}'"
+    if formats is FORMATS and (keys := _prompt_and_answer(content)) is not None:
+        return " ".join(
+            ("give", field_option("prompt", keys[0]), field_option("completion", keys[1]))
+        )
+    return "if your keys have other names, give --field NAME=KEY"
+
+
+def _looks_like_a_value(key: str) -> bool:
+    """Return whether a key is probably a cell of a table without a line of column names."""
+    return len(key.split()) > 3 or key.endswith((".", "!", "…")) or key.replace(".", "").isdigit()
+
+
+def _prompt_and_answer(content: JsonObject) -> tuple[str, str] | None:
+    """Return the keys of a prompt and its answer: by their names, else the only two texts."""
     texts = {key: value for key, value in content.items() if isinstance(value, str)}
+    if not texts.keys().isdisjoint(ROW_NAMES):
+        return None
+    asks, answers = (
+        [key for key in texts if letters(key).rstrip("s") in names] for names in (_ASKS, _ANSWERS)
+    )
+    if len(asks) == len(answers) == 1:
+        return asks[0], answers[0]
     if len(content) > 2:
         texts = {key: value for key, value in texts.items() if " " in value.strip()}
-    if len(texts) == 2 and formats is FORMATS and texts.keys().isdisjoint(ROW_NAMES):
-        prompt, completion = texts
-        if completion not in (*_BESIDE, *_ASKS):
-            return f"give {field_option('prompt', prompt)} {field_option('completion', completion)}"
-    return "if your keys have other names, give --field NAME=KEY"
+    if len(texts) != 2 or letters([*texts][1]) in (*_BESIDE, *_ASKS):
+        return None
+    prompt, completion = texts
+    return prompt, completion
 
 
 def _with_prompt(content: JsonObject) -> JsonObject:

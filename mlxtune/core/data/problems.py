@@ -5,9 +5,10 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mlxtune.config import user_cache
 from mlxtune.config.limits import has_more_values
@@ -70,8 +71,11 @@ ADVICE = {
     UNDECLARED_TOOL: "the model learns to invent tools: add the tool to the row's tools",
 }
 UTF8_BOM = b"\xef\xbb\xbf"
-GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
+GZIP, PARQUET, ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
+TABLE_ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 _HEAD_BYTES = 8192
+# The last line of a table whose record messages name, and the longest line to count at once.
+_LAST_COUNTED, _LONGEST_COUNTED = 100_000, 2**26
 # The maximum number of JSON values in a row. Values take some 20 times the memory of their text.
 _MAX_VALUES = 4_000_000
 # The most warnings about rows that are skipped for one reason.
@@ -204,18 +208,41 @@ def shown(path: str | Path) -> str:
 
 
 def where(path: str | Path, row: int) -> str:
-    """Return `path:26` for a line, `path[26]` for an element; both count from 1."""
+    """Return `path:26` for a line, `path[26]` for an element; both count from 1.
+
+    For a line of a table with values of several lines, add the record, as spreadsheets count it.
+    """
     name = shown(path)
     try:
         head = b"[" if name != str(path) else read_head(Path(path))
     except (OSError, ValueError, EOFError, zlib.error):
         head = b""
-    return f"{name}[{row}]" if has_elements(head) else f"{name}:{row}"
+    if has_elements(head):
+        return f"{name}[{row}]"
+    record = _record_at(Path(path), row) if name.lower().endswith(TABLE_ENDINGS) else None
+    return f"{name}:{row}" + ("" if record is None else f" (record {record})")
+
+
+def _record_at(path: Path, row: int) -> int | None:
+    """Return the record of a table that starts at a line; None if it is one less than the line.
+
+    The column names are no record. The end of a line is in a quoted value after an odd number of
+    quotation marks.
+    """
+    record, quotes = 0, 0
+    if row > _LAST_COUNTED:
+        return None
+    with suppress(OSError, EOFError, zlib.error), open_data(path) as file:
+        for _ in range(row - 1):
+            line = file.readline(_LONGEST_COUNTED)
+            quotes += line.count(b'"')
+            record += quotes % 2 == 0 and bool(line.strip())
+    return None if record == row - 1 else record
 
 
 def has_elements(head: bytes) -> bool:
-    """Return whether a file with these first bytes is parquet or a JSON array."""
-    return head.startswith(PARQUET) or head.removeprefix(UTF8_BOM).lstrip().startswith(b"[")
+    """Return whether a file with these first bytes is parquet, an archive or a JSON array."""
+    return head.startswith((PARQUET, ZIP)) or head.removeprefix(UTF8_BOM).lstrip().startswith(b"[")
 
 
 def is_zipped(path: Path) -> bool:
@@ -224,7 +251,12 @@ def is_zipped(path: Path) -> bool:
         return file.read(len(GZIP)) == GZIP
 
 
+def open_data(path: Path) -> IO[bytes]:
+    """Open a data file, unzipped if it is gzipped. Raises OSError."""
+    return open_zipped(path) if is_zipped(path) else open_regular(path)
+
+
 def read_head(path: Path) -> bytes:
     """Return the first bytes of a file, unzipped. Raises the errors of opening and unzipping."""
-    with open_zipped(path) if is_zipped(path) else open_regular(path) as file:
+    with open_data(path) as file:
         return file.read(_HEAD_BYTES)

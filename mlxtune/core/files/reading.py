@@ -95,6 +95,18 @@ def read_start(path: Path, size: int) -> bytes:
         return file.read(size)
 
 
+def is_lfs_pointer(start: bytes) -> bool:
+    """Return whether a file that starts with these bytes stands for a file that Git LFS stores."""
+    return start.startswith(b"version https://git-lfs.github.com/spec/")
+
+
+def read_end(path: Path, size: int) -> bytes:
+    """Return the last bytes of a regular file. Raises OSError."""
+    with open_regular(path) as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - size, 0))
+        return file.read(size)
+
+
 def read_kernel_file(path: Path) -> str:
     """Return the text of a file that the kernel generates when it is read. Raises OSError."""
     return path.read_text(encoding=sys.getfilesystemencoding(), errors="replace")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxtune.config.limits import HEADER, TENSOR_NAME, check_bytes, check_count
-from mlxtune.core.files.reading import check_open, open_regular
+from mlxtune.core.files.reading import check_open, is_lfs_pointer, open_regular
 from mlxtune.errors import one_line
 
 # MLX stores dimensions as 32-bit integers.
@@ -42,7 +42,10 @@ def read_header(path: Path) -> TensorHeader:
     name = f"the header of {path.name}"
     with open_regular(path) as file:
         check_open(path.name, file)
-        length = int.from_bytes(file.read(8), "little")
+        start = file.read(8)
+        if start == b"version " and is_lfs_pointer(start + file.read(64)):
+            raise ValueError(f"{path.name} is a Git LFS pointer: run git lfs pull in its folder")
+        length = int.from_bytes(start, "little")
         if length > os.fstat(file.fileno()).st_size - 8:
             raise ValueError(f"{path.name} is not complete: its header has {length:,} bytes")
         check_bytes(name, length, HEADER)

@@ -8,9 +8,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.models.model_folder import weight_names, weight_problems
+from mlxtune.backend.adapters.adapter_file import AdapterFile
+from mlxtune.backend.models.model_folder import read_config, weight_names, weight_problems
 from mlxtune.core.files.tensor_files import TensorInfo
 from mlxtune.errors import ModelError
+from tests.models import write_model
 
 CONFIG: dict[str, Any] = {"quantization": {"group_size": 64, "bits": 4}}
 
@@ -21,6 +23,11 @@ def packed(weight: Any = (8, 16), scales: Any = (8, 2), biases: Any = (8, 2)) ->
         "q.scales": TensorInfo("F16", scales),
         "q.biases": TensorInfo("F16", biases),
     }
+
+
+def write_pointer(path: Path) -> None:
+    oid = "0" * 64
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize 9\n")
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
@@ -76,6 +83,20 @@ def test_buffers_and_weights_that_mlx_lm_converts_are_sound() -> None:
         "vision.weight": TensorInfo("I64", (4,)),
     }
     assert list(weight_problems(tensors, {})) == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_pointer_of_git_lfs_in_a_model_folder_is_named(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path, "llama")
+    write_pointer(tmp_path / name)
+    with pytest.raises(ModelError, match=rf"{name}: is a Git LFS pointer: run git lfs pull"):
+        read_config(tmp_path)
+
+
+def test_adapter_that_is_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    write_pointer(tmp_path / "adapters.safetensors")
+    with pytest.raises(ModelError, match=r"is a Git LFS pointer: run git lfs pull in its folder"):
+        AdapterFile.find(str(tmp_path))
 
 
 def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:

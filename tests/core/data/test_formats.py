@@ -234,7 +234,7 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
             "if your keys have other names, give --field NAME=KEY)",
         ),
         ({"contents": [{"role": "user", "parts": []}]}, "give --field messages=contents)"),
-        ({"a" * 60: "x", "\x1b[31m": "y"}, "give --field prompt=KEY --field completion=KEY)"),
+        ({"a" * 201: "x", "\x1b[31m": "y"}, "give --field prompt=KEY --field completion=KEY)"),
         ({"data": [PROMPT], "id": 1}, "the rows are under 'data': save that list as the file)"),
         (
             {"How do I reset it?": "a", "You open the settings.": "b"},

@@ -1,19 +1,31 @@
-"""Finds data files: the files and folders that options name, and a folder's files by name."""
+"""Finds and opens data files: those that options name, and a folder's files by name."""
 
+import difflib
+import gzip
 import os
+import re
 import stat
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-from mlxtune.core.data.sources.rows import TABLE_ENDINGS, reading
+from mlxtune.core.data.problems import TABLE_ENDINGS
 from mlxtune.core.files.reading import check_stored
-from mlxtune.errors import DataError
+from mlxtune.errors import DataError, one_line
+
+TEXT_ENDINGS = (".txt", ".md", ".markdown")
 
 # The suffixes of files in a data folder: mlx-lm's .jsonl, and those of other formats.
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *TABLE_ENDINGS)
 # The names of validation files, and of validation splits on the hub.
 VALIDATION = ("validation", "valid", "val", "dev")
+# ChatGPT's export is a folder or an archive with this file; long exports have several.
+CHATGPT_FILE = re.compile(r"conversations(-\d{1,6})?\.json")
+# The most names of a folder to compare with a missing one, and the most text files to read from it.
+_MAX_NAMES, _MAX_TEXTS = 10_000, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +40,45 @@ class DataFiles:
         return (*self.train, *self.validation)
 
 
+@contextmanager
+def reading(path: Path, option: str = "--data") -> Iterator[None]:
+    """Turn errors of reading a path that `option` names into DataError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        several = ", and repeat it for each of several files" * ("," in str(path))
+        similar = _similar(path)
+        raise DataError(f"{path}: no such file{similar}: check {option}{several}") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{path}: is a damaged gzip file ({one_line(error)}): copy or compress it again"
+        ) from error
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise DataError(f"{path}: cannot be read: {reason or one_line(error)}") from error
+
+
+def _similar(path: Path) -> str:
+    """Return the name beside a missing path that was probably meant, as part of a message."""
+    close: list[str] = []
+    with suppress(OSError, ValueError), os.scandir(path.parent) as entries:
+        names = [entry.name for entry in islice(entries, _MAX_NAMES) if len(entry.name) < 256]
+        close = difflib.get_close_matches(path.name[:256], names, n=1, cutoff=0.8)
+    return f" (did you mean {path.with_name(close[0])}?)" if close else ""
+
+
 def find_data_files(
-    paths: Sequence[Path], option: str = "--data", *, validation_files: Sequence[Path] = ()
+    paths: Sequence[Path],
+    option: str = "--data",
+    *,
+    validation_files: Sequence[Path] = (),
+    texts: bool = False,
 ) -> DataFiles:
     """Return the files that `option` names; from folders, the train and validation files.
 
+    A folder without a `train` file may be ChatGPT's export or, with `texts`, hold plain text.
     `validation_files` are added to the validation files.
 
     Raises DataError if a path is missing, a folder has no `train` file, `option` takes no folder,
@@ -45,11 +91,11 @@ def find_data_files(
             train.append(path)
         elif option != "--data":
             raise DataError(f"{path}: is a folder: name a file in it")
-        elif not (files := _file_named(("train",), path)):
+        elif not (files := _file_named(("train",), path) or _known_files(path, texts=texts)):
             names = ", ".join(f"train{ending}" for ending in ENDINGS)
             raise DataError(
                 f"{path}: has no file to train on: name a file in it, or rename one to any of "
-                f"{names}"
+                f"{names}{_text_advice(path, texts=texts)}"
             )
         else:
             train += files
@@ -64,6 +110,38 @@ def find_data_files(
             raise DataError(f"{path}: is given twice{same}: name each file once in {option}")
         seen[key] = path
     return DataFiles(tuple(train), tuple(validation))
+
+
+def _known_files(folder: Path, *, texts: bool) -> list[Path]:
+    """Return the files of ChatGPT's export in a folder or, with `texts`, its files of plain text.
+
+    Hidden files and folders are left out. Raises DataError.
+    """
+    with reading(folder):
+        if exported := sorted(
+            path for path in folder.iterdir() if CHATGPT_FILE.fullmatch(path.name)
+        ):
+            return exported
+        found = list(islice(_text_files(folder), _MAX_TEXTS + 1)) if texts else []
+    if len(found) > _MAX_TEXTS:
+        raise DataError(
+            f"{folder}: has more than {_MAX_TEXTS:,} text files: write them as JSON lines, such as "
+            '{"text": "…"}'
+        )
+    return sorted(found)
+
+
+def _text_files(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        shown = (name for name in names if not name.startswith("."))
+        yield from (Path(parent, name) for name in shown if name.lower().endswith(TEXT_ENDINGS))
+
+
+def _text_advice(folder: Path, *, texts: bool) -> str:
+    if texts or next(_text_files(folder), None) is None:
+        return ""
+    return "; for its .txt and .md files, give --format text"
 
 
 def held_out_file(folder: Path) -> Path:

@@ -1,38 +1,50 @@
-"""Reads rows of data files: JSON lines, a JSON array or CSV, each perhaps gzipped, and parquet.
+"""Reads rows of data files: JSON lines, a JSON array or text, each perhaps gzipped, and parquet.
 
-The first bytes of a file decide its kind; only CSV and TSV are recognised by name. A file of a few
+The first bytes of a file decide its kind; only CSV, TSV and plain text, which text_rows.py reads,
+are recognised by name. ChatGPT's export may be the archive that one gets. A file of a few
 kilobytes can hold gigabytes, so the unpacked size is limited, and parquet is read by pyarrow in a
 process whose memory and time are limited: pyarrow unpacks many rows before any can be counted.
 """
 
-import csv
 import gzip
 import importlib.util
 import json
-import re
+import zipfile
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from mlxtune.core.data.problems import (
     PARQUET,
     UTF8_BOM,
+    ZIP,
     BadRow,
     check_values,
     has_elements,
     is_zipped,
     json_type,
+    open_data,
     parse_json,
     read_head,
 )
 from mlxtune.core.data.sources import parquet_helper
+from mlxtune.core.data.sources.datafiles import CHATGPT_FILE, reading
+from mlxtune.core.data.sources.text_rows import (
+    UTF16,
+    NumberedRow,
+    check_read_as_text,
+    is_plain_text,
+    is_table,
+    is_text_file,
+    plain_text_rows,
+    table_rows,
+)
 from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
-from mlxtune.core.files.reading import open_regular, open_zipped
+from mlxtune.core.files.reading import is_lfs_pointer, open_regular, open_zipped, read_end
 from mlxtune.core.formatting import byte_size
-from mlxtune.errors import DataError, one_line, shorten
+from mlxtune.errors import DataError, one_line
 
 _MAX_LINE_BYTES = 1 << 26
 # The maximum length of a JSON array in bytes. Arrays are read whole, and one character beyond 16
@@ -49,49 +61,26 @@ _MOST_OF_GZIP = 1032
 _PIECE = 2**20
 # The memory of the process that reads parquet, and the maximum length of a row's JSON.
 _PARQUET_MEMORY, _MAX_ROW = 2**30, 2**26
-TABLE_ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
-_DELIMITERS = ",;\t"
-_NAMED = re.compile(r'"?sep=([^\w\s"]|\t)"?\r?\n')
 # Spreadsheets by their first bytes: .xlsx, .ods and .numbers are zip archives; .xls is older.
-_SPREADSHEETS = {
-    b"PK\x03\x04": "a spreadsheet or another archive",
-    b"\xd0\xcf\x11\xe0": "an Excel file",
-}
+_SPREADSHEETS = {ZIP: "a spreadsheet or another archive", b"\xd0\xcf\x11\xe0": "an Excel file"}
+# The record at the end of an archive, its length without a comment, and the longest list of files.
+_ZIP_END, _ZIP_END_BYTES, _MAX_ZIP_LIST = b"PK\x05\x06", 22, 2**24
 _EXPORT = (
     "save it as CSV: in Excel, File > Save As > CSV UTF-8; in Numbers, File > Export To > CSV; in "
     "LibreOffice or Google Sheets likewise"
 )
-# The number of a row, and its object or the reason why it has none.
-NumberedRow = tuple[int, dict[str, Any] | BadRow]
 
 
-@contextmanager
-def reading(path: Path, option: str = "--data") -> Iterator[None]:
-    """Turn errors of reading a path that `option` names into DataError."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        several = ", and repeat it for each of several files" * ("," in str(path))
-        raise DataError(f"{path}: no such file: check {option}{several}") from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"{path}: is a damaged gzip file ({one_line(error)}): copy or compress it again"
-        ) from error
-    except DataError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise DataError(f"{path}: cannot be read: {reason or one_line(error)}") from error
-
-
-def read_objects(path: Path) -> Iterator[NumberedRow]:
+def read_objects(
+    path: Path, *, texts: bool = False, split_at: str | None = None
+) -> Iterator[NumberedRow]:
     """Yield each row's number, from 1, and its object or the reason why it has none.
 
     A row of JSON lines is a line that is neither blank nor a comment (`#` first), and its number
     is the line's. Lines end in LF or CRLF; a UTF-8 byte order mark is dropped. A row of CSV or TSV
     has the number of its first line. A row of a JSON array or of parquet is an element, and its
-    number is the element's.
+    number is the element's. With `texts`, a file of plain text is a row, or several, as
+    `plain_text_rows` splits it.
 
     Only arrays are held in memory as a whole. Raises DataError when a file cannot be read, or
     unpacks to far more than its size.
@@ -99,10 +88,15 @@ def read_objects(path: Path) -> Iterator[NumberedRow]:
     head = _head(path)
     if head.startswith(PARQUET):
         return _parquet_rows(path)
+    if head.startswith(ZIP):
+        return _archive_rows(path)
     if is_zipped(path):
         _check_gzip(path)
-    if _is_table(path, head):
-        return _table_rows(path)
+    if is_table(path, head):
+        return table_rows(path)
+    if texts and is_plain_text(path, head):
+        return plain_text_rows(path, split_at)
+    check_read_as_text(path, head)
     return _array_rows(path) if has_elements(head) else _line_rows(path)
 
 
@@ -112,25 +106,25 @@ def _head(path: Path) -> bytes:
         head = read_head(path)
     if not head:
         raise DataError(f"{path}: is empty: it needs one JSON object per line")
-    _check_no_spreadsheet(path, head)
+    if head.startswith(ZIP) and _exported(path):
+        return head
+    for start, kind in _SPREADSHEETS.items():
+        if head.startswith(start):
+            raise DataError(f"{path}: is {kind}: {_EXPORT}")
+    if head.startswith(UTF16):
+        if is_text_file(path):
+            return head
+        raise DataError(f"{path}: is text in UTF-16: save it in UTF-8")
+    if is_lfs_pointer(head):
+        raise DataError(f"{path}: is a Git LFS pointer: run git lfs pull in its folder")
     if b"\0" in head and not head.startswith(PARQUET):
         raise DataError(f"{path}: is a binary file: save it as JSON lines in UTF-8, or as parquet")
-    start = head.removeprefix(UTF8_BOM).lstrip()
-    if path.suffix.lower() in (".txt", ".md") and not start.startswith((b"{", b"[", b"#")):
-        raise DataError(
-            f'{path}: is plain text: write JSON lines, such as {{"text": "…"}} or '
-            '{"messages": […]}'
-        )
     return head
-
-
-def _open(path: Path) -> IO[bytes]:
-    return open_zipped(path) if is_zipped(path) else open_regular(path)
 
 
 def _line_rows(path: Path) -> Iterator[NumberedRow]:
     number = last = 0
-    with reading(path), _open(path) as file:
+    with reading(path), open_data(path) as file:
         while line := file.readline(_MAX_LINE_BYTES):
             number += 1
             if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
@@ -164,115 +158,68 @@ def _object(content: Any) -> dict[str, Any] | BadRow:
 
 
 def _array_rows(path: Path) -> Iterator[NumberedRow]:
+    with reading(path), open_data(path) as file:
+        content = file.read(_MAX_ARRAY_BYTES + 1)
+    yield from enumerate(_elements(path, content), start=1)
+
+
+def _elements(path: Path, content: bytes) -> Iterator[dict[str, Any] | BadRow]:
+    """Yield the elements of a JSON array. Raises DataError."""
     try:
-        with reading(path), _open(path) as file:
-            content = file.read(_MAX_ARRAY_BYTES + 1).removeprefix(UTF8_BOM)
         if len(content) > _MAX_ARRAY_BYTES:
             raise BadRow(f"a JSON array of more than {_MAX_ARRAY_BYTES:,} bytes")
-        elements = parse_json(content, "not a valid JSON array")
+        elements = parse_json(content.removeprefix(UTF8_BOM), "not a valid JSON array")
     except BadRow as problem:
         advice = "write one JSON object per line, so that only the bad one is skipped"
         if problem.detail.startswith("Extra data at line"):
             advice = 'write each line as an object, such as {"messages": […]}'
         raise DataError(f"{path}: {problem}: {advice}") from problem
     del content
-    yield from enumerate(map(_object, elements), start=1)
+    yield from map(_object, elements)
 
 
-# Tables
+# ChatGPT's export
 
 
-def _is_table(path: Path, head: bytes) -> bool:
-    """Return whether a file is named as CSV or TSV, and does not start like JSON."""
-    return path.name.lower().endswith(TABLE_ENDINGS) and not head.lstrip().startswith((b"{", b"["))
+def _exported(path: Path) -> list[zipfile.ZipInfo]:
+    """Return the files of conversations in an archive; none if it is not ChatGPT's export.
 
-
-def _check_no_spreadsheet(path: Path, head: bytes) -> None:
-    """Raise DataError for a spreadsheet, and for text in UTF-16, which Excel can write."""
-    for start, kind in _SPREADSHEETS.items():
-        if head.startswith(start):
-            raise DataError(f"{path}: is {kind}: {_EXPORT}")
-    if head.startswith(_UTF16):
-        raise DataError(f"{path}: is text in UTF-16: save it in UTF-8, from Excel as CSV UTF-8")
-
-
-def _table_rows(path: Path) -> Iterator[NumberedRow]:
-    """Yield rows as `read_objects` does; empty cells are None."""
-    csv.field_size_limit(_MAX_LINE_BYTES)
-    with reading(path), _open(path) as file:
-        lines = _text_lines(path, file)
-        start, names, delimiter = _table_header(path, lines)
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
-        while True:
-            number = start + reader.line_num + 1
-            try:
-                cells = next(reader, None)
-            except csv.Error as error:
-                yield number, BadRow("not valid CSV", one_line(error))
-                continue
-            if cells is None:
-                return
-            if any(cells):
-                yield number, _row_of_cells(names, cells)
-
-
-def _text_lines(path: Path, file: IO[bytes]) -> Iterator[str]:
-    number = 0
-    while line := file.readline(_MAX_LINE_BYTES):
-        number += 1
-        if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
-            raise DataError(f"{path}:{number}: is longer than {_MAX_LINE_BYTES:,} bytes: split it")
-        text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-        # Bytes in another encoding are reported with their row.
-        yield text.decode("utf-8", "surrogateescape")
-
-
-def _table_header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str]:
-    """Return the line number of the header, the column names, and their separator.
-
-    Spreadsheets write `;` if the comma is the decimal separator, and Excel reads a first line such
-    as `sep=;`.
+    Raises DataError.
     """
-    delimiters = _DELIMITERS
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        if number == 1 and (named := _NAMED.fullmatch(line)):
-            delimiters = named[1]
-            continue
-        tried = {each: _cells(line, each) for each in delimiters}
-        delimiter = max(tried, key=lambda each: len(tried[each]))
-        names = [name.strip() for name in tried[delimiter]]
-        twice = {name for name, times in Counter(names).items() if name and times > 1}
-        if twice:
-            raise DataError(
-                f"{path}:{number}: has two columns named {shorten(min(twice))}: rename one of them"
-            )
-        return number, names, delimiter
-    raise DataError(f"{path}: is empty: it needs a line of column names, then one row per line")
-
-
-def _cells(line: str, delimiter: str) -> Sequence[str]:
     try:
-        return next(csv.reader([line], delimiter=delimiter, strict=True))
-    except csv.Error:
-        return [line]
+        with reading(path):
+            end = read_end(path, _ZIP_END_BYTES + 2**16)
+            _, found, record = end.rpartition(_ZIP_END)
+            if not found or int.from_bytes(record[8:12], "little") > _MAX_ZIP_LIST:
+                return []
+            with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+                files = archive.infolist()
+    except zipfile.BadZipFile as error:
+        raise _damaged(path, "zip", str(error)) from error
+    return sorted(
+        (each for each in files if CHATGPT_FILE.fullmatch(each.filename.rpartition("/")[2])),
+        key=lambda each: each.filename,
+    )
 
 
-def _row_of_cells(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] | BadRow:
-    values = list(cells)
-    if len(values) > len(names) and any(values[len(names) :]):
-        detail = f"{len(values)} cells, {len(names)} columns: quote values that contain a separator"
-        return BadRow("more cells than columns", detail)
-    found: dict[str, Any] = {
-        name: value or None for name, value in zip(names, values, strict=False) if name
-    }
-    try:
-        for value in filter(None, found.values()):
-            value.encode("utf-8")
-    except UnicodeEncodeError:
-        return BadRow("not UTF-8", "save it as CSV UTF-8")
-    return found
+def _archive_rows(path: Path) -> Iterator[NumberedRow]:
+    """Yield the conversations of an archive from ChatGPT, numbered from 1. Raises DataError."""
+    size, number = path.stat().st_size, 0
+    left = min(_MAX_ARRAY_BYTES, _most_bytes(size))
+    for each in _exported(path):
+        try:
+            with reading(path), open_regular(path) as file, zipfile.ZipFile(file) as archive:
+                if each.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise DataError(f"{path}: has an unusual compression: unpack it")
+                content = archive.open(each).read(left + 1)
+        except (zipfile.BadZipFile, RuntimeError) as error:
+            raise _damaged(path, "zip", str(error)) from error
+        left -= len(content)
+        if left < 0:
+            raise _expands(path, size)
+        for element in _elements(path, content):
+            number += 1
+            yield number, element
 
 
 # Unpacked sizes
@@ -328,7 +275,7 @@ def _parquet_rows(path: Path) -> Iterator[NumberedRow]:
             number += 1
             yield number, row
     if row:
-        raise _damaged(path, row)
+        raise _damaged(path, "parquet", row)
 
 
 def _has_pyarrow() -> bool:
@@ -345,8 +292,10 @@ def _parquet_line(process: LimitedProcess, path: Path, size: int) -> bytes:
         if error.reason in ("memory", "length"):
             raise _expands(path, size) from error
         if error.reason == "time":
-            raise _damaged(path, "reading a few rows takes more than 10 s") from error
-        raise _damaged(path, f"the process that reads it ended with {error.reason}") from error
+            raise _damaged(path, "parquet", "reading a few rows takes more than 10 s") from error
+        raise _damaged(
+            path, "parquet", f"the process that reads it ended with {error.reason}"
+        ) from error
 
 
 def _parquet_row(line: bytes) -> dict[str, Any] | BadRow | str:
@@ -366,7 +315,7 @@ def _present(value: dict[str, Any]) -> dict[str, Any]:
     return {key: item for key, item in value.items() if item is not None}
 
 
-def _damaged(path: Path, reason: str) -> DataError:
+def _damaged(path: Path, kind: str, reason: str) -> DataError:
     return DataError(
-        f"{path}: is a damaged parquet file ({one_line(reason)}): copy or write it again"
+        f"{path}: is a damaged {kind} file ({one_line(reason)}): copy or write it again"
     )

@@ -1,0 +1,240 @@
+"""Reads rows of text files that are not JSON: CSV and TSV with column names, and plain text.
+
+The encoding is UTF-8, UTF-16 if the file starts with its mark, or cp1252, in which Excel saves CSV
+on Windows.
+"""
+
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from mlxtune.core.data.problems import TABLE_ENDINGS, UTF8_BOM, BadRow, open_data
+from mlxtune.core.data.sources.datafiles import TEXT_ENDINGS, reading
+from mlxtune.errors import DataError, one_line, shorten
+
+_MAX_LINE_BYTES = 1 << 26
+# The maximum number of columns of a table, and of characters in a piece of plain text.
+_MAX_COLUMNS, _MAX_TEXT = 1_000_000, 1 << 26
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_DELIMITERS = ",;\t"
+_NAMED = re.compile(r'"?sep=([^\w\s"]|\t)"?\r?\n')
+_JSON_START = re.compile(rb"\s*(\{|\[\s*[\[{\]\"])")
+# A line of a chat that WhatsApp exports, on iOS and on Android.
+_WHATSAPP = re.compile(
+    rb"\[?\d{1,4}[./-]\d{1,2}[./-]\d{1,4},? \d{1,2}[:.]\d\d[^\n]{0,20}?(\] | - )[^\n]*"
+)
+_HEADING = re.compile(r" {0,3}#{1,6}([ \t]|$)")
+_FENCE = re.compile(r" {0,3}(```|~~~)")
+# The number of a row, and its object or the reason why it has none.
+NumberedRow = tuple[int, dict[str, Any] | BadRow]
+
+
+def encoding_of(path: Path) -> str:
+    """Return the encoding of a text file: utf-8, utf-16 or cp1252. Raises DataError.
+
+    A file with some lines in UTF-8 is a file in UTF-8 with damaged lines.
+    """
+    with reading(path), open_data(path) as file:
+        if file.read(2) in UTF16:
+            return "utf-16"
+        file.seek(0)
+        foreign = False
+        while line := file.readline(_MAX_LINE_BYTES):
+            if line.isascii():
+                continue
+            for encoding in ("utf-8", "cp1252"):
+                try:
+                    line.decode(encoding)
+                    break
+                except UnicodeDecodeError:
+                    continue
+            else:
+                return "utf-8"
+            if encoding == "utf-8":
+                return "utf-8"
+            foreign = True
+        return "cp1252" if foreign else "utf-8"
+
+
+def is_text_file(path: Path) -> bool:
+    """Return whether a file may hold text in any encoding: a table or, by its name, plain text."""
+    return path.name.lower().endswith((*TABLE_ENDINGS, *TEXT_ENDINGS))
+
+
+@contextmanager
+def _open_text(path: Path) -> Iterator[TextIO]:
+    """Open a text file, whose lines end in LF. Raises DataError."""
+    encoding = encoding_of(path)
+    # Bytes that are not UTF-8 are reported with their row.
+    errors = "surrogateescape" if encoding == "utf-8" else "replace"
+    name = "utf-8-sig" if encoding == "utf-8" else encoding
+    with (
+        reading(path),
+        open_data(path) as file,
+        io.TextIOWrapper(file, name, errors, newline="\n") as text,
+    ):
+        yield text
+
+
+def _lines(path: Path, text: TextIO) -> Iterator[str]:
+    number = 0
+    while line := text.readline(_MAX_LINE_BYTES):
+        number += 1
+        if len(line) == _MAX_LINE_BYTES and not line.endswith("\n"):
+            raise DataError(f"{path}:{number}: is longer than {_MAX_LINE_BYTES:,} bytes: split it")
+        yield line
+
+
+# Tables
+
+
+def is_table(path: Path, head: bytes) -> bool:
+    """Return whether a file is named as CSV or TSV, and does not start like JSON."""
+    return path.name.lower().endswith(TABLE_ENDINGS) and not head.lstrip().startswith((b"{", b"["))
+
+
+def table_rows(path: Path) -> Iterator[NumberedRow]:
+    """Yield the line number and the object of each row; empty cells are None. Raises DataError."""
+    csv.field_size_limit(_MAX_LINE_BYTES)
+    with _open_text(path) as file:
+        lines = _lines(path, file)
+        start, names, delimiter = _table_header(path, lines)
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        while True:
+            number = start + reader.line_num + 1
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                yield number, BadRow("not valid CSV", one_line(error))
+                continue
+            if cells is None:
+                return
+            if any(cells):
+                yield number, _row_of_cells(names, cells)
+
+
+def _table_header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str]:
+    """Return the line number of the header, the column names, and their separator.
+
+    Spreadsheets write `;` if the comma is the decimal separator, and Excel reads a first line such
+    as `sep=;`.
+    """
+    delimiters = _DELIMITERS
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if number == 1 and (named := _NAMED.fullmatch(line)):
+            delimiters = named[1]
+            continue
+        # Counted before the line is split, since each cell takes far more memory than its text.
+        if max(map(line.count, delimiters)) >= _MAX_COLUMNS:
+            raise DataError(f"{path}:{number}: has more than {_MAX_COLUMNS:,} columns: remove some")
+        tried = {each: _cells(line, each) for each in delimiters}
+        delimiter = max(tried, key=lambda each: len(tried[each]))
+        names = [name.strip() for name in tried[delimiter]]
+        twice = {name for name, times in Counter(names).items() if name and times > 1}
+        if twice:
+            raise DataError(
+                f"{path}:{number}: has two columns named {shorten(min(twice))}: rename one of them"
+            )
+        return number, names, delimiter
+    raise DataError(f"{path}: is empty: it needs a line of column names, then one row per line")
+
+
+def _cells(line: str, delimiter: str) -> Sequence[str]:
+    try:
+        return next(csv.reader([line], delimiter=delimiter, strict=True))
+    except csv.Error:
+        return [line]
+
+
+def _row_of_cells(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] | BadRow:
+    values = list(cells)
+    if len(values) > len(names) and any(values[len(names) :]):
+        detail = f"{len(values)} cells, {len(names)} columns: quote values that contain a separator"
+        return BadRow("more cells than columns", detail)
+    found: dict[str, Any] = {
+        name: value or None for name, value in zip(names, values, strict=False) if name
+    }
+    try:
+        for value in filter(None, found.values()):
+            value.encode("utf-8")
+    except UnicodeEncodeError:
+        return BadRow("not UTF-8", "save it as CSV UTF-8")
+    return found
+
+
+# Plain text
+
+
+def is_plain_text(path: Path, head: bytes) -> bool:
+    """Return whether a file is named as text or Markdown, and does not start like JSON."""
+    if not path.name.lower().endswith(TEXT_ENDINGS):
+        return False
+    # Files of JSON lines may start with comments, and Markdown with a heading.
+    every = head.removeprefix(UTF8_BOM).splitlines()
+    lines = (line for line in every if line.strip() and not line.startswith(b"#"))
+    return _JSON_START.match(next(lines, b"")) is None
+
+
+def check_read_as_text(path: Path, head: bytes) -> None:
+    """Raise DataError for plain text under a format that needs rows."""
+    if not is_plain_text(path, head):
+        return
+    rows = 'write JSON lines, such as {"text": "…"} or {"messages": […]}'
+    if _WHATSAPP.match(head.removeprefix(UTF8_BOM).removeprefix(b"\xe2\x80\x8e")):
+        raise DataError(
+            f"{path}: is a chat of WhatsApp, which does not say who answers whom: {rows}"
+        )
+    raise DataError(f"{path}: is plain text: {rows}, or give --format text to train on it as it is")
+
+
+def plain_text_rows(path: Path, split_at: str | None) -> Iterator[NumberedRow]:
+    """Yield the text of a file or, with `split_at`, each piece, with the number of its first line.
+
+    `heading` starts a piece at each heading of Markdown, `paragraph` after blank lines.
+    """
+    with _open_text(path) as file:
+        piece: list[str] = []
+        start, size = 1, 0
+        for number, (line, begins) in enumerate(_marked(_lines(path, file), split_at), start=1):
+            if begins and piece:
+                yield start, _document(piece)
+                start, piece, size = number, [], 0
+            if not piece and not line.strip():
+                start = number + 1
+                continue
+            piece.append(line)
+            size += len(line)
+            if size > _MAX_TEXT:
+                raise DataError(f"{path}: is longer than {_MAX_TEXT:,} characters: split it")
+        if piece:
+            yield start, _document(piece)
+
+
+def _marked(lines: Iterable[str], split_at: str | None) -> Iterator[tuple[str, bool]]:
+    """Yield each line, and whether a new piece begins with it."""
+    fence, blank = "", False
+    for line in lines:
+        if split_at == "paragraph":
+            yield line, blank and bool(line.strip())
+            blank = not line.strip()
+            continue
+        if found := _FENCE.match(line):
+            # In a block of code, `#` starts a comment.
+            fence = "" if fence == found[1] else fence or found[1]
+        yield line, split_at == "heading" and not fence and _HEADING.match(line) is not None
+
+
+def _document(lines: Sequence[str]) -> dict[str, Any] | BadRow:
+    text = "".join(lines).rstrip()
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return BadRow("not UTF-8", "save it in UTF-8")
+    return {"text": text.replace("\r\n", "\n")}
