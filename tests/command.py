@@ -6,7 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,13 @@ class Outcome:
 
 
 Cli = Callable[..., Outcome]
+
+
+def unless_given(arguments: Sequence[object], **defaults: object) -> list[object]:
+    """Return default options as arguments, without those that the arguments give."""
+    names = {str(each).partition("=")[0] for each in arguments}
+    flags = {"--" + name.replace("_", "-"): value for name, value in defaults.items()}
+    return [each for name, value in flags.items() if name not in names for each in (name, value)]
 
 
 def files_in(folder: Path) -> list[str]:

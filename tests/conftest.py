@@ -44,7 +44,7 @@ pytest.register_assert_rewrite("tests.command", "tests.core.training.fake_pipeli
 
 from mlxtune.cli import main  # noqa: E402
 from mlxtune.errors import MlxTuneError  # noqa: E402
-from tests.command import ROWS, Cli, Outcome  # noqa: E402
+from tests.command import ROWS, Cli, Outcome, unless_given  # noqa: E402
 from tests.hub_server import Hub, serving  # noqa: E402
 from tests.models import sums, write_chat, write_model  # noqa: E402
 
@@ -156,15 +156,13 @@ def cli(
 
 @pytest.fixture
 def train(cli: Cli, model: Path, chat: Path, output: Path) -> Cli:
-    """A function that runs `mlxtune train --quiet` on a valid model and file; later options win.
+    """A function that runs `mlxtune train --quiet` on a valid model and file, or on given ones.
 
     Samples are off, because generating them takes longer than the run.
     """
 
     def run(*arguments: object, quiet: bool = True) -> Outcome:
-        # Another --data would be added to this one.
-        data = [] if "--data" in arguments else ["--data", chat]
-        good = ["--model-path", model, *data, "--output", output, "--samples", 0]
+        good = unless_given(arguments, model_path=model, data=chat, output=output, samples=0)
         return cli("train", *good, *(["--quiet"] if quiet else []), *arguments)
 
     return run
@@ -172,11 +170,10 @@ def train(cli: Cli, model: Path, chat: Path, output: Path) -> Cli:
 
 @pytest.fixture
 def inspect(cli: Cli, model: Path, chat: Path) -> Cli:
-    """A function that runs `mlxtune inspect` on a valid model and file; later options win."""
+    """A function that runs `mlxtune inspect` on a valid model and file, unless others are given."""
 
     def run(*arguments: object) -> Outcome:
-        data = [] if "--data" in arguments else ["--data", chat]
-        return cli("inspect", "--model-path", model, *data, *arguments)
+        return cli("inspect", *unless_given(arguments, model_path=model, data=chat), *arguments)
 
     return run
 

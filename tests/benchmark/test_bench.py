@@ -31,7 +31,7 @@ from mlxtune.config import BenchConfig, TrainConfig
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.dataset import Reader, load_dataset
-from tests.command import Cli, Outcome, finish, read_until, start
+from tests.command import Cli, Outcome, finish, read_until, start, unless_given
 from tests.core.training.fake_pipeline import FakePipeline
 from tests.models import sums, write_chat
 from tests.paths import DOCS
@@ -42,10 +42,10 @@ PAGE = DOCS / "bench.md"
 
 @pytest.fixture
 def bench(cli: Cli, model: Path, chat: Path) -> Cli:
-    """A function that runs `mlxtune bench` briefly on a valid model and file; later options win."""
+    """A function that runs `mlxtune bench` briefly on a valid model and file, or on given ones."""
 
     def run(*arguments: object) -> Outcome:
-        good = ["--model-path", model, "--data", chat, "--steps", 2, "--repeats", 1]
+        good = unless_given(arguments, model_path=model, data=chat, steps=2, repeats=1)
         return cli("bench", *good, *arguments)
 
     return run

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.command import Cli, files_in
+from tests.command import Cli, files_in, unless_given
 from tests.slow import slow
 
 
@@ -38,8 +38,8 @@ def adapter(path: Path) -> dict[str, Any]:
 @pytest.fixture
 def plan(cli: Cli, model: Path, chat: Path, tmp_path: Path) -> Cli:
     def run(*arguments: object) -> Any:
-        cache = ["--cache-dir", tmp_path / "cache"]
-        return cli("plan", "--model-path", model, "--data", chat, *cache, *arguments)
+        good = {"model_path": model, "data": chat, "cache_dir": tmp_path / "cache"}
+        return cli("plan", *unless_given(arguments, **good), *arguments)
 
     return run
 

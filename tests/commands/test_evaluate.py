@@ -17,7 +17,7 @@ from mlxtune import EvalConfig, TrainConfig, evaluate, resume, train, verify
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.errors import DataError
 from mlxtune.session.trained_model import trained_on_text
-from tests.command import Cli, Outcome
+from tests.command import Cli, Outcome, unless_given
 from tests.models import CHATML, sums, write_chat, write_model
 
 ROWS = 40
@@ -39,12 +39,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def judged(cli: Cli, home: Path) -> Cli:
-    """A function that runs `mlxtune eval` on the model and its adapter; options given later win."""
+    """A function that runs `mlxtune eval` on the model and its adapter, or on given ones."""
 
     def run(*arguments: object) -> Outcome:
-        data = [] if "--data" in arguments else ["--data", home / "new.jsonl"]
-        good = ["--model-path", home / "model", "--adapter", home / "out", *data]
-        return cli("eval", *good, *arguments)
+        good = {"model_path": home / "model", "adapter": home / "out", "data": home / "new.jsonl"}
+        return cli("eval", *unless_given(arguments, **good), *arguments)
 
     return run
 
