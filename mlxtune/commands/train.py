@@ -116,10 +116,11 @@ def train(
     """Fine-tune a model as the options say, and write the adapter.
 
     With `dry_run`, print the plan and stop before the first step. With `resume`, continue from that
-    checkpoint, which `mlxtune.resume` finds. After step `stop_after`, stop as on Ctrl-C. On the
-    first worker, `observers` receive the events of the run. With `live`, the model also answers up
-    to `samples` validation rows after each validation, for the live page. `on_step` gets the record
-    of each step, and `on_validation` the step (0 before training) and the loss of each validation.
+    checkpoint, which `mlxtune.resume` finds. After step `stop_after`, stop as on Ctrl-C; if the run
+    ends first, write checkpoints but no adapter. On the first worker, `observers` receive the
+    events of the run. With `live`, the model also answers up to `samples` validation rows after
+    each validation, for the live page. `on_step` gets the record of each step, and `on_validation`
+    the step (0 before training) and the loss of each validation.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
@@ -155,6 +156,8 @@ def train(
             trained = np.union1d(own, trained_before(session))
             records = records_of(session, parts, trainer, trained)
             result = trainer.train(records, resume=resume)
+        if stop_after is not None:
+            return _result_without_training(session)
         finish(session, parts, trainer, result)
         ended = _result_without_training(session)
         ended = replace(ended, training=result, adapter=config.output_path)

@@ -15,7 +15,14 @@ from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.reading import file_hash, read_json, read_own
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.files.writing import copy_file, make_folder
-from mlxtune.core.run.checkpoint import ADAPTER, METADATA, METRICS, Checkpoint
+from mlxtune.core.run.checkpoint import (
+    ADAPTER,
+    METADATA,
+    METRICS,
+    Checkpoint,
+    find_checkpoints,
+)
+from mlxtune.core.run.extension import extensions_of
 from mlxtune.core.run.progress import Progress, same_except_measurements
 from mlxtune.core.run.run_folder import REFERENCE, ResumePoint
 from mlxtune.core.run.stored_run import run_folder_at
@@ -98,13 +105,50 @@ def _verify_model(result: Verification, config: TrainConfig, good: list[Checkpoi
             result.add(name, None, f"{count} tensors with the model's names and shapes")
 
 
+def _resume_point(checkpoint: Checkpoint) -> ResumePoint:
+    return ResumePoint(checkpoint, Progress.from_jsonl(checkpoint.metrics), [], {})
+
+
+def _train_again(
+    config: TrainConfig, newest: Checkpoint, resumed: ResumePoint | None
+) -> Path | None:
+    """Train to the step of the newest checkpoint; return the checkpoint written there, if any.
+
+    Before an extension, train with the options of that time, on which the learning rates depend.
+    """
+    start = resumed.checkpoint.step if resumed else 0
+    validated = {each.step for each in Progress.from_jsonl(newest.metrics).validations}
+    for extension in extensions_of(newest.metadata):
+        if extension.step <= start:
+            continue
+        own = replace(config, epochs=extension.epochs, max_steps=extension.max_steps)
+        # A run that was complete had also been validated at its end.
+        complete = extension.step == extension.total_steps and extension.step in validated
+        _train_to(own, extension.step + complete, resumed)
+        written, _ = find_checkpoints(config.checkpoint_path)
+        resumed = _resume_point(written[0])
+    return _train_to(config, newest.step, resumed)
+
+
+def _train_to(config: TrainConfig, step: int, resumed: ResumePoint | None) -> Path | None:
+    """Train to a step; return the checkpoint written there, or None if the run ended before."""
+    try:
+        train(Resolved.recorded(config), resume=resumed, stop_after=step)
+    except TrainingInterrupted as stopped:
+        if stopped.by_signal or stopped.checkpoint is None:
+            # A partial replay proves nothing, and its scratch folder is removed.
+            interrupt = Interrupted()
+            interrupt.signal = stopped.signal
+            raise interrupt from None
+        return stopped.checkpoint
+    return None
+
+
 def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
     """Train again from the first checkpoint to the newest, in a scratch folder."""
     newest, first = good[0], good[-1]
-    resumed = None
-    if first.step < newest.step:
-        resumed = ResumePoint(first, Progress.from_jsonl(first.metrics), [], {})
-    elif config.init_adapter is not None:
+    resumed = _resume_point(first) if first.step < newest.step else None
+    if resumed is None and config.init_adapter is not None:
         check_initial(config.init_adapter, newest.metadata)
     with end_in_order(), scratch_folder("verify") as scratch:
         own = replace(
@@ -124,16 +168,8 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
             make_folder(scratch / "checkpoints")
             with suppress(OSError):  # training reports the error
                 copy_file(newest.folder.parent / REFERENCE, scratch / "checkpoints" / REFERENCE)
-        try:
-            train(Resolved.recorded(own), resume=resumed, stop_after=newest.step)
-        except TrainingInterrupted as stopped:
-            if stopped.by_signal or stopped.checkpoint is None:
-                # A partial replay proves nothing, and its scratch folder is removed.
-                interrupt = Interrupted()
-                interrupt.signal = stopped.signal
-                raise interrupt from None
-            again = stopped.checkpoint
-        else:
+        again = _train_again(own, newest, resumed)
+        if again is None:
             raise OutputError(f"{result.run}: training again did not reach step {newest.step}")
         same = file_hash(again / ADAPTER) == file_hash(newest.folder / ADAPTER)
         records = list(Progress.from_jsonl(read_own(again / METRICS)))

@@ -265,10 +265,27 @@ def print_resume(resume: ResumePoint, trainer: InstructTrainer, console: RunCons
         console.warn(f"versions have changed since the run began: {', '.join(changed)}")
     step = f"step {resume.progress.step} of {trainer.total_steps}"
     console.say("Resume", f"{step}, from {resume.checkpoint.folder}")
+    if line := _extension_line(resume, trainer):
+        console.say("", line)
     if resume.progress.step >= trainer.total_steps:
         limit = trainer.config.max_steps
         also = f", and with it --max-steps, now {limit}" if limit == trainer.total_steps else ""
         console.say("", f"no step is left: raise --epochs to train further{also}")
+
+
+def _extension_line(resume: ResumePoint, trainer: InstructTrainer) -> str:
+    """Return a line on the learning rate of a run that gets more steps; empty for other runs."""
+    step, before = resume.progress.step, resume.checkpoint.metadata.get("total_steps")
+    if before == trainer.total_steps or not resume.progress.steps:
+        return ""
+    last, following = resume.progress.steps[-1].learning_rate, trainer.rate(step + 1)
+    line = f"extended from {before} to {count(trainer.total_steps, 'step')}: "
+    if last == following:
+        return f"{line}the learning rate stays {last:.3g}"
+    return (
+        f"{line}the learning rate restarts, from {last:.3g} at step {step} to {following:.3g} at "
+        f"step {step + 1}"
+    )
 
 
 def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:

@@ -221,6 +221,52 @@ def test_replay_finds_a_run_that_was_not_trained_as_it_says(
     assert "differs, perhaps by rounding" in cli("verify", run, "--replay").out
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"max_steps": 6}, {"max_steps": 10}),
+        ({"epochs": 1}, {"epochs": 2}),
+        # The validation at the end of the first stretch stays, because it is the best so far.
+        ({"max_steps": 6, "val_steps": 4}, {"max_steps": 8}),
+    ],
+)
+def test_replay_of_an_extended_run_follows_the_schedule_of_each_stretch(
+    cli: Cli, model: Path, chat: Path, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    output = str(tmp_path / "out")
+    options = {"epochs": 4, "lr": 1e-2, "keep": 1, "samples": 0} | before
+    train(TrainConfig(str(model), str(chat), output=output, **options))
+    ((name, value),) = after.items()
+    outcome = cli("train", "--resume", output, f"--{name.replace('_', '-')}", value)
+    assert "extended from " in outcome.err
+    assert ": the learning rate restarts, from " in outcome.err
+
+    run = tmp_path / "out" / "checkpoints"
+    first = run_steps(run, next(iter(json.loads(newest(run))["extensions"]))["step"])
+    assert first["learning_rate"] < 1e-3
+    shutil.rmtree(run / "best")
+    (run / "best").mkdir()
+    for folder in run.glob("*/manifest.json"):
+        assert json.loads(folder.with_name("metadata.json").read_text())["step"] > first["step"]
+    replay = {check.name: check for check in verify(run, replay=True).checks}["replay"]
+    assert replay.ok, replay.detail
+    assert replay.detail.startswith("trained again from step 0 to ")
+    page = cli("report", output)
+    assert page.code == 0
+    assert f"extended after step {first['step']}" in (run / "report.html").read_text()
+
+
+def newest(run: Path) -> str:
+    found = [path.read_text() for path in run.glob("*/metadata.json")]
+    return max(found, key=lambda each: json.loads(each)["step"])
+
+
+def run_steps(run: Path, step: int) -> dict[str, Any]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    found: dict[str, Any] = next(e for e in lines if (e["kind"], e.get("step")) == ("step", step))
+    return found
+
+
 @pytest.mark.parametrize("place", ["none", "empty"])
 def test_folder_without_a_run_is_an_error(cli: Cli, tmp_path: Path, place: str) -> None:
     (tmp_path / "empty").mkdir()

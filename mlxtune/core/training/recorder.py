@@ -11,6 +11,7 @@ from typing import Any
 
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.run import run_folder
+from mlxtune.core.run.extension import extended
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult
 from mlxtune.core.run.progress import MetricsFile, Progress, Record
 from mlxtune.core.run.run_folder import ResumePoint
@@ -32,7 +33,7 @@ class RunRecorder:
     """Adds records to the `progress` of a run, and writes metrics.jsonl and checkpoints.
 
     `rate` returns the learning rate of a step. `about` holds the entries of a checkpoint's metadata
-    that no step changes.
+    that no step changes; resuming adds the run's extensions.
     """
 
     pipeline: Pipeline
@@ -67,6 +68,7 @@ class RunRecorder:
         if the checkpoint does not fit the pipeline.
         """
         progress, checkpoint = self.progress, point.checkpoint
+        self.about = {**self.about, **extended(checkpoint.metadata, self.total_steps)}
         self.pipeline.restore(checkpoint.folder)
         run_folder.reopen(self._folder)
         for record in point.progress:

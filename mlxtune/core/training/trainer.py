@@ -130,6 +130,10 @@ class InstructTrainer:
         """The steps of the run so far."""
         return TrainingMetrics(self.total_steps, self.progress.steps)
 
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return self._schedule(step)
+
     def data_hash(self) -> str:
         """Return `sha256:HASH` of the whole corpus, held-out rows included."""
         return self._data_hash

@@ -9,6 +9,7 @@ from pathlib import PurePath
 import numpy as np
 
 from mlxtune.core.formatting import byte_size, count, loss_text
+from mlxtune.core.run.extension import extensions_of
 from mlxtune.core.run.stored_run import Run, number
 from mlxtune.core.run.summary import RunView
 from mlxtune.views.pages.charts import Chart, Series
@@ -91,13 +92,22 @@ def _chart(run: Run, view: RunView, measure: _StepMeasure) -> Chart:
             Series("each step", style, steps, values, "faint"),
             Series("highest so far", style, steps, highest),
         ]
+    description = _describe(
+        f"{measure.title} ({measure.unit})" if measure.unit else measure.title, values
+    )
+    extensions = [each.step for each in extensions_of(run.metadata)] if style == "lr" else []
+    unit = measure.unit
+    if extensions:
+        unit = f"extended after step {', '.join(f'{step:,}' for step in extensions)}"
+        description += f"; {unit}"
     return Chart(
         measure.title,
-        measure.unit,
+        unit,
         series,
-        _describe(f"{measure.title} ({measure.unit})" if measure.unit else measure.title, values),
+        description,
         from_zero=measure.from_zero,
         levels=_level_near(values, level, name),
+        verticals=extensions,
     )
 
 
