@@ -164,7 +164,7 @@ class RowsConfig(RowObjectiveConfig):
         "Layout of a row; auto detects it for each file.",
         RESULT,
         encodes=True,
-        choices=("auto", "chat", "prompt", "alpaca", "sharegpt", "text", "chatgpt"),
+        choices=("auto", "chat", "prompt", "alpaca", "sharegpt", "text", "chatgpt", "gemini"),
     )
     split_at: str | None = DATA.option(
         None,

@@ -60,14 +60,19 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         enable_thinking: bool | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> "TemplateRequest":
-        """Return a request to render messages.
+        """Return a request to render messages; `options` are further variables of the template.
 
         Raises BadRow if the messages or tools are nested too deeply.
         """
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
-        arguments: dict[str, Any] = {"conversations": [messages], "tools": tools}
-        arguments |= {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
+        arguments: dict[str, Any] = {**(options or {}), "conversations": [messages]}
+        arguments |= {
+            "tools": tools,
+            **self._special_tokens,
+            "add_generation_prompt": add_generation_prompt,
+        }
         if enable_thinking is not None:
             arguments["enable_thinking"] = enable_thinking
         try:
@@ -275,7 +280,7 @@ def read_template_file(path: Path) -> str:
 
 
 def read_chat_template(folder: Path) -> dict[str, str]:
-    """Return a folder's templates by name, from its *.jinja files or else tokenizer_config.json.
+    """Return a folder's templates by name, from its *.jinja files or else its *.json files.
 
     Raises ModelError if they cannot be read.
     """
@@ -287,15 +292,18 @@ def read_chat_template(folder: Path) -> dict[str, str]:
         }
         if jinja.is_file():
             return sources | {_DEFAULT: read_text(jinja, TEMPLATE)}
-        read = read_value(config, TOKENIZER_CONFIG) if config.is_file() else {}
-        template = read.get("chat_template")
+        # Processors of models with images keep their template in chat_template.json.
+        processor = folder / "chat_template.json"
+        template = None
+        for path in filter(Path.is_file, (config, processor)):
+            template = template or read_value(path, TOKENIZER_CONFIG).get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
         sources |= {_DEFAULT: template} if isinstance(template, str) else dict(template or {})
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError(
-            f"{folder}: its chat template, in chat_template.jinja or tokenizer_config.json, cannot "
-            f"be read: {one_line(error)}: download the model again"
+            f"{folder}: its chat template, in chat_template.jinja, tokenizer_config.json or "
+            f"chat_template.json, cannot be read: {one_line(error)}: download the model again"
         ) from error
     if not all(isinstance(source, str) for source in sources.values()):
         raise ModelError(f"{folder}: its chat template is not text: download the model again")

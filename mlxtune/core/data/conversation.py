@@ -5,12 +5,10 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxtune.core.data.problems import (
-    BAD_ARGUMENTS,
     EMPTY_PROMPT,
     EMPTY_VALUE,
     MOJIBAKE,
@@ -19,27 +17,37 @@ from mlxtune.core.data.problems import (
     REPLACED,
     UNCLOSED_THINKING,
     UNDECLARED_TOOL,
-    UNREAD_KEY,
     BadRow,
     json_type,
     parse_json,
 )
+from mlxtune.core.data.sources.keys import (
+    THINKING_FIELDS,
+    is_learned,
+    is_mark,
+    letters,
+    template_options,
+    thinking_key,
+)
 from mlxtune.errors import shorten
 
 ROLES = ("system", "user", "assistant", "tool")
+# The roles of agents' formats, without punctuation, whose content is a call or the result of one.
+_CALLING = frozenset(["functioncall", "functioncalls", "toolcall", "toolcalls"])
+_RESULTS = (
+    *("observation", "functionresponse", "toolresponse", "functionresult", "toolresult"),
+    *("toolresults", "functionoutput", "tooloutput", "ipython"),
+)
 # OpenAI's newer and older names, and Gemini's; few templates know them.
-_SAME_ROLES = {"developer": "system", "function": "tool", "model": "assistant"}
+_SAME_ROLES = {
+    **{"developer": "system", "function": "tool", "model": "assistant"},
+    **dict.fromkeys(_CALLING, "assistant"),
+    **dict.fromkeys(_RESULTS, "tool"),
+}
 _NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
 # Keys whose text is never the content of the message.
+_OF_PART = {"type", "text"}
 _NO_CONTENT = {"role", "name", "id", "type", "tool_calls", "tool_call_id"}
-# The fields that hold thinking in data files and in templates.
-THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# Further keys of a row, without punctuation; their text often belongs to the conversation.
-_SYSTEMS = ("systemprompt", "systemmessage", "instructions", "persona")
-_BESIDE_MESSAGES = (
-    *("context", "passage", "document", "input", "instruction", "history", *_SYSTEMS),
-    *(name.replace("_", "") for name in THINKING_FIELDS),
-)
 
 # The beginnings of refusals, in lower case and with straight apostrophes.
 _CANNOT = r"[^.!?]{0,100}\b(?:cannot|can't|unable|not able|don't|do not|have no|not capable)\b"
@@ -81,7 +89,8 @@ class Message:
     `thinking` is an assistant's reasoning before its answer, from a separate field or from between
     `<think>` tags. `trained` is False for an assistant turn that is only context. `fields` is the
     message for a model's own template: the file's message with text content and parsed arguments,
-    without `weight` or nulls.
+    without marks such as `weight` or nulls. `removed` has the keys that are not read and that
+    `fields` lacks.
     """
 
     role: str
@@ -90,6 +99,7 @@ class Message:
     thinking: str = ""
     trained: bool = True
     fields: Mapping[str, Any] = field(default_factory=dict)
+    removed: tuple[str, ...] = ()
 
 
 # The roles of examples in their rows: an answer; the chosen answer of a pair, the rejected answer,
@@ -106,14 +116,16 @@ ROLE_NAMES = (
 class Conversation:
     """The messages of a row; `row` is its 1-based number in the file.
 
-    `unread` is a key whose text is not among the messages, if the row has one, perhaps with advice.
+    `options` are variables that the row sets for its template. `unread` has the kind and a detail
+    of a note on each key of the row that is not read.
     """
 
     row: int
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     role: int = ANSWER
-    unread: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +150,7 @@ class Document:
 
     row: int
     text: str
+    unread: tuple[tuple[str, str], ...] = ()
 
 
 def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
@@ -154,35 +167,12 @@ def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
         {"type": "function", "function": function}
         for function in _objects(content.get("functions"), "functions")
     )
-    return Conversation(row, messages, tools, unread=_unread(content, messages))
-
-
-def _unread(content: Mapping[str, Any], messages: tuple[Message, ...]) -> str:
-    """Return the first key whose text may belong to the conversation but is missing from it.
-
-    A system prompt's key comes with the option that reads it.
-    """
-    for key, text in content.items():
-        # A single word is more likely a label.
-        if not isinstance(text, str) or len(text.split(maxsplit=1)) < 2:
-            continue
-        if (name := letters(key)) not in _BESIDE_MESSAGES:
-            continue
-        if not any(text.strip() in message.content + message.thinking for message in messages):
-            is_system = name in _SYSTEMS and all(message.role != "system" for message in messages)
-            advice = f": give {field_option('system', key)}" if is_system else ""
-            return shorten(key) + advice
-    return ""
+    return Conversation(row, messages, tools, options=template_options(content))
 
 
 def field_option(name: str, key: str) -> str:
     """Return the option that reads a field from a key, or from KEY if a shell cannot show it."""
     return f"--field {name}={shlex.quote(key) if key.isprintable() and len(key) <= 200 else 'KEY'}"
-
-
-def letters(key: str) -> str:
-    """Return a key in lower case, without spaces or punctuation."""
-    return "".join(filter(str.isalnum, key[:200])).casefold()
 
 
 def parse_messages(messages: Any) -> tuple[Message, ...]:
@@ -192,32 +182,83 @@ def parse_messages(messages: Any) -> tuple[Message, ...]:
     """
     if not isinstance(messages, list):
         raise BadRow("'messages' is not a list", json_type(messages))
-    parsed = tuple([_parse_message(i, message) for i, message in enumerate(messages, start=1)])
+    turns = _whole_turns(messages)
+    parsed = tuple([_parse_message(where, message) for where, message in turns])
     if not any(message.role == "assistant" and message.trained for message in parsed):
         untrained = any(message.role == "assistant" for message in parsed)
         raise BadRow("no assistant turn with weight 1" if untrained else "no assistant turn")
     return parsed
 
 
-def _parse_message(position: int, message: Any) -> Message:
-    where = f"message {position}"
+def _whole_turns(messages: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Return each turn with its place; calls that are messages of their own join one turn.
+
+    A model ends its turn after its last call, so text and calls in a row, without a result between
+    them, are one turn.
+    """
+    turns: list[tuple[str, Any]] = []
+    for position, message in enumerate(messages, start=1):
+        where = f"message {position}"
+        if not isinstance(message, dict) or not _calls_alone(message):
+            turns.append((where, message))
+            continue
+        calls = message | {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": _calls(message.get("content"), where),
+        }
+        if turns and role_of(turns[-1][1]) == "assistant":
+            before, earlier = turns.pop()
+            if is_learned(earlier, before) != is_learned(calls, where):
+                raise BadRow("a turn whose calls are marked differently", where)
+            listed = earlier.get("tool_calls") or []
+            listed = listed if isinstance(listed, list) else [listed]
+            calls |= {"content": "", **earlier, "tool_calls": listed + calls["tool_calls"]}
+            where = before
+        turns.append((where, calls))
+    return turns
+
+
+def _calls_alone(message: Mapping[str, Any]) -> bool:
+    """Return whether the content of a message is a call, as its role says."""
+    role = message.get("role")
+    return isinstance(role, str) and letters(role) in _CALLING
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Convert `{"name": …, "arguments": …}` or a list of them, as JSON text or as values."""
+    if isinstance(value, str):
+        value = parse_json(value, "a function_call is not JSON")
+    calls = value if isinstance(value, list) else [value]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise BadRow("a function_call has no name", where)
+    return [{"type": "function", "function": {"arguments": {}} | call} for call in calls]
+
+
+def _parse_message(where: str, message: Any) -> Message:
     if not isinstance(message, dict):
         raise BadRow("a message is not an object", f"{where} is {json_type(message)}")
     if (role := role_of(message)) is None:
         raise BadRow("a message has no role", where)
     if role not in ROLES:
         raise unknown_role(message["role"], ROLES, where)
-    fields = {k: value for k, value in message.items() if value is not None and k != "weight"}
-    fields["role"] = role
+    fields = {k: value for k, value in message.items() if value is not None and not is_mark(k)}
+    fields["role"], removed = role, set()
     if isinstance(content := fields.get("content"), list):
+        parts = [part for part in content if isinstance(part, dict)]
+        removed = {k for part in parts for k, v in part.items() if v is not None} - _OF_PART
         # mlx_lm.server joins text parts the same way.
         content = fields["content"] = "".join([_part(part, where) for part in content])
     if role == "assistant":
-        return _parse_answer(fields, _trained(message, where), where)
+        answer = _parse_answer(fields, is_learned(message, where), where)
+        return replace(answer, removed=tuple(sorted(removed))) if removed else answer
     if not isinstance(content, str):
         problem = _other_content(fields) or json_type(content)
         raise BadRow("content is not text", f"{where}: {problem}")
-    return Message(role, content, fields=fields)
+    # No turn but the assistant's is learned, so a mark that asks for it is not followed.
+    removed |= {key for key, value in message.items() if value and is_mark(key)}
+    return Message(role, content, fields=fields, removed=tuple(sorted(removed)))
 
 
 def _other_content(fields: Mapping[str, Any]) -> str:
@@ -231,12 +272,19 @@ def _other_content(fields: Mapping[str, Any]) -> str:
 def role_of(message: Any) -> str | None:
     """Return a message's role by our name for it, if it has one."""
     role = message.get("role") if isinstance(message, dict) else None
-    return _SAME_ROLES.get(role.lower(), role.lower()) if isinstance(role, str) else None
+    if not isinstance(role, str):
+        return None
+    return _SAME_ROLES.get(letters(role), role.lower())
 
 
 def as_context(messages: Iterable[Any]) -> list[Any]:
     """Return messages of which no assistant turn is trained on."""
-    return [one | {"weight": 0} if role_of(one) == "assistant" else one for one in messages]
+    return [
+        {key: value for key, value in one.items() if not is_mark(key)} | {"weight": 0}
+        if role_of(one) == "assistant"
+        else one
+        for one in messages
+    ]
 
 
 def unknown_role(role: str, known: Sequence[str], where: str) -> BadRow:
@@ -259,19 +307,15 @@ def _part(part: Any, where: str) -> str:
     return part
 
 
-def _trained(message: Mapping[str, Any], where: str) -> bool:
-    weight = message.get("weight")
-    if weight not in (None, 0, 1):
-        raise BadRow("'weight' is neither 0 nor 1", where)
-    return weight != 0
-
-
 def _parse_answer(fields: dict[str, Any], trained: bool, where: str) -> Message:
+    if not any(fields.get(name) for name in THINKING_FIELDS) and (key := thinking_key(fields)):
+        fields[THINKING_FIELDS[0]] = fields.pop(key)
     thinking = _thinking_field(fields, where)
     if "tool_calls" not in fields and "function_call" in fields:
         function = fields.pop("function_call")
         fields["tool_calls"] = [{"type": "function", "function": function}]
-    calls = tuple(map(_plain_call, _objects(fields.get("tool_calls"), "tool_calls")))
+    listed = enumerate(_objects(fields.get("tool_calls"), "tool_calls"), start=1)
+    calls = tuple([_plain_call(call, f"{where}, call {number}") for number, call in listed])
     # Some templates treat an empty list as calls.
     fields.pop("tool_calls", None)
     if calls:
@@ -314,19 +358,35 @@ def _thinking_and_answer(content: str) -> tuple[str, str]:
     return thought.strip(), answer
 
 
-def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
+def _plain_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a call with its arguments parsed from JSON text, if they are text.
 
     OpenAI's files have JSON text; templates expect an object, and mlx_lm.server parses the text.
+    Raises BadRow for arguments that are no object: templates render them in different ways.
     """
+    if function_name(call) is None:  # rendering raises BadRow
+        return call
     nested = isinstance(call.get("function"), dict)
     function = call["function"] if nested else call
-    if not isinstance(arguments := function.get("arguments"), str):
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
         return call
-    with suppress(BadRow):
-        if isinstance(parsed := parse_json(arguments), dict):
-            function = function | {"arguments": parsed}
+    if not isinstance(arguments, str):
+        problem = json_type(arguments) if "arguments" in function else "null or missing"
+        raise _bad_arguments(where, problem)
+    try:
+        parsed = parse_json(arguments)
+    except BadRow as problem:
+        raise _bad_arguments(where, str(problem)) from problem
+    if not isinstance(parsed, dict):
+        raise _bad_arguments(where, f"{json_type(parsed)} as JSON text")
+    function = function | {"arguments": parsed}
     return call | {"function": function} if nested else function
+
+
+def _bad_arguments(where: str, problem: str) -> BadRow:
+    kind = "a tool call whose arguments are not an object"
+    return BadRow(kind, f"{where}: 'arguments' is {problem}: write an object, {{}} if empty")
 
 
 def supervised_turns(conversation: Conversation, turns: str) -> list[int]:
@@ -347,6 +407,10 @@ def function_name(call: Mapping[str, Any]) -> str | None:
 
 def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Return the message for a row's `system` text; () if the text is empty or already present."""
+    if isinstance(text, dict):  # a message in OpenAI's or Gemini's layout
+        text = text.get("parts", text.get("content", text.get("text")))
+    if isinstance(text, list) and text:
+        text = "".join([_part(part, "'system'") for part in text])
     if not isinstance(text, str):
         raise BadRow("'system' is not text", json_type(text))
     present = {message.content for message in messages if message.role == "system"}
@@ -393,8 +457,6 @@ def notes_on(row: Conversation | Document, text: str) -> Iterator[tuple[str, str
         if found := _TURN.match(row.text):
             yield RENDERED_CHAT, found[1]
         return
-    if row.unread:
-        yield UNREAD_KEY, row.unread
     for position, message in enumerate(row.messages, start=1):
         if message.role == "user" and not message.content.strip():
             yield EMPTY_PROMPT, f"message {position}"
@@ -421,9 +483,6 @@ def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[tupl
         name = function_name(call)
         if name is not None and not _is_declared(row, name):
             yield UNDECLARED_TOOL, f"{where}: {shorten(name)}"
-        function = call.get("function") or call
-        if isinstance(arguments := function.get("arguments"), str):
-            yield BAD_ARGUMENTS, f"{where}: {shorten(arguments)}"
 
 
 def _is_declared(row: Conversation, name: str) -> bool:

@@ -20,6 +20,7 @@ from mlxtune.core.data.conversation import (
     CHOSEN,
     DESIRABLE,
     REJECTED,
+    ROLES,
     UNDESIRABLE,
     Conversation,
     Document,
@@ -81,7 +82,7 @@ _SHAREGPT_ROLES = {
     name: role
     for role, names in {
         "user": "human user",
-        "assistant": "gpt chatgpt assistant model bot bing bard function_call",
+        "assistant": "gpt chatgpt assistant model bot bing bard",
         "system": "system developer",
         "tool": "tool observation",
     }.items()
@@ -111,23 +112,11 @@ def _from_entry(entry: dict[str, Any], where: str) -> dict[str, Any]:
     name, value = entry.get("from"), entry.get("value")
     name = entry.get("role") if name is None else name
     value = entry.get("content") if value is None else value
-    if isinstance(name, str) and (name := name.lower()) not in _SHAREGPT_ROLES:
-        raise unknown_role(name, tuple(_SHAREGPT_ROLES), where)
-    if name == "function_call":
-        return message | {"role": "assistant", "content": "", "tool_calls": _calls(value, where)}
-    role = _SHAREGPT_ROLES[name] if isinstance(name, str) else name
-    return message | {"role": role, "content": value}
-
-
-def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Convert `{"name": …, "arguments": …}` or a list of them, as JSON text or as values."""
-    if isinstance(value, str):
-        value = parse_json(value, "a function_call is not JSON")
-    calls = value if isinstance(value, list) else [value]
-    for call in calls:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise BadRow("a function_call has no name", where)
-    return [{"type": "function", "function": {"arguments": {}} | call} for call in calls]
+    if isinstance(name, str):
+        name = _SHAREGPT_ROLES.get(name.lower(), name)
+        if role_of({"role": name}) not in ROLES:
+            raise unknown_role(name.lower(), (*_SHAREGPT_ROLES, "function_call"), where)
+    return message | {"role": name, "content": value}
 
 
 def from_text(row: int, content: JsonObject) -> Document:
@@ -139,7 +128,11 @@ def from_text(row: int, content: JsonObject) -> Document:
     return Document(row, text)
 
 
-# Messages of a ChatGPT export that are no turns of the conversation.
+# The keys of a message of a ChatGPT export, and the messages that are no turns.
+_OF_NODE = (
+    *("id", "author", "create_time", "update_time", "content", "status", "end_turn", "weight"),
+    *("metadata", "recipient", "channel"),
+)
 _ASIDE = ("thoughts", "reasoning_recap", "user_editable_context", "model_editable_context")
 
 
@@ -177,7 +170,38 @@ def _from_node(message: JsonObject) -> JsonObject | None:
             part | {"type": part.get("content_type")} if isinstance(part, dict) else part
             for part in parts
         ]
-    return {"role": author.get("role"), "content": parts, "weight": message.get("weight")}
+    other = {key: value for key, value in message.items() if key not in _OF_NODE}
+    weight = message.get("weight") if author.get("role") == "assistant" else None
+    return other | {"role": author.get("role"), "content": parts, "weight": weight}
+
+
+def from_gemini(row: int, content: JsonObject) -> Conversation:
+    """Convert Gemini's `contents`, whose messages have `parts`, and its system instruction."""
+    entries = content["contents"]
+    if not isinstance(entries, list):
+        raise BadRow("'contents' is not a list", json_type(entries))
+    messages = [_from_gemini(entry) if isinstance(entry, dict) else entry for entry in entries]
+    system = next((content[key] for key in GEMINI_SYSTEM if content.get(key) is not None), None)
+    return parse_conversation(row, {**content, "system": system, "messages": messages})
+
+
+GEMINI_SYSTEM = ("systemInstruction", "system_instruction", "system")
+
+
+def _from_gemini(entry: dict[str, Any]) -> dict[str, Any]:
+    """Convert `{"role": …, "parts": [{"text": …}]}`; a part may be thinking."""
+    message = {key: value for key, value in entry.items() if key != "parts"}
+    parts = entry.get("parts", entry.get("content"))
+    thoughts = []
+    if isinstance(parts, list):
+        thoughts = [part for part in parts if isinstance(part, dict) and part.get("thought")]
+        parts = [_without_thought(part) for part in parts if part not in thoughts]
+    thinking = "".join(str(part.get("text", "")) for part in thoughts)
+    return message | {"content": parts} | ({"reasoning_content": thinking} if thinking else {})
+
+
+def _without_thought(part: Any) -> Any:
+    return {k: v for k, v in part.items() if k != "thought"} if isinstance(part, dict) else part
 
 
 def parsed_list(content: JsonObject, key: str) -> Any:

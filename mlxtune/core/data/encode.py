@@ -22,9 +22,18 @@ from mlxtune.core.data.problems import (
     DOUBLE_BOS,
     RENDERED_CHAT,
     TWO_PROMPTS,
+    UNREAD_METADATA,
     BadRow,
     RowTally,
     SkippedRows,
+    bounded,
+    unread_key,
+)
+from mlxtune.core.data.sources.keys import (
+    is_metadata,
+    quoted,
+    reads_variable,
+    unread_in_message,
 )
 from mlxtune.core.data.template import PendingRendering, Rendered, Rendering, Template
 
@@ -216,6 +225,8 @@ class Encoder:
     tokenizer: Tokenizer
     notes: Mapping[str, str] = field(default_factory=dict)
     start: Callable[[Sequence[Conversation]], Iterable[PendingRendering]] | None = None
+    # The source of the model's own template.
+    source: str = ""
     # If true, pairs also get an example whose chosen text carries loss from its first token on.
     trains_prompts: bool = False
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
@@ -258,14 +269,38 @@ class Encoder:
                     skipped.add(row.row, problem)
                     continue
                 said = row.chosen if isinstance(row, Pair) else row
-                found = dict(rendering.notes) | dict(notes_on(said, text))
+                found = dict(rendering.notes) | dict(notes_on(said, text)) | self._unread(row)
                 if RENDERED_CHAT not in found and (written := control.search(text)):
                     found[CONTROL_TOKEN] = written
                 if not isinstance(row, Document):
                     found |= self.notes
                 for kind, detail in found.items():
-                    notes.count(row.row, kind, detail)
+                    notes.count(row.row, bounded(kind, notes.counts), detail)
                 yield rendering
+
+    def _unread(self, row: Row) -> dict[str, str]:
+        """Return a note for each key of a row and of its messages that is not read."""
+        found: dict[str, str] = {}
+        metadata = set()
+        for each in (row,) if isinstance(row, Document) else _conversations(row):
+            for kind, detail in each.unread:
+                if kind == UNREAD_METADATA:
+                    metadata.add(detail)
+                else:
+                    found[kind] = detail
+        for each in _conversations(row):
+            for name in each.options:
+                if not reads_variable(self.source, name):
+                    found[unread_key("the template's options", name)] = ""
+            for position, message in enumerate(each.messages, start=1):
+                for level, key in unread_in_message(message.fields, message.removed, self.source):
+                    if is_metadata(key):
+                        metadata.add(key)
+                    else:
+                        found.setdefault(unread_key(level, key), f"message {position}")
+        if metadata:
+            found[UNREAD_METADATA] = quoted(metadata)
+        return found
 
     def _started(self, rows: Iterator[Row]) -> Iterator[list[StartedRow]]:
         """Yield a few rows at a time, once the rendering of the next rows has started."""

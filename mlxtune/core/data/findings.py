@@ -1,6 +1,6 @@
 """Findings: problems in the data, to look at before training on it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,14 +16,15 @@ from mlxtune.core.data.conversation import (
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encoded_file import EncodedFile, identity
 from mlxtune.core.data.problems import (
-    ADVICE,
     DUPLICATE,
     ERRORS,
     LEAK,
     LEAKED_PROMPT,
     OPPOSITE,
+    REMARKS,
     TRUNCATED_ANSWER,
     RowTally,
+    advice_on,
     where,
 )
 
@@ -52,12 +53,14 @@ class Place:
 class Finding:
     """A problem in the data. `train` warns about it, or refuses the data if it is an `error`.
 
+    A `note` needs no attention.
+
     `rows` counts the rows with the problem, and `places` contains the first few of these rows.
     `tokens` counts the lost supervised tokens; for a skipped row, the mean of the file's examples
     is assumed.
     """
 
-    level: str  # "warning" or "error"
+    level: str  # "error", "warning" or "note"
     kind: str
     rows: int
     advice: str
@@ -77,16 +80,17 @@ def row_findings(
     _note_opposites(files, corpus)
     if validation is not None:
         _note_leaks(files[len(corpus.files) :], corpus, validation)
-    return _findings([(file, file.notes) for file in files], ADVICE)
+    return _findings([(file, file.notes) for file in files], advice_on)
 
 
 def by_loss(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings in reading order: errors first, then by counts of lost tokens and of rows."""
-    return sorted(findings, key=lambda each: (each.level != "error", -each.tokens, -each.rows))
+    """Return findings in reading order: by level, then by counts of lost tokens and of rows."""
+    levels = ("error", "warning", "note")
+    return sorted(findings, key=lambda each: (levels.index(each.level), -each.tokens, -each.rows))
 
 
 def skip_findings(files: Sequence[EncodedFile]) -> list[Finding]:
-    return _findings([(file, file.skipped) for file in files], {})
+    return _findings([(file, file.skipped) for file in files], _advice_on_skipped)
 
 
 def template_findings(source: str, thinking: str) -> Iterator[Finding]:
@@ -168,14 +172,10 @@ def _mean_length(corpus: Corpus, role: int) -> float:
 
 
 def _findings(
-    tallies: Sequence[tuple[EncodedFile, RowTally]], advice: dict[str, str]
+    tallies: Sequence[tuple[EncodedFile, RowTally]], advise: Callable[[str], str]
 ) -> list[Finding]:
-    """Return a finding for each kind, over all files. Kinds without advice are for skipped rows."""
+    """Return a finding for each kind, over all files."""
     findings = []
-
-    def remedy(kind: str) -> str:
-        return "raise --max-seq-len" if "--max-seq-len" in kind else "fix it or remove it"
-
     for kind in dict.fromkeys(kind for _, tally in tallies for kind in tally.counts):
         places = [
             Place(str(file.skipped.path), row, detail)
@@ -184,15 +184,20 @@ def _findings(
         ]
         findings.append(
             Finding(
-                level="error" if kind in ERRORS else "warning",
+                level="error" if kind in ERRORS else "note" if kind in REMARKS else "warning",
                 kind=kind,
                 rows=sum(tally.counts[kind] for _, tally in tallies),
-                advice=advice.get(kind, f"the row is skipped: {remedy(kind)}"),
+                advice=advise(kind),
                 places=tuple(places[:_PLACES]),
                 tokens=sum(_lost(file, tally, kind) for file, tally in tallies),
             )
         )
     return findings
+
+
+def _advice_on_skipped(kind: str) -> str:
+    remedy = "raise --max-seq-len" if "--max-seq-len" in kind else "fix it or remove it"
+    return f"the row is skipped: {remedy}"
 
 
 def _lost(file: EncodedFile, tally: RowTally, kind: str) -> int:

@@ -7,6 +7,7 @@ prompt    prompt, completion        two texts, or two lists of messages
 alpaca    instruction, output       instruction and `input`; output
 text      text                      no conversation: a document
 chatgpt   mapping, current_node     a conversation of a ChatGPT export: the path to the current node
+gemini    contents                  {"role": "user" | "model", "parts": [{"text": …}]}
 
 conversions.py has the conversions, and the keys of preference rows.
 """
@@ -14,7 +15,7 @@ conversions.py has the conversions, and the keys of preference rows.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,15 +23,18 @@ from mlxtune.config.data_config import MESSAGE_NAMES, ROW_NAMES
 from mlxtune.config.objective_config import LABELLED, PAIRED
 from mlxtune.core.data.conversation import (
     Conversation,
+    Document,
+    Pair,
     field_option,
-    letters,
     parse_conversation,
     role_of,
 )
 from mlxtune.core.data.conversions import (
+    GEMINI_SYSTEM,
     JsonObject,
     from_alpaca,
     from_chatgpt,
+    from_gemini,
     from_pair,
     from_preferred,
     from_prompt,
@@ -41,6 +45,7 @@ from mlxtune.core.data.conversions import (
 )
 from mlxtune.core.data.encode import Row
 from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, shown, where
+from mlxtune.core.data.sources.keys import check_row_is_learned, letters, unread_in_row
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.errors import DataError, shorten
 
@@ -51,21 +56,52 @@ _ASKS = ("instruction", "question", "query", "prompt", "input")
 _ANSWERS = ("output", "response", "answer", "completion")
 _BESIDE = ("context", "passage", "document", "choices")
 _VERDICTS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+# Keys beside a conversation that every format of conversations reads.
+_OPTIONAL = ("system", "tools", "functions")
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The keys that a row must have, and the conversion of such a row.
+    """The keys that a row must have, its conversion, and the keys that it may have too.
 
     `convert` raises BadRow.
     """
 
     keys: tuple[str, ...]
     convert: Callable[[int, JsonObject], Row]
+    optional: tuple[str, ...] = _OPTIONAL
+
+    def read(self, row: int, content: JsonObject) -> Row:
+        """Convert a row, and note the keys that this does not read. Raises BadRow."""
+        check_row_is_learned(content)
+        converted = self.convert(row, content)
+        texts, known = _texts(converted), (*self.keys, *self.optional)
+        unread = tuple(unread_in_row(content, known, texts, _advise_system))
+        given = content.get("input") if "preferred_output" in self.keys else None
+        if isinstance(given, Mapping):  # OpenAI's pairs, whose prompt is an object
+            known = ("messages", *_OPTIONAL)
+            unread += tuple(unread_in_row(given, known, texts, _advise_system))
+        if not unread:
+            return converted
+        if isinstance(converted, Pair):
+            return replace(converted, chosen=replace(converted.chosen, unread=unread))
+        return replace(converted, unread=unread)
 
     def fits(self, content: JsonObject) -> bool:
         """Return whether the row has the keys; null counts as absent."""
         return all(content.get(key) is not None for key in self.keys)
+
+
+def _texts(row: Row) -> list[str]:
+    """Return the texts of a row's conversation, each with its thinking."""
+    if isinstance(row, Document):
+        return [row.text]
+    answers = row.answers if isinstance(row, Pair) else (row,)
+    return [each.content + each.thinking for answer in answers for each in answer.messages]
+
+
+def _advise_system(key: str) -> str:
+    return f"give {field_option('system', key)}"
 
 
 def read_rows(
@@ -107,7 +143,7 @@ def read_rows(
                         "name one with --format to skip the others"
                     )
                 name, since, file_format = recognised, row, formats[recognised]
-            converted = file_format.convert(row, renamed)
+            converted = file_format.read(row, renamed)
         except BadRow as problem:
             skipped.add(row, problem)
             bad += 1
@@ -356,9 +392,10 @@ FORMATS: Mapping[str, Format] = {
     "chat": Format(("messages",), parse_conversation),
     "sharegpt": Format(("conversations",), from_sharegpt),
     "prompt": Format(("prompt", "completion"), from_prompt),
-    "alpaca": Format(("instruction", "output"), from_alpaca),
-    "text": Format(("text",), from_text),
+    "alpaca": Format(("instruction", "output"), from_alpaca, (*_OPTIONAL, "input", "history")),
+    "text": Format(("text",), from_text, ()),
     "chatgpt": Format(("mapping", "current_node"), from_chatgpt),
+    "gemini": Format(("contents",), from_gemini, (*_OPTIONAL, *GEMINI_SYSTEM)),
 }
 
 
@@ -367,7 +404,9 @@ def _labelled(convert: Callable[[int, JsonObject], Conversation]) -> Callable[..
 
 
 PAIRS: Mapping[str, Format] = {
-    "chosen": Format(("chosen", "rejected"), from_pair),
+    "chosen": Format(
+        ("chosen", "rejected"), from_pair, (*_OPTIONAL, "prompt", "conversations", "messages")
+    ),
     "preferred": Format(("input", "preferred_output", "non_preferred_output"), from_preferred),
 }
 LABELS: Mapping[str, Format] = {

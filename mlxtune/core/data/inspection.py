@@ -223,7 +223,8 @@ class InspectedExamples:
 
         Preference rows are shown whole.
         """
-        named = {(place.path, place.row) for finding in findings for place in finding.places}
+        found = (finding for finding in findings if finding.level != "note")
+        named = {(place.path, place.row) for finding in found for place in finding.places}
         rows = {row for _, row in named}
         chosen = [i for row in rows for i in self.of_row(row) if (self._path_of(i), row) in named]
         others = max(min(count - len(chosen), len(self)), 0)
@@ -261,7 +262,8 @@ class InspectedExamples:
             kinds=tuple(
                 finding.kind
                 for finding in findings
-                if any((place.path, place.row) == (path, example.row) for place in finding.places)
+                if finding.level != "note"
+                and any((place.path, place.row) == (path, example.row) for place in finding.places)
             ),
             role=ROLE_NAMES[example.role],
         )

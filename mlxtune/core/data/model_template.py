@@ -21,15 +21,16 @@ from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 from mlxtune.core.data.conversation import (
-    THINKING_FIELDS,
     Conversation,
     Message,
     function_name,
     supervised_turns,
+    to_json,
 )
 from mlxtune.core.data.problems import (
     DROPPED_CONTENT,
     DROPPED_SYSTEM,
+    DROPPED_TEXT,
     DROPPED_THINKING,
     DROPPED_TOOLS,
     MERGED_SYSTEM,
@@ -37,6 +38,7 @@ from mlxtune.core.data.problems import (
     NO_PROMPT,
     BadRow,
 )
+from mlxtune.core.data.sources.keys import THINKING_FIELDS, reads_key, reads_variable
 from mlxtune.core.data.template import (
     END_OF_TURN,
     PendingRendering,
@@ -76,6 +78,7 @@ class ChatRenderer(Protocol[Request]):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         enable_thinking: bool | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> Request:
         """Return a request to render messages. Raises BadRow if they are nested too deeply."""
 
@@ -129,7 +132,7 @@ class ModelTemplate:
 
     @cached_property
     def _thinking_field(self) -> str | None:
-        read = (name for name in THINKING_FIELDS if re.search(rf"[.'\"]{name}\b", self.source))
+        read = (name for name in THINKING_FIELDS if reads_key(self.source, name))
         return next(read, None)
 
     @cached_property
@@ -257,11 +260,13 @@ class ModelTemplate:
             content, answer = _content_after_thinking(message), turn.text[slice(*turn.spans[0])]
             # The content comes last and may quote the thinking, so look for thinking outside it.
             parts = answer.rpartition(content) if content else (answer, "", "")
-            if message.tool_calls and content and not parts[1]:
-                notes[DROPPED_CONTENT] = where
+            if content and not parts[1]:
+                notes[DROPPED_CONTENT if message.tool_calls else DROPPED_TEXT] = where
             if message.thinking and not any(message.thinking in part for part in parts[::2]):
                 notes[DROPPED_THINKING] = where
             yield turn
+        if dropped := _dropped(messages[chat.first : chosen[-1]], turn.prompt):
+            notes.setdefault(DROPPED_TEXT, f"message {chat.first + dropped}")
         tool = function_name(conversation.tools[0]) if conversation.tools else None
         if tool is not None and tool not in turn.prompt:
             notes[DROPPED_TOOLS] = ""
@@ -346,6 +351,12 @@ class ModelTemplate:
         request = partial(
             self.renderer.request, tools=conversation.tools or None, enable_thinking=thinks
         )
+        if options := {
+            name: value
+            for name, value in conversation.options.items()
+            if name != "enable_thinking" and reads_variable(self.source, name)
+        }:
+            request = partial(request, options=options)
         return request(before, add_generation_prompt=True), request([*before, turn])
 
     def _thinks(self, conversation: Conversation) -> bool | None:
@@ -354,6 +365,8 @@ class ModelTemplate:
             return None
         if self.thinking != "auto":
             return self.thinking == "on"
+        if isinstance(asked := conversation.options.get("enable_thinking"), bool):
+            return asked
         return any(message.thinking for message in conversation.messages)
 
 
@@ -383,6 +396,20 @@ def _changed(fields: Mapping[str, Any], **changes: Any) -> Mapping[str, Any]:
 def _without_tags(content: str) -> str:
     _, tag, answer = content.partition(_END_THINK)
     return answer.lstrip("\n") if tag else content
+
+
+def _dropped(messages: Iterable[Message], prompt: str) -> int:
+    """Return the 1-based place of the first message whose text is not in a prompt; 0 if all are.
+
+    Other notes name calls and system messages. Some templates write results as JSON.
+    """
+    for place, message in enumerate(messages, start=1):
+        text = _content_after_thinking(message)
+        if message.role == "system" or message.tool_calls or text in prompt:
+            continue
+        if to_json(text)[1:-1] not in prompt:
+            return place
+    return 0
 
 
 def _continue_thinking(prompt: str, text: str, message: Message, header: str, where: str) -> str:

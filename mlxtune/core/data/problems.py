@@ -4,7 +4,7 @@ import json
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,11 @@ from mlxtune.core.files.reading import open_regular, open_zipped
 from mlxtune.core.formatting import count
 from mlxtune.errors import shorten
 
-BAD_ARGUMENTS = "arguments of a tool call that are not JSON"
 CONTROL_TOKEN = "control token written in content"
 DOUBLE_BOS = "BOS twice at the start"
 DROPPED_CONTENT = "text beside a tool call left out by the template"
 DROPPED_SYSTEM = "system message left out by the template"
+DROPPED_TEXT = "text left out by the template"
 DROPPED_THINKING = "thinking left out by the template"
 DROPPED_TOOLS = "tools left out by the template"
 DUPLICATE = "duplicate row"
@@ -39,15 +39,17 @@ REPLACED = "replacement character, where text was lost"
 TRUNCATED_ANSWER = "answer cut at --max-seq-len"
 TWO_PROMPTS = "sides whose prompts the template renders differently"
 UNCLOSED_THINKING = "thinking that is never closed"
-UNREAD_KEY = "text under a key that its format does not read"
+FURTHER_KEYS = "further keys that are not read"
+UNREAD_METADATA = "keys beside the conversation that are not read"
 UNDECLARED_TOOL = "call of a tool that is not declared"
 
 ADVICE = {
-    BAD_ARGUMENTS: "the model learns to write them like that: write a JSON object",
     CONTROL_TOKEN: "the model reads it as a real control token: remove it from the text",
     DOUBLE_BOS: "the model's template writes it twice: fix the template",
     DROPPED_CONTENT: "it is not trained on: remove it, or split the turn in two",
     DROPPED_SYSTEM: "training and inference do not show it to the model: try --merge-system",
+    DROPPED_TEXT: "training and inference do not show it to the model: remove it, or write it as "
+    "the template keeps it",
     DROPPED_THINKING: "it is not trained on: use a template that writes it, without --thinking off",
     DROPPED_TOOLS: "training and inference do not show them: use a model that supports tools",
     DUPLICATE: "each copy is trained on: keep one, unless the copies are intended",
@@ -67,7 +69,8 @@ ADVICE = {
     TRUNCATED_ANSWER: "the model learns neither the answer's end nor to stop: raise --max-seq-len",
     TWO_PROMPTS: "each side keeps the prompt of inference, so the two share fewer tokens",
     UNCLOSED_THINKING: "the model learns to answer within its thinking: write </think> after it",
-    UNREAD_KEY: "the model does not see it: add the text to the prompt or the answer",
+    FURTHER_KEYS: "the model does not see it: put what it holds into the messages, or remove it",
+    UNREAD_METADATA: "no model sees what they hold",
     UNDECLARED_TOOL: "the model learns to invent tools: add the tool to the row's tools",
 }
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -80,8 +83,28 @@ _LAST_COUNTED, _LONGEST_COUNTED = 100_000, 2**26
 _MAX_VALUES = 4_000_000
 # The most warnings about rows that are skipped for one reason.
 _WARNED = 2
-# Kinds of notes for which `train` refuses the data.
-ERRORS = (DOUBLE_BOS,)
+# Kinds of notes for which `train` refuses the data, and kinds that need no attention.
+ERRORS, REMARKS = (DOUBLE_BOS,), (UNREAD_METADATA,)
+_UNREAD = (" is not read",)
+# The most keys that get a finding of their own in a file.
+_MOST_KEYS = 32
+
+
+def unread_key(level: str, key: str) -> str:
+    """Return the kind of note on a key that is not read; `level` is where it stands."""
+    return f"key {shorten(key)} of {level}{_UNREAD[0]}"
+
+
+def bounded(kind: str, known: Collection[str]) -> str:
+    """Return a kind of note, or one for all further keys, so that kinds stay few."""
+    if kind in known or not kind.endswith(_UNREAD):
+        return kind
+    return kind if sum(each.endswith(_UNREAD) for each in known) < _MOST_KEYS else FURTHER_KEYS
+
+
+def advice_on(kind: str) -> str:
+    """Return the advice on a kind of note."""
+    return ADVICE[FURTHER_KEYS if kind.endswith(_UNREAD) else kind]
 
 
 class BadRow(ValueError):

@@ -161,8 +161,9 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         enable_thinking: bool | None = None,
+        **others: Any,
     ) -> Request:
-        options = {"add_generation_prompt": add_generation_prompt, "messages": messages}
+        options = {"add_generation_prompt": add_generation_prompt, "messages": messages, **others}
         options |= {"tools": tools, "enable_thinking": enable_thinking}
         self.requests.append(Request(self.render, options))
         return self.requests[-1]

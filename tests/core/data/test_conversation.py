@@ -173,12 +173,26 @@ def test_arguments_that_hold_an_object_as_text_become_the_object(
 
 @pytest.mark.parametrize(
     "arguments",
-    ["", "x", "[1]", "3", "null", '"x"', "{", '{"a": ' * 100_000, "9" * 5000, {"a": None}, 3],
+    ["", "x", "[1]", "3", "null", '"x"', "{", '{"a": ' * 100_000, "9" * 5000, 3, None, [{}]],
 )
-def test_other_arguments_are_left(arguments: Any) -> None:
-    call = {"function": {"name": "f", "arguments": arguments}}
+@pytest.mark.parametrize("bare", [False, True])
+def test_other_arguments_are_refused_with_their_place(arguments: Any, bare: bool) -> None:
+    good, bad = ({"name": "f", "arguments": each} for each in ({}, arguments))
+    calls = [good, bad if bare else {"function": bad}]
 
-    assert parse({"role": "assistant", "content": "", "tool_calls": [call]}).tool_calls == (call,)
+    problem = refused(USER, {"role": "assistant", "content": "", "tool_calls": calls})
+
+    assert problem.kind == "a tool call whose arguments are not an object"
+    assert problem.detail.startswith("message 2, call 2: 'arguments' is ")
+    assert problem.detail.endswith("write an object, {} if empty")
+
+
+def test_missing_arguments_are_refused() -> None:
+    call = {"type": "function", "function": {"name": "f"}}
+
+    problem = refused(USER, {"role": "assistant", "content": "", "tool_calls": [call]})
+
+    assert problem.detail.startswith("message 2, call 1: 'arguments' is null or missing")
 
 
 def test_old_function_calls_are_tool_calls() -> None:
@@ -272,7 +286,7 @@ def test_answer_of_weight_1_is_trained(weight: Any) -> None:
     assert parse(ANSWER | {"weight": weight}) == Message("assistant", "Hello!", fields=ANSWER)
 
 
-@pytest.mark.parametrize("weight", [0.5, -1, 2, "0", "", [], {}, float("nan"), 10**400])
+@pytest.mark.parametrize("weight", [0.5, -1, 2, "", "half", [], {}, float("nan"), 10**400])
 def test_other_weight_is_refused(weight: Any) -> None:
     problem = refused(USER, ANSWER | {"weight": weight})
 
@@ -280,7 +294,7 @@ def test_other_weight_is_refused(weight: Any) -> None:
 
 
 def test_weight_of_another_role_means_nothing() -> None:
-    assert parse(USER | {"weight": 0.5}) == Message("user", "Hi", fields=USER)
+    assert parse(USER | {"weight": 0.5}) == Message("user", "Hi", fields=USER, removed=("weight",))
 
 
 # Any value

@@ -70,18 +70,12 @@ def answering(text: str) -> dict[str, Any]:
     [
         (chat(call("sub"), tools=[TOOL]), problems.UNDECLARED_TOOL),
         (chat(call()), problems.UNDECLARED_TOOL),
-        (chat(call(arguments="{not json"), tools=[TOOL]), problems.BAD_ARGUMENTS),
-        (chat(call(arguments="[1]"), tools=[TOOL]), problems.BAD_ARGUMENTS),
         ({"messages": [{"role": "user", "content": " \n"}, ANSWER]}, problems.EMPTY_PROMPT),
         (ALPACA | {"instruction": ""}, problems.EMPTY_PROMPT),
         (answering("As an AI language model, I have no taste."), problems.REFUSAL),
         (answering("I’m sorry, but I can’t help with that."), problems.REFUSAL),
         (answering("I cannot assist with that request."), problems.REFUSAL),
         (answering("<think>3 + 3 Six."), problems.UNCLOSED_THINKING),
-        (ALPACA | {"context": "The menu of today."}, problems.UNREAD_KEY),
-        (answering("Six.") | {"reasoning": "3 + 3 is 6."}, problems.UNREAD_KEY),
-        (ALPACA | {"persona": "A pirate."}, problems.UNREAD_KEY),
-        (PROMPT | {"history": "They had met before."}, problems.UNREAD_KEY),
         (answering("nan"), problems.EMPTY_VALUE),
         (PROMPT | {"completion": " NULL\n"}, problems.EMPTY_VALUE),
         (answering("caf\ufffd"), problems.REPLACED),
@@ -98,27 +92,6 @@ def answering(text: str) -> dict[str, Any]:
 def test_problem_is_noted(tmp_path: Path, row: dict[str, Any], kind: str) -> None:
     assert list(notes(tmp_path, row)) == [kind]
     assert kind in problems.ADVICE
-
-
-@pytest.mark.parametrize(
-    ("key", "option"),
-    [
-        ("system_prompt", "system_prompt"),
-        ("System Prompt", "'System Prompt'"),
-        ("persona\x1b", "KEY"),
-    ],
-)
-def test_system_prompt_under_another_key_is_noted_with_the_field_that_reads_it(
-    tmp_path: Path, key: str, option: str
-) -> None:
-    text = {key: "Answer in JSON."}
-    noted = {problems.UNREAD_KEY: f"{key!r}: give --field system={option}"}
-
-    assert notes(tmp_path, CHAT | text) == noted
-    assert read(tmp_path, CHAT | text, fields={"system": key}) == read(
-        tmp_path, CHAT | {"system": "Answer in JSON."}
-    )
-    assert notes(tmp_path, CHAT | text | {"system": "Be kind."}) == {problems.UNREAD_KEY: repr(key)}
 
 
 @pytest.mark.parametrize(

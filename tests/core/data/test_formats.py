@@ -112,7 +112,7 @@ def test_empty_cell_of_a_table_is_named(tmp_path: Path, row: dict[str, Any], emp
     ("row", "ours"),
     [
         ({"question": "Hi", "answer": "Hello!"}, PROMPT),
-        ({"input": "Hi", "output": "Hello!", "id": 3}, PROMPT),
+        ({"input": "Hi", "output": "Hello!"}, PROMPT),
         ({"query": "Hi", "response": "Hello!"}, PROMPT),
         ({"prompt": "Hi", "response": "Hello!"}, PROMPT),
         ({"instruction": "Hi", "response": "Hello!"}, ALPACA),
@@ -174,8 +174,8 @@ def test_first_row_recognised_decides_for_the_file(tmp_path: Path) -> None:
         for line in (
             "1: not a JSON object (a number)",
             "2: no known format (its keys: 'id'; looked for: messages, conversations, "
-            "prompt + completion, instruction + output, text, mapping + current_node; if your "
-            "keys have other names, give --field NAME=KEY)",
+            "prompt + completion, instruction + output, text, mapping + current_node, contents; "
+            "if your keys have other names, give --field NAME=KEY)",
             "3: no assistant turn",
             "5: no 'messages' (its keys: 'prompt')",
         )
@@ -233,7 +233,7 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
             {"reply": "It is Ada.", "context": "Who is it?"},
             "if your keys have other names, give --field NAME=KEY)",
         ),
-        ({"contents": [{"role": "user", "parts": []}]}, "give --field messages=contents)"),
+        ({"dialog": [{"role": "user", "content": "Hi"}]}, "give --field messages=dialog)"),
         ({"a" * 201: "x", "\x1b[31m": "y"}, "give --field prompt=KEY --field completion=KEY)"),
         ({"data": [PROMPT], "id": 1}, "the rows are under 'data': save that list as the file)"),
         (

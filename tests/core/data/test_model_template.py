@@ -200,7 +200,7 @@ def test_row_whose_tool_call_the_template_leaves_out_is_a_bad_row(name: str) -> 
     def without_calls(messages: Messages, **options: Any) -> str:
         return chatml([{**m, "tool_calls": ()} for m in messages], **options)
 
-    message = assistant("I see.", thinking="Hm.", tool_calls=[{"name": name}])
+    message = assistant("I see.", thinking="Hm.", tool_calls=[{"name": name, "arguments": {}}])
     with pytest.raises(BadRow) as raised:
         render(without_calls, converse(("user", "What weather?"), message))
     assert raised.value.kind == "the model's template leaves out a tool call"
@@ -211,7 +211,9 @@ def test_model_without_the_tokens_of_qwen_is_not_pointed_to_its_template() -> No
     def without_calls(messages: Messages, **options: Any) -> str:
         return "".join(f"{m['role']}: {m['content']}</s>" for m in messages)
 
-    conversation = converse(("user", "What?"), assistant("", tool_calls=[{"name": "weather"}]))
+    conversation = converse(
+        ("user", "What?"), assistant("", tool_calls=[{"name": "weather", "arguments": {}}])
+    )
     with pytest.raises(BadRow, match=r"name a template that writes tool calls\)$"):
         ModelTemplate(Renderer(without_calls), ("</s>",), "")(conversation)
 
@@ -220,10 +222,10 @@ def test_turn_of_a_call_ends_behind_all_control_tokens_of_the_call() -> None:
     def with_tokens(messages: Messages, **options: Any) -> str:
         return chatml(messages, **options).replace("<call>", "<|endoftext|>")
 
-    message = assistant("See: f", tool_calls=[{"name": "f"}])
+    message = assistant("See: f", tool_calls=[{"name": "f", "arguments": {}}])
     rendering = render(with_tokens, converse(("user", "?"), message))
 
-    assert answers(rendering) == ['See: f<|endoftext|>{"name": "f"}</call>' + END]
+    assert answers(rendering) == ['See: f<|endoftext|>{"name": "f", "arguments": {}}</call>' + END]
 
 
 @pytest.mark.parametrize("call", [{}, {"function": {}}, {"function": "f"}, {"name": None}])

@@ -9,6 +9,7 @@ process whose memory and time are limited: pyarrow unpacks many rows before any 
 import gzip
 import importlib.util
 import json
+import math
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -80,11 +81,37 @@ def read_objects(
     is the line's. Lines end in LF or CRLF; a UTF-8 byte order mark is dropped. A row of CSV or TSV
     has the number of its first line. A row of a JSON array or of parquet is an element, and its
     number is the element's. With `texts`, a file of plain text is a row, or several, as
-    `plain_text_rows` splits it.
+    `plain_text_rows` splits it. Objects in a row have no nulls: tables such as Arrow's give all
+    objects the keys of all, and fill them with null; NaN, which pandas writes for an empty cell,
+    is one of them.
 
     Only arrays are held in memory as a whole. Raises DataError when a file cannot be read, or
     unpacks to far more than its size.
     """
+    for number, row in _read_objects(path, texts, split_at):
+        yield number, row if isinstance(row, BadRow) else _without_nulls(row)
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any] | BadRow:
+    """Return a row whose nested objects have no nulls; its own nulls name its empty fields."""
+    try:
+        return {key: None if _is_null(value) else _present(value) for key, value in row.items()}
+    except RecursionError:
+        return BadRow("JSON nested too deeply")
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _present(value: Any) -> Any:
+    """Return a value without the nulls in its objects."""
+    if isinstance(value, dict):
+        return {key: _present(item) for key, item in value.items() if not _is_null(item)}
+    return [_present(item) for item in value] if isinstance(value, list) else value
+
+
+def _read_objects(path: Path, texts: bool, split_at: str | None) -> Iterator[NumberedRow]:
     head = _head(path)
     if head.startswith(PARQUET):
         return _parquet_rows(path)
@@ -302,17 +329,17 @@ def _parquet_row(line: bytes) -> dict[str, Any] | BadRow | str:
     """Return a row's object, or the reason why it has none; for the last line, the string in it."""
     try:
         check_values(line)
-        content: dict[str, Any] | list[str] | str = json.loads(line, object_hook=_present)
+        content: dict[str, Any] | list[str] | str = json.loads(line)
     except BadRow as problem:
         return problem
     except RecursionError:
         return BadRow("nested too deeply")
-    return BadRow(content[0], one_line(content[1])) if isinstance(content, list) else content
-
-
-def _present(value: dict[str, Any]) -> dict[str, Any]:
-    """Return an object without its nulls: all rows of a parquet file have the same keys."""
-    return {key: item for key, item in value.items() if item is not None}
+    if isinstance(content, list):
+        return BadRow(content[0], one_line(content[1]))
+    # All rows of a parquet file have the same keys.
+    return (
+        content if isinstance(content, str) else {k: v for k, v in content.items() if v is not None}
+    )
 
 
 def _damaged(path: Path, kind: str, reason: str) -> DataError:

@@ -1,0 +1,220 @@
+"""The meaning of keys in rows, messages and tool calls, as many trainers and tools write them.
+
+Whatever stands under another key is noted by name, so that no key is left unread in silence.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from mlxtune.core.data.problems import UNREAD_METADATA, BadRow, unread_key
+from mlxtune.errors import shorten
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Whether a turn is learned: OpenAI's and Mistral's `weight`, axolotl's `train` and `training`,
+# ms-swift's and xtuner's `loss`, verl's `loss_mask`, tinker's `trainable`, torchtune's `masked`.
+_LEARNED = _words(
+    "weight loss train training trained trainable istrainable lossmask lossweight lossscale "
+    "lossmultiplier useloss hasloss computeloss calculateloss learn learnable supervise supervised "
+    "trainonturn"
+)
+_MASKED = _words("masked ismasked maskloss noloss ignoreloss skiploss")
+# True hides a turn in some files, and shows it in others.
+_AMBIGUOUS = frozenset(["mask"])
+_VERDICTS = {
+    **dict.fromkeys(("true", "yes", "on", "1", "1.0"), True),
+    **dict.fromkeys(("false", "no", "off", "0", "0.0"), False),
+}
+# Facts about a row or a message that no model is shown.
+_METADATA = _words(
+    "id idx index rowid rownumber uid uuid guid promptid questionid conversationid messageid "
+    "conversationhash sampleid exampleid dataid originalid parentid threadid sessionid userid "
+    "username user name datasetname dataset source sources sourceurl datasource origin subset "
+    "split config language lang languages locale category categories subcategory topic topics "
+    "subtopic domain task tasks taskname tasktype type kind tag tags label labelname title url "
+    "urls link links author authors license licence date datetime created createdat updated "
+    "updatedat createtime updatetime timestamp time version model models modelname modelid "
+    "teacher generator generatedby score scores scorechosen scorerejected rating ratings "
+    "quality reward rewards difficulty level turn turns numturns numtokens ntokens tokens "
+    "tokencount length numchars hash sha256 md5 metadata meta extra extrainfo info comment "
+    "comments note notes status toxic redacted moderation moderationresults openaimoderation "
+    "detoxifymoderation country state hashedip header headers annotator annotators annotations "
+    "finishreason stopreason usage logprobs object systemfingerprint createdby toolcallid "
+    "conversationtemplateid gizmoid gizmotype isarchived isstarred safeurls blockedurls "
+    "defaultmodelslug voice asyncstatus disabledtoolids pluginids memoryscope contextscopes "
+    "sugarcookieid sugarcookievisible isdonotremember conversationorigin moderationstate "
+    "isreadonly isstudymode owner atlasmodeenabled pinnedtime"
+)
+# The fields that hold thinking in data files and in templates.
+THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# System prompts beside the messages.
+SYSTEMS = _words(
+    "system systemprompt systemmessage systeminstruction systeminstructions instructions persona "
+    "developer developermessage"
+)
+# Thinking under other names than those that templates use.
+_THINKING = _words(
+    "thought thoughts think thinkingcontent reasoningtext reasoningtrace thinkingtrace "
+    "thoughtprocess thinkingprocess chainofthought cot"
+)
+# Options of a template in a row: a variable of this name, or all variables in one object.
+TEMPLATE_OPTIONS = (
+    *("enable_thinking", "thinking_budget", "reasoning_effort", "preserve_thinking"),
+    *("clear_thinking", "documents", "date_string", "builtin_tools", "tools_in_user_message"),
+)
+OPTIONS_OBJECT = ("chat_template_kwargs", "chat_template_args", "template_kwargs")
+_RESERVED = re.compile(
+    r"messages|conversations?|tools|chat_template|add_generation_prompt|continue_final_message"
+    r"|\w+_token|return_\w+|strftime_now|raise_exception"
+)
+# The keys of messages and calls that every template may expect.
+_MESSAGE = frozenset(["role", "content"])
+_ANSWER = _MESSAGE | {"tool_calls", *THINKING_FIELDS}
+_CALL, _FUNCTION = frozenset(["id", "type", "function"]), frozenset(["name", "arguments"])
+# A template that writes a whole call as JSON, with all of its keys.
+_WHOLE_CALL = re.compile(r"\b(?:tool_calls?|call|function)\s*\|\s*tojson")
+
+Note = tuple[str, str]
+
+
+def letters(key: str) -> str:
+    """Return a key in lower case, without spaces or punctuation."""
+    return "".join(filter(str.isalnum, key[:200])).casefold()
+
+
+def _verdict(value: Any) -> bool | None:
+    """Return what a mark's value means; None if it is neither true nor false."""
+    if isinstance(value, str):
+        return _VERDICTS.get(value.strip().lower())
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
+
+
+def is_mark(key: str) -> bool:
+    """Return whether a key of a message says whether its turn is learned."""
+    return key not in _MESSAGE and letters(key) in _LEARNED | _MASKED | _AMBIGUOUS
+
+
+def is_learned(message: Mapping[str, Any], where: str) -> bool:
+    """Return whether a message's marks allow to learn it. Raises BadRow for unclear marks."""
+    found: dict[str, bool] = {}
+    for key, value in message.items():
+        if value is None or not is_mark(key):
+            continue
+        name, verdict = letters(key), _verdict(value)
+        if name in _AMBIGUOUS:
+            raise BadRow(f"{shorten(key)} of a turn has two meanings", f"{where}: write 'weight'")
+        if verdict is None:
+            raise BadRow(f"{shorten(key)} is neither 0 nor 1", where)
+        found[key] = verdict is not (name in _MASKED)
+    if len({*found.values()}) > 1:
+        names = " and ".join(map(shorten, found))
+        raise BadRow("marks of a turn that contradict each other", f"{where}: {names}")
+    return all(found.values())
+
+
+def check_row_is_learned(row: Mapping[str, Any]) -> None:
+    """Raise BadRow for a row that is marked not to be learned.
+
+    Numbers such as a row's measured loss are no marks.
+    """
+    for key, value in row.items():
+        name, verdict = letters(key), _verdict(value)
+        if verdict is (name in _MASKED) and name in _LEARNED | _MASKED:
+            raise BadRow("a row that is marked not to be learned", f"{shorten(key)}: {value!r}")
+
+
+def thinking_key(message: Mapping[str, Any]) -> str | None:
+    """Return the first key with thinking under a rare name, if there is one."""
+    keys = (key for key, value in message.items() if isinstance(value, str) and value.strip())
+    return next((key for key in keys if key not in _MESSAGE and letters(key) in _THINKING), None)
+
+
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables that a row sets for its template."""
+    options = {name: row[name] for name in TEMPLATE_OPTIONS if row.get(name) is not None}
+    for key in OPTIONS_OBJECT:
+        if isinstance(given := row.get(key), Mapping):
+            options |= given
+    return {
+        name: value
+        for name, value in options.items()
+        if name.isidentifier() and not _RESERVED.fullmatch(name)
+    }
+
+
+def unread_in_row(
+    row: Mapping[str, Any], read: Iterable[str], texts: Sequence[str], advise: Callable[[str], str]
+) -> Iterator[Note]:
+    """Yield a note for each key of a row that no code reads; `read` has the other keys.
+
+    The detail of metadata is its key. A text that `texts`, the conversation, repeat counts as
+    metadata. `advise` returns the advice on a key that holds a system prompt.
+    """
+    options = template_options(row)
+    for key in sorted(row.keys() - {*read, *TEMPLATE_OPTIONS}):
+        value, name = row[key], letters(key)
+        if value is None or value in ("", [], {}):
+            continue
+        if key in OPTIONS_OBJECT and isinstance(value, Mapping):
+            left_out = sorted(value.keys() - options.keys())
+            yield from ((unread_key("the template's options", each), "") for each in left_out)
+        elif name in _LEARNED | _MASKED and _verdict(value) is not None:
+            continue
+        elif is_metadata(key) or (isinstance(value, str) and _stands_in(value, texts)):
+            yield UNREAD_METADATA, key
+        else:
+            yield unread_key("a row", key), advise(key) if name in SYSTEMS else ""
+
+
+def _stands_in(value: str, texts: Sequence[str]) -> bool:
+    """Return whether a text stands in the conversation; a label may stand there by chance."""
+    text = value.strip()
+    return len(text.split(maxsplit=1)) > 1 and any(text in each for each in texts)
+
+
+@lru_cache(4096)
+def reads_key(template: str, key: str) -> bool:
+    """Return whether a template's source reads a key of a message, as `.key` or `['key']`."""
+    return re.search(rf"[.'\"]{re.escape(key)}\b", template) is not None
+
+
+def reads_variable(template: str, name: str) -> bool:
+    """Return whether a template's source reads a variable."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def unread_in_message(
+    fields: Mapping[str, Any], removed: Iterable[str], template: str
+) -> Iterator[tuple[str, str]]:
+    """Yield the level and the name of each key of a message that nothing reads.
+
+    `fields` is the message for the template, and `removed` has its keys that the template never
+    gets. `template` is the source of the model's own template, or empty.
+    """
+    read = _MESSAGE if fields.get("role") != "assistant" else _ANSWER
+    yield from (("a message", key) for key in sorted(removed))
+    for key in sorted(fields.keys() - read):
+        if not reads_key(template, key):
+            yield "a message", key
+    for call in () if _WHOLE_CALL.search(template) else fields.get("tool_calls") or ():
+        function = call.get("function")
+        keys = call.keys() if isinstance(function, Mapping) else set()
+        inner = function.keys() if isinstance(function, Mapping) else call.keys()
+        for key in sorted({*(keys - _CALL), *(inner - _FUNCTION - _CALL)}):
+            if not reads_key(template, key):
+                yield "a tool call", key
+
+
+def is_metadata(key: str) -> bool:
+    """Return whether a key usually holds a fact that no model is shown."""
+    return letters(key) in _METADATA
+
+
+def quoted(keys: Iterable[str]) -> str:
+    """Return a list of keys for a message."""
+    return ", ".join(map(shorten, sorted(keys)))

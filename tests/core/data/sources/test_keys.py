@@ -1,0 +1,396 @@
+"""Keys of rows, messages and tool calls: read, honoured, or noted by name; none in silence."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.core.data import problems
+from mlxtune.core.data.conversation import Conversation
+from mlxtune.core.data.encode import Encoder
+from mlxtune.core.data.formats import FORMATS, LABELS, PAIRS, read_rows
+from mlxtune.core.data.model_template import ModelTemplate
+from mlxtune.core.data.problems import RowTally, SkippedRows
+from mlxtune.core.data.template import TEMPLATES
+from tests.core.data import renderers
+from tests.core.data.encoding import ByteTokenizer
+from tests.core.data.rows import ANSWER, CHAT, PROMPT, ROWS, SHAREGPT, USER, reason, told
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLS = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+CALLS += [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "One."}]
+GEMINI = {
+    "systemInstruction": {"role": "system", "parts": [{"text": "Be brief."}]},
+    "contents": [
+        {"role": "user", "parts": [{"text": "Hi"}]},
+        {"role": "model", "parts": [{"text": "Hello!"}]},
+    ],
+}
+BAD = {"role": "assistant", "content": "No."}
+# A row of each format, with each level that the format has.
+EVERY: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("sft", row) for name, row in ROWS.items()},
+    "chat": ("sft", {"messages": CALLS, "tools": [{"name": "add"}]}),
+    "parts": ("sft", {"messages": [USER | {"content": [{"type": "text", "text": "Hi"}]}, ANSWER]}),
+    "prompt of messages": ("sft", {"prompt": [USER], "completion": [ANSWER]}),
+    "gemini": ("sft", GEMINI),
+    "chosen": ("dpo", {"prompt": [USER], "chosen": [ANSWER], "rejected": [BAD]}),
+    "preferred": (
+        "dpo",
+        {
+            "input": {"messages": [USER]},
+            "preferred_output": [ANSWER],
+            "non_preferred_output": [BAD],
+        },
+    ),
+    "labelled chat": ("kto", CHAT | {"label": True}),
+    "labelled sharegpt": ("kto", SHAREGPT | {"label": True}),
+    "labelled prompt": ("kto", PROMPT | {"label": True}),
+}
+# Objects that are content.
+CONTENT = {"arguments", "tools", "systemInstruction"}
+
+
+def objects(value: Any, name: str = "") -> Iterator[dict[str, Any]]:
+    """Yield each object of a row that has keys of a format."""
+    if isinstance(value, dict) and name not in CONTENT:
+        if name == "mapping":
+            yield from (each["message"] for each in value.values() if each["message"])
+            return
+        yield value
+        for key, inner in value.items():
+            yield from objects(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from objects(inner, name)
+
+
+LEVELS = [(name, level) for name, (_, row) in EVERY.items() for level, _ in enumerate(objects(row))]
+
+
+def notes(
+    folder: Path,
+    row: Mapping[str, Any],
+    objective: str = "sft",
+    template: Any = None,
+    **others: Any,
+) -> dict[str, str]:
+    """Return the kinds of notes on a row, each with its detail."""
+    path = folder / "data.jsonl"
+    path.write_text(json.dumps(row), encoding="utf-8")
+    skipped, tally = SkippedRows(path), RowTally()
+    encoder = Encoder(
+        template or TEMPLATES["qwen3"], ByteTokenizer(narrow=False, eos="<e>"), **others
+    )
+    rows = read_rows(path, skipped, objective=objective)
+    assert list(encoder.encode(rows, skipped, tally))
+    assert not skipped.total, skipped.first()
+    return {kind: places[0][1] for kind, places in tally.places.items()}
+
+
+def test_every_format_is_walked() -> None:
+    assert EVERY.keys() >= {*FORMATS, *PAIRS, *LABELS}
+
+
+@pytest.mark.parametrize(("name", "level"), LEVELS)
+def test_unknown_key_is_noted_by_name_at_every_level(tmp_path: Path, name: str, level: int) -> None:
+    objective, row = EVERY[name]
+    assert notes(tmp_path, row, objective) == {}
+    changed = copy.deepcopy(row)
+    list(objects(changed))[level]["zither"] = "Plays softly."
+
+    (kind,) = notes(tmp_path, changed, objective)
+
+    assert kind.startswith("key 'zither' of a ")
+    assert problems.advice_on(kind).startswith("the model does not see it")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_metadata_is_noted_together(tmp_path: Path, name: str) -> None:
+    objective, row = EVERY[name]
+    metadata = {"id": 7, "source": "a", "Created At": 3}
+
+    noted = notes(tmp_path, row | metadata, objective)
+
+    assert noted == {problems.UNREAD_METADATA: "'Created At', 'id', 'source'"}
+
+
+def test_text_that_the_conversation_repeats_is_metadata(tmp_path: Path) -> None:
+    row = {"messages": [USER | {"content": "Say hello now."}, ANSWER], "prompt": "Say hello now."}
+    assert notes(tmp_path, row) == {problems.UNREAD_METADATA: "'prompt'"}
+    assert list(notes(tmp_path, row | {"prompt": "Say it."})) == [
+        "key 'prompt' of a row is not read"
+    ]
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}])
+def test_empty_value_is_no_key(tmp_path: Path, value: Any) -> None:
+    assert notes(tmp_path, CHAT | {"zither": value}) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "option"),
+    [
+        ("system_prompt", "system_prompt"),
+        ("System Prompt", "'System Prompt'"),
+        ("persona\x1b", "KEY"),
+    ],
+)
+def test_system_prompt_beside_the_messages_is_noted_with_its_option(
+    tmp_path: Path, key: str, option: str
+) -> None:
+    noted = notes(tmp_path, CHAT | {key: "Answer in JSON."})
+    assert noted == {f"key {key!r} of a row is not read": f"give --field system={option}"}
+
+
+def test_system_instruction_reaches_the_model(tmp_path: Path) -> None:
+    expected = [("system", "Be brief.", True), ("user", "Hi", True), ("assistant", "Hello!", True)]
+    assert told(tmp_path, GEMINI) == expected
+    snake = {key.replace("I", "_i"): value for key, value in GEMINI.items()}
+    assert told(tmp_path, snake) == expected
+    assert (
+        told(tmp_path, GEMINI, fields={"messages": "contents", "content": "parts"}) == expected[1:]
+    )
+
+
+def test_kinds_of_unread_keys_stay_few() -> None:
+    tally = RowTally()
+    for number in range(100):
+        kind = problems.bounded(problems.unread_key("a row", f"k{number}"), tally.counts)
+        tally.count(number, kind)
+    assert len(tally.counts) == 33
+    assert tally.counts[problems.FURTHER_KEYS] == 68
+
+
+# Marks
+
+MARKED = [
+    *(("weight", 0, 1), ("weight", "0", "1"), ("loss", False, True), ("train", "no", "yes")),
+    *(("training", False, None), ("loss_mask", 0, 1), ("lossWeight", 0.0, 1.0)),
+    *(("trainable", "False", "true"), ("masked", True, False), ("is_masked", 1, 0)),
+    *(("compute_loss", False, True), ("loss_scale", 0, 1), ("Train", "off", "on")),
+]
+
+
+@pytest.mark.parametrize(("key", "context", "learned"), MARKED)
+@pytest.mark.parametrize("format", ["chat", "sharegpt", "prompt"])
+def test_turn_that_is_marked_is_context(
+    tmp_path: Path, key: str, context: Any, learned: Any, format: str
+) -> None:
+    turns = [USER, ANSWER | {key: context}, USER, ANSWER | {key: learned}]
+    row: dict[str, Any] = {"messages": turns}
+    if format == "sharegpt":
+        names = {"user": "human", "assistant": "gpt"}
+        row = {
+            "conversations": [
+                {**turn, "from": names[turn["role"]], "value": turn["content"]} for turn in turns
+            ]
+        }
+        for entry in row["conversations"]:
+            del entry["role"], entry["content"]
+    if format == "prompt":
+        row = {"prompt": turns[:1], "completion": turns[1:]}
+
+    said = told(tmp_path, row)
+
+    assert [trained for role, _, trained in said if role == "assistant"] == [False, True]
+    assert notes(tmp_path, row) == {}
+
+
+@pytest.mark.parametrize("key", ["loss", "train", "weight", "loss_mask"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_row_that_is_marked_is_skipped(tmp_path: Path, key: str, name: str) -> None:
+    row = EVERY[name][1] | {key: False}
+    assert reason(tmp_path, row).startswith("a row that is marked not to be learned")
+    assert notes(tmp_path, row | {key: True}) == {}
+
+
+def test_measured_loss_of_a_row_is_no_mark(tmp_path: Path) -> None:
+    assert list(notes(tmp_path, CHAT | {"loss": 1.25})) == ["key 'loss' of a row is not read"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"loss": 0.5}, "'loss' is neither 0 nor 1 (message 2)"),
+        ({"loss_mask": [0, 1]}, "'loss_mask' is neither 0 nor 1 (message 2)"),
+        ({"weight": 1, "train": False}, "marks of a turn that contradict each other"),
+        ({"mask": True}, "'mask' of a turn has two meanings (message 2: write 'weight')"),
+    ],
+)
+def test_unclear_mark_is_refused(tmp_path: Path, keys: dict[str, Any], said: str) -> None:
+    assert reason(tmp_path, {"messages": [USER, ANSWER | keys]}).startswith(said)
+
+
+def test_mark_to_learn_a_question_is_noted(tmp_path: Path) -> None:
+    row = {"messages": [USER | {"train": True}, ANSWER]}
+    assert list(notes(tmp_path, row)) == ["key 'train' of a message is not read"]
+    assert notes(tmp_path, {"messages": [USER | {"train": False}, ANSWER]}) == {}
+
+
+# Templates
+
+READS = "{{ message.zither }} {{ mood }} {{ message['reasoning_content'] }} {{ enable_thinking }}"
+
+
+def own_template(source: str = READS) -> tuple[ModelTemplate, renderers.Renderer]:
+    renderer = renderers.Renderer(renderers.qwen3_like)
+    return ModelTemplate(renderer, renderers.END_TOKENS, source), renderer
+
+
+def test_key_that_the_template_reads_is_not_noted(tmp_path: Path) -> None:
+    row = {"messages": [USER | {"zither": "a", "lute": "b"}, ANSWER]}
+    template, _ = own_template()
+
+    noted = notes(tmp_path, row, template=template, source=READS)
+
+    assert noted == {"key 'lute' of a message is not read": "message 1"}
+
+
+def test_options_of_a_row_reach_a_template_that_reads_them(tmp_path: Path) -> None:
+    row = CHAT | {"chat_template_kwargs": {"mood": "calm", "lute": 1, "bos_token": "x"}}
+    template, renderer = own_template()
+
+    noted = notes(tmp_path, row, template=template, source=READS)
+
+    assert noted.keys() == {
+        f"key {key!r} of the template's options is not read" for key in ("lute", "bos_token")
+    }
+    asked = [request.options.get("options") for request in renderer.requests]
+    assert {"mood": "calm"} in asked
+    assert all(each in (None, {"mood": "calm"}) for each in asked)
+
+
+@pytest.mark.parametrize("given", ["row", "object"])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_row_decides_whether_the_template_thinks(tmp_path: Path, given: str, thinks: bool) -> None:
+    option = {"enable_thinking": thinks}
+    row = CHAT | (option if given == "row" else {"chat_template_kwargs": option})
+    template, renderer = own_template()
+
+    assert notes(tmp_path, row, template=template, source=READS) == {}
+
+    asked = {request.options["enable_thinking"] for request in renderer.requests}
+    assert asked - {None} == {thinks}
+
+
+def test_options_are_noted_where_the_built_in_template_has_none(tmp_path: Path) -> None:
+    noted = notes(tmp_path, CHAT | {"enable_thinking": False})
+    assert list(noted) == ["key 'enable_thinking' of the template's options is not read"]
+
+
+@pytest.mark.parametrize(
+    "key", ["reasoning_content", "thinking", "reasoning", "thought", "Thoughts"]
+)
+def test_thinking_under_a_rare_name_is_trained_on(tmp_path: Path, key: str) -> None:
+    row = {"messages": [USER, ANSWER | {key: "Greet back."}]}
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(row))
+
+    (conversation,) = read_rows(path, SkippedRows(path))
+
+    assert isinstance(conversation, Conversation)
+    assert conversation.messages[-1].thinking == "Greet back."
+    assert notes(tmp_path, row) == {}
+
+
+def test_second_thinking_is_noted(tmp_path: Path) -> None:
+    row = {"messages": [USER, ANSWER | {"thinking": "Greet.", "thought": "Or not."}]}
+    assert list(notes(tmp_path, row)) == ["key 'thought' of a message is not read"]
+
+
+# Agents' formats
+
+
+@pytest.mark.parametrize("call", ["function_call", "tool_call", "toolCall", "Tool_Calls"])
+@pytest.mark.parametrize("result", ["observation", "tool_response", "function_response", "tool"])
+@pytest.mark.parametrize("sharegpt", [False, True])
+def test_roles_of_agents_are_calls_and_results(
+    tmp_path: Path, call: str, result: str, sharegpt: bool
+) -> None:
+    written = json.dumps(CALL["function"])
+    turns = [("user", "Hi"), (call, written), (result, "1"), ("assistant", "One.")]
+    role, content = ("from", "value") if sharegpt else ("role", "content")
+    entries = [{role: name, content: text} for name, text in turns]
+    row = {"conversations" if sharegpt else "messages": entries}
+
+    assert told(tmp_path, row) == told(tmp_path, {"messages": CALLS})
+
+
+@pytest.mark.parametrize(
+    ("between", "turns"),
+    [
+        ([], ["user", "assistant", "tool", "assistant"]),
+        ([("observation", "0")], ["user", "assistant", "tool", "assistant", "tool", "assistant"]),
+    ],
+)
+def test_calls_in_a_row_are_one_turn(
+    tmp_path: Path, between: list[tuple[str, str]], turns: list[str]
+) -> None:
+    calls = [("function_call", json.dumps({"name": name, "arguments": {}})) for name in "fg"]
+    entries = [("human", "Hi"), ("gpt", "I look."), calls[0], *between, calls[1]]
+    entries += [("observation", "1"), ("gpt", "One.")]
+    row = {"conversations": [{"from": name, "value": text} for name, text in entries]}
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(row))
+
+    (one,) = read_rows(path, SkippedRows(path))
+
+    assert isinstance(one, Conversation)
+    assert [message.role for message in one.messages] == turns
+    first = one.messages[1]
+    assert first.content == "I look."
+    assert [call["function"]["name"] for call in first.tool_calls] == ["f", "g"][: 2 - len(between)]
+
+
+def test_calls_of_one_turn_have_one_mark(tmp_path: Path) -> None:
+    call = {"role": "tool_call", "content": json.dumps({"name": "f", "arguments": {}})}
+    row = {"messages": [USER, call, call | {"loss": False}, ANSWER]}
+    assert reason(tmp_path, row) == "a turn whose calls are marked differently (message 3)"
+
+
+# Nulls
+
+
+def test_nulls_of_tables_are_absent_in_every_object(tmp_path: Path) -> None:
+    clean = {"messages": CALLS, "tools": [{"type": "function", "function": {"name": "add"}}]}
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(each) for key, each in value.items()} | {
+                "absent": None,
+                "empty": float("nan"),
+            }
+        return [filled(each) for each in value] if isinstance(value, list) else value
+
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, (clean, filled(clean)))))
+    skipped = SkippedRows(path)
+
+    one, other = read_rows(path, skipped)
+
+    assert isinstance(one, Conversation) and isinstance(other, Conversation)
+    assert (one.messages, one.tools) == (other.messages, other.tools)
+
+
+def test_nan_is_an_empty_cell(tmp_path: Path) -> None:
+    row = {"instruction": "Hi", "input": float("nan"), "output": "Hello!"}
+    assert told(tmp_path, row) == [("user", "Hi", True), ("assistant", "Hello!", True)]
+    assert reason(tmp_path, row | {"output": float("nan")}).startswith("'output' is empty")
+
+
+def test_null_in_arguments_as_text_is_meant(tmp_path: Path) -> None:
+    call = {"name": "f", "arguments": '{"unit": null}'}
+    row = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(row))
+
+    (one,) = read_rows(path, SkippedRows(path))
+
+    assert isinstance(one, Conversation)
+    assert one.messages[-1].tool_calls == ({"name": "f", "arguments": {"unit": None}},)
