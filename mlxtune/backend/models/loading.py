@@ -188,7 +188,10 @@ def load_lazily(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, dic
     check_weights(folder, config)
     try:
         with without_wildcards(folder) as path:
-            return load_model(path, lazy=True, trust_remote_code=bool(config.get("model_file")))
+            trust = bool(config.get("model_file"))
+            # mlx-lm reads the file again, which may have other names for RoPE's settings.
+            renamed = dict(config)
+            return load_model(path, lazy=True, model_config=renamed, trust_remote_code=trust)
     except Exception as error:
         if problem := misfit(error, config):
             raise ModelError(f"{folder / 'config.json'}: {problem}") from error

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mlxtune.backend.models.config_keys import PARTS
+
 # The maximum for counts that libraries turn into lists, in some cases just to load the tokenizer.
 _MOST = 10_000
 # The maximum width of a matrix or size of a vocabulary: forty times the largest known.
@@ -14,8 +16,6 @@ LAYERS = re.compile(r"(?!.*per_layer).*layer.*|.*pattern")
 _LISTED = re.compile(
     rf"{LAYERS.pattern}|.*(?:experts|_(?:inputs|blocks|stages|modules|groups|depths?))"
 )
-# The keys under which configs of multimodal models keep the language model's part.
-_PARTS = ("text_config", "llm_config", "language_config")
 _COUNT = re.compile(
     r"n(?:um)?_(?:\w+_)?(?:layers|heads|experts)|(?:\w+_)?head_dim"
     r"|(?:\w+_)?(?:hidden|intermediate|vocab)_size"
@@ -68,7 +68,7 @@ def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
         if count > _MOST:
             yield f"{name} is more than {_MOST:,}"
             return
-    for part in (config, *(config.get(name) for name in _PARTS)):
+    for part in (config, *(config.get(name) for name in PARTS)):
         if isinstance(part, Mapping):
             problems = list(_no_counts(part))
             yield from problems or _contradictions(part)
@@ -203,7 +203,7 @@ def misfit(error: Exception, config: Mapping[str, Any]) -> str | None:
     shapes = [[int(n) for n in re.findall(r"\d+", shape)] for shape in (made, stored)]
     sizes = {
         key: value
-        for part in (config, *(config.get(part) for part in _PARTS))
+        for part in (config, *(config.get(part) for part in PARTS))
         if isinstance(part, Mapping)
         for key, value in part.items()
         if _COUNT.fullmatch(key) and not key.endswith("layers") and type(value) is int

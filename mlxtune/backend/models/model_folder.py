@@ -13,6 +13,7 @@ from typing import Any
 
 from mlx_lm import utils as mlx_lm_utils
 
+from mlxtune.backend.models.config_keys import unread_keys, with_known_keys
 from mlxtune.backend.models.model_config import FORMATS, LAYERS, config_problems, counts
 from mlxtune.backend.models.quantize import is_quantized
 from mlxtune.config.limits import INDEX, TOKENIZER, VOCABULARY, TooLarge, limits_of
@@ -114,19 +115,28 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
         raise ModelError(f"{path}: has no model_type: is this a language model's folder?")
     if config.get("model_file") is not None:
         _check_code(path, config["model_file"], trusted=trust_remote_code)
-    else:
-        _check_model_type(path, config)
+        return config
+    architecture = _architecture(path, config)
+    config = with_known_keys(config, architecture)
+    if unread := unread_keys(config, architecture):
+        one = len(unread) == 1
+        raise ModelError(
+            f"{path}: {', '.join(unread[:5])}: mlx-lm's {architecture} does not read "
+            f"{'this key' if one else 'these keys'}, so it would be another model: upgrade mlx-lm, "
+            f"or remove {'it' if one else 'them'} if nothing depends on {'it' if one else 'them'}"
+        )
     return config
 
 
-def _check_model_type(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError unless mlx-lm supports the model's type, perhaps under another name."""
+def _architecture(path: Path, config: Mapping[str, Any]) -> str:
+    """Return the name of mlx-lm's module for a model's type. Raises ModelError if it has none."""
     kind = config["model_type"]
     try:
         special = mlx_lm_utils.MODEL_ARCHITECTURE_REMAPPING
         names = (special.get((kind, each)) for each in _as_list(config.get("architectures")))
         name = next(filter(None, names), mlx_lm_utils.MODEL_REMAPPING.get(kind, kind))
         _ = importlib.import_module(f"mlx_lm.models.{name}").ModelArgs
+        return str(name)
     except Exception as error:
         raise ModelError(
             f"{path}: mlx-lm does not support model type {kind!r:.60}: "
