@@ -61,7 +61,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class StartedStep:
+class RunningStep:
     """A step in progress, with the `time.perf_counter` at its start."""
 
     step: Step

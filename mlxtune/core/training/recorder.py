@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.run import run_folder
@@ -101,12 +101,11 @@ class RunRecorder:
     def save_step(self) -> None:
         self.saver.try_save(f"step-{self.progress.step}", self._checkpoint())
 
-    def interrupted(self) -> TrainingInterrupted:
-        """Save the run's state, and return the error that ends the run early."""
+    def save_and_interrupt(self) -> NoReturn:
+        """Save the run's state, and end the run early. Raises TrainingInterrupted."""
         step = self.progress.step
-        if step == 0:
-            return TrainingInterrupted(None, 0)
-        return TrainingInterrupted(self.saver.save(f"step-{step}", self._checkpoint()), step)
+        saved = self.saver.save(f"step-{step}", self._checkpoint()) if step else None
+        raise TrainingInterrupted(saved, step)
 
     def finish(self, stopped_early: bool) -> InstructTrainResult:
         """Write the files that are still due, and return the run's result."""

@@ -35,7 +35,7 @@ from mlxtune.core.run.progress import Progress
 from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.steps import order
 from mlxtune.core.training.observer import RunStart, TrainingObserver
-from mlxtune.core.training.pipeline import Pipeline, StartedStep, Step
+from mlxtune.core.training.pipeline import Pipeline, RunningStep, Step
 from mlxtune.core.training.recorder import RunRecorder
 from mlxtune.core.training.schedule import count_steps, make_schedule
 from mlxtune.core.training.surroundings import Surroundings
@@ -122,7 +122,7 @@ class InstructTrainer:
                 "config": dict(run_config) if run_config is not None else asdict(config),
             },
         )
-        self._started: StartedStep | None = None
+        self._running: RunningStep | None = None
         self._step_ended = time.perf_counter()
 
     @property
@@ -169,28 +169,18 @@ class InstructTrainer:
         previous = None if resume else run_folder.archive_previous_run(self._folder)
         try:
             with self._discarding_unstarted(resume), self._recorder.naming_checkpoint():
-                self._write(records or {})
-                self._recorder.start()
-                self._refer(resume)
-                if resume is not None:
-                    self._recorder.resume(resume, self._validates_within)
-                start = RunStart(
-                    total_steps=self.total_steps,
-                    steps_per_epoch=self.steps_per_epoch,
-                    epochs=self.config.epochs,
-                    train_rows=len(self.train_rows),
-                    val_rows=len(self.val_rows),
-                    progress=self.progress,
-                    objective=self.objective.name,
-                )
-                self._observer.on_start(start, previous)
-                for step in self._steps():
+                self._begin(records or {}, resume, previous)
+                over = self._validate_and_end_epoch(self.progress.step)
+                remaining = self._remaining_steps()
+                while not over:
+                    step = next(remaining)
+                    halved = self._respond_to_machine(step)
                     started = time.perf_counter()
-                    measured = self._profiler.step(step.number) if self._profiler else nullcontext()
-                    with measured:
-                        examples = self.train_rows.draw(step.row_indices)
+                    with self._profiler.step(step.number) if self._profiler else nullcontext():
                         pending = self.pipeline.start_batch(
-                            examples, step=step.number, learning_rate=step.learning_rate
+                            self.train_rows.draw(step.row_indices),
+                            step=step.number,
+                            learning_rate=step.learning_rate,
                         )
                         if self._profiler:
                             # While a step is profiled, no other step may run. The step's error is
@@ -198,20 +188,39 @@ class InstructTrainer:
                             with suppress(NonFiniteLossError):
                                 pending.result()
                     # A step's results are read while the device computes the next step.
-                    self._record_started_step()
-                    self._started = StartedStep(step, started, pending)
+                    self._record_running_step()
+                    self._running = RunningStep(step, started, pending)
+                    self._stop_or_save(step, halved)
+                    over = self._validate_and_end_epoch(step.number)
                 result = self._recorder.finish(self.progress.step < self.total_steps)
                 self._observer.on_result(result)
         finally:
             self._observer.on_end()
         return result
 
-    def _write(self, records: Mapping[str, Any]) -> None:
+    def _begin(
+        self, records: Mapping[str, Any], resume: ResumePoint | None, previous: Path | None
+    ) -> None:
+        """Write the run's records, find the reference and, if the run stopped, its progress."""
         for name, record in records.items():
             if isinstance(record, bytes):
                 write_file(self._folder / name, [record])
             else:
                 write_json(self._folder / name, record)
+        self._recorder.start()
+        self._refer(resume)
+        if resume is not None:
+            self._recorder.resume(resume, self._validates_within)
+        start = RunStart(
+            total_steps=self.total_steps,
+            steps_per_epoch=self.steps_per_epoch,
+            epochs=self.config.epochs,
+            train_rows=len(self.train_rows),
+            val_rows=len(self.val_rows),
+            progress=self.progress,
+            objective=self.objective.name,
+        )
+        self._observer.on_start(start, previous)
 
     @contextmanager
     def _discarding_unstarted(self, resume: ResumePoint | None) -> Iterator[None]:
@@ -252,8 +261,7 @@ class InstructTrainer:
 
             def evaluated(done: int) -> None:
                 self._observer.on_evaluated(done, len(examples))
-                if self._should_stop():
-                    raise self._recorder.interrupted()
+                self._stop_if_asked()
 
             logps = [float(value) for value in self.pipeline.logps(examples, evaluated)]
             preference_rows.keep(cached, key, logps)
@@ -262,49 +270,63 @@ class InstructTrainer:
         self.train_rows = rows[0].with_references(logps[:count])
         self.val_rows = rows[1].with_references(logps[count:])
 
-    def _steps(self) -> Iterator[Step]:
-        """Yield each step to start.
-
-        Between steps, validate, save, stop, and respond to the machine.
-        """
-        config, recorder, saver = self.config, self._recorder, self._recorder.saver
+    def _remaining_steps(self) -> Iterator[Step]:
+        """Yield the steps after the last recorded step, in order."""
+        config = self.config
         in_order = partial(order.steps_of, self.train_rows, config.batch_size, config.order)
         steps_of_epoch = lru_cache(1)(partial(in_order, config.seed))
-        for number in range(self.progress.step, self.total_steps + 1):
+        for number in range(self.progress.step, self.total_steps):
             epoch, place = divmod(number, self.steps_per_epoch)
-            if place == 0 or number == self.total_steps or self._validates_within(number):
-                self._record_started_step()
-                if self._ends_after(number):
-                    return
             rows = steps_of_epoch(epoch + 1)[place]
-            halved = False
-            if (demand := self._surroundings.look(number)) is not None:
-                self._record_started_step()
-                examples = self.train_rows.draw(rows)
-                halved = self._surroundings.answer(demand, self.pipeline, examples, number)
-                if self._should_stop():
-                    raise recorder.interrupted()
-            step = Step(number + 1, epoch + 1, self._schedule(number + 1), rows)
-            yield step
-            due = saver.is_due_by_steps(step.number)
-            # Save after halving, so that a resumed run continues with the halved micro-batches.
-            stopping, saving = self._decide(not due and (halved or saver.is_due(step.number)))
-            stopping, saving = stopping or step.number == self._stop_after, saving or due
-            if stopping or saving or self._profiler:
-                self._record_started_step()
-            if stopping:
-                raise recorder.interrupted()
-            if saving and not self._validates_within(step.number):
-                recorder.save_step()
+            yield Step(number + 1, epoch + 1, self._schedule(number + 1), rows)
+
+    def _respond_to_machine(self, step: Step) -> bool:
+        """Release memory or pause before a step, if the machine's conditions demand it.
+
+        Return whether micro-batches were halved.
+        """
+        done = step.number - 1
+        if (demand := self._surroundings.look(done)) is None:
+            return False
+        self._record_running_step()
+        examples = self.train_rows.draw(step.row_indices)
+        halved = self._surroundings.answer(demand, self.pipeline, examples, done)
+        self._stop_if_asked()
+        return halved
+
+    def _stop_or_save(self, step: Step, halved: bool) -> None:
+        """Stop or save after a step that has started, if asked to or if a checkpoint is due."""
+        saver = self._recorder.saver
+        due = saver.is_due_by_steps(step.number)
+        # Save after halving, so that a resumed run continues with the halved micro-batches.
+        stopping, saving = self._decide(not due and (halved or saver.is_due(step.number)))
+        stopping, saving = stopping or step.number == self._stop_after, saving or due
+        if stopping or saving or self._profiler:
+            self._record_running_step()
+        if stopping:
+            self._recorder.save_and_interrupt()
+        if saving and not self._validates_within(step.number):
+            self._recorder.save_step()
+
+    def _stop_if_asked(self) -> None:
+        if self._should_stop():
+            self._recorder.save_and_interrupt()
 
     def _validates_within(self, step: int) -> bool:
         """Return whether the run validates after a step only because of --val-steps."""
         every, within = self.config.val_steps, step % self.steps_per_epoch and self.val_rows
         return bool(every and within and step % every == 0) and step < self.total_steps
 
-    def _ends_after(self, step: int) -> bool:
-        """Validate after a step, and end its epoch if it is over; return whether the run ends."""
-        if self._validates_within(step):
+    def _validate_and_end_epoch(self, step: int) -> bool:
+        """Validate after a step if it is time, and end the epoch that ends there, if any.
+
+        Return whether the run is over. A new run validates before its first step.
+        """
+        within = self._validates_within(step)
+        if not (within or step % self.steps_per_epoch == 0 or step == self.total_steps):
+            return False
+        self._record_running_step()
+        if within:
             self._recorder.save_validated(self._validate())
             if not self._is_out_of_patience():
                 return False
@@ -322,9 +344,9 @@ class InstructTrainer:
         waited = self.progress.validations_since_best
         return waited >= self.config.patience
 
-    def _record_started_step(self) -> None:
-        """Wait for the step that was started, if there is one, and record it."""
-        taken, self._started = self._started, None
+    def _record_running_step(self) -> None:
+        """Wait for the step that is running, if any, and record it."""
+        taken, self._running = self._running, None
         if taken is None:
             return
         step = taken.step
@@ -384,8 +406,7 @@ class InstructTrainer:
 
         def evaluated(count: int) -> None:
             self._observer.on_evaluated(count, len(examples))
-            if self._should_stop():
-                raise self._recorder.interrupted()
+            self._stop_if_asked()
 
         logps = self.pipeline.logps(examples, evaluated)
         names, files = self.val_rows.corpus.paths, np.array([each.file for each in examples])
