@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -386,8 +385,6 @@ def make_trainer(
         observer=observer,
         should_stop=should_stop,
         stop_after=stop_after,
-        # Workers stop and save together.
-        decide=partial(workers.decide, should_stop) if workers.size > 1 else None,
         profiler=profiler,
         surroundings=surroundings,
         objective=pipeline.objective,

@@ -33,6 +33,7 @@ from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths
+from mlxtune.core.training.requests import NO_REQUESTS, Requests
 from mlxtune.errors import NonFiniteLossError
 
 # The remedy that an error names if memory is too small for one example.
@@ -50,6 +51,11 @@ class LaunchedStep:
     def ended(self) -> float:
         """The `time.perf_counter` at the end of the step."""
         return self.step.ended
+
+    @property
+    def agreed(self) -> Requests:
+        """The requests that several workers sent with the step, once it has ended."""
+        return self.step.agreed
 
     def result(self) -> InstructBatchResult:
         """Wait for the step and return its result.
@@ -136,7 +142,11 @@ class Engine:
     # The states of a step
 
     def new_step(
-        self, examples: Sequence[Example], number: int | None = None, rate: float | None = None
+        self,
+        examples: Sequence[Example],
+        number: int | None = None,
+        rate: float | None = None,
+        requests: Requests = NO_REQUESTS,
     ) -> OptimizerStep:
         """Return a step that is not built; by default, its number follows the launched step's."""
         if number is None:
@@ -145,7 +155,8 @@ class Engine:
         lengths = self.batches.lengths(training)
         places = self._own_places(lengths)
         own = [training[i] for i in places]
-        return OptimizerStep(examples, number, rate, places, own, lengths.only(places))
+        own_lengths = lengths.only(places)
+        return OptimizerStep(examples, number, rate, places, own, own_lengths, requests)
 
     def can_build_ahead(self, step: OptimizerStep) -> bool:
         """Return whether a step can be built while the device computes the launched step.
@@ -190,7 +201,7 @@ class Engine:
             forward.trained.assign(own)
         total.finish(vectors, forward.loss_scale)
         if self._workers.size > 1:
-            self._sum_over_workers(total)
+            self._sum_over_workers(total, step.requests)
         total.use_known_loss()
         if step.rate is not None:
             total.set_update(
@@ -290,7 +301,7 @@ class Engine:
         counts = total.own_counts
         if total.counts is not None:
             *counts, stop, save = map(round, total.counts.tolist())
-            self._workers.agree((stop, save))
+            step.agreed = Requests(stop > 0, save > 0)
         if not update.finite:
             return step.not_finite(loss, grad_norm)
         self.committed_steps = step.number
@@ -347,14 +358,15 @@ class Engine:
         mine = self._workers.own_items([sum(costs[i] for i in row) for row in rows])
         return sorted(i for row in mine for i in rows[row])
 
-    def _sum_over_workers(self, total: StepGradients) -> None:
-        """Add the other workers' sums to this worker's."""
+    def _sum_over_workers(self, total: StepGradients, requests: Requests) -> None:
+        """Add the other workers' sums, and their requests, to this worker's."""
         workers, own = self._workers, total.own_counts
         if workers.shards_model:
             # By name, because the gradients that all workers compute (`alike`) count only once.
             named = self.vectors.matrices(total.gradients)
-            loss, named, counts = workers.sum_step(total.loss, named, own, self._lora.alike)
+            alike = self._lora.alike
+            loss, named, counts = workers.sum_step(total.loss, named, own, requests, alike)
             gradients = self.vectors.join(named)
         else:
-            loss, gradients, counts = workers.sum_step(total.loss, total.gradients, own, ())
+            loss, gradients, counts = workers.sum_step(total.loss, total.gradients, own, requests)
         total.merge(loss, gradients, counts, [workers.sum_own(each) for each in total.values])

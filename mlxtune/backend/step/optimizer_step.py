@@ -16,6 +16,7 @@ from mlxtune.backend.step.step_loss import StepLoss
 from mlxtune.core.data.encode import Example
 from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.steps.pack import StepLengths
+from mlxtune.core.training.requests import NO_REQUESTS, Requests
 from mlxtune.errors import NonFiniteLossError
 
 
@@ -108,9 +109,10 @@ class OptimizerStep:
     """Step `number` on `examples`, at a learning rate; without a `rate`, it only has gradients.
 
     This worker computes the gradients of the examples `own`, whose indices among all examples that
-    get a gradient are `places`; `lengths` are their lengths. `built` is the step's graph until it
-    is computed, or fails. Once the step is committed, `outcome` is its result or error, and `ended`
-    the `time.perf_counter` at its end.
+    get a gradient are `places`; `lengths` are their lengths. With several workers, the step sends
+    the `requests` of this worker. `built` is the step's graph until it is computed, or fails. Once
+    the step is committed, `outcome` is its result or error, `agreed` are all workers' requests, and
+    `ended` is the `time.perf_counter` at its end.
     """
 
     examples: Sequence[Example]
@@ -119,8 +121,10 @@ class OptimizerStep:
     places: Sequence[int]
     own: Sequence[Example]
     lengths: StepLengths
+    requests: Requests = NO_REQUESTS
     built: StepGradients | None = None
     outcome: InstructBatchResult | NonFiniteLossError | None = None
+    agreed: Requests = NO_REQUESTS
     ended: float = 0.0
 
     def discard(self) -> None:

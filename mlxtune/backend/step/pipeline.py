@@ -30,6 +30,7 @@ from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.checkpoint import ADAPTER, OPTIMIZER
 from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult
 from mlxtune.core.steps.execution import Execution
+from mlxtune.core.training.requests import NO_REQUESTS, Requests
 from mlxtune.errors import ModelError
 
 
@@ -85,6 +86,11 @@ class InstructPipeline:
             self.engine.optimizer.adopt(model)
 
     @property
+    def group_size(self) -> int:
+        """The number of workers that take each step together."""
+        return self._workers.size
+
+    @property
     def phases(self) -> Phases:
         """The phases of a step, for a profiler."""
         return self.engine.phases
@@ -121,14 +127,16 @@ class InstructPipeline:
         *,
         step: int | None = None,
         learning_rate: float | None = None,
+        requests: Requests = NO_REQUESTS,
     ) -> LaunchedStep:
         """Start the step that `train_batch` takes, and return it while it runs.
 
         If possible, builds the step's graph while the device still computes the previous step.
+        Several workers exchange their `requests` with the step.
         """
         engine = self.engine
         rate = self.learning_rate if learning_rate is None else learning_rate
-        started = engine.new_step(examples, step, rate)
+        started = engine.new_step(examples, step, rate, requests)
         if engine.can_build_ahead(started):
             engine.accumulate(started, after=engine.launched)
         if not engine.commit_launched():

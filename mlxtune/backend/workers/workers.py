@@ -1,7 +1,7 @@
 """The processes that mlx.launch starts to train together, and their communication."""
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -29,9 +29,6 @@ class Workers:
         self.shards_model = tensor and group is not None
         self.index = 0 if group is None else int(group.rank())
         self.size = 1 if group is None else int(group.size())
-        self._asked = [False, False]
-        self._agreed = [False, False]
-        self._waits_to_save = False
         self._gathered = 0
 
     @classmethod
@@ -69,7 +66,12 @@ class Workers:
         )
 
     def sum_step(
-        self, loss: mx.array, gradients: Any, counts: Sequence[int], alike: Collection[str]
+        self,
+        loss: mx.array,
+        gradients: Any,
+        counts: Sequence[int],
+        requests: Sequence[bool],
+        alike: Collection[str] = (),
     ) -> list[Any]:
         """Return the loss, the gradients, and the counts and requests, summed over all workers.
 
@@ -83,7 +85,7 @@ class Workers:
 
         if self.shards_model:
             gradients = tree_map_with_path(weigh, gradients)
-        numbers = mx.array([*(fraction * each for each in counts), *self.asks])
+        numbers = mx.array([*(fraction * each for each in counts), *map(float, requests)])
         return self.sum([loss * fraction, gradients, numbers])
 
     def sum_own(self, values: mx.array) -> mx.array:
@@ -149,30 +151,6 @@ class Workers:
         (size,) = np.array(self.from_first(mx.array([len(own)], dtype=mx.uint64))).tolist()
         mine = np.frombuffer(own, np.uint8) if self.index == 0 else np.zeros(size, np.uint8)
         return np.array(self.from_first(mx.array(mine))).tobytes() if size else b""
-
-    @property
-    def asks(self) -> list[float]:
-        """The requests that go with the next step: 1 or 0 to stop, and 1 or 0 to save."""
-        return [float(asked) for asked in self._asked]
-
-    def decide(self, should_stop: Callable[[], bool], save: bool) -> tuple[bool, bool]:
-        """Request to stop or save after the next step; return any worker's earlier requests.
-
-        The result is the same on all workers: it came with the gradients of the last step.
-        """
-        # Several steps may start before the answer arrives, so this requests a save only once.
-        self._asked = [should_stop(), save and not self._waits_to_save]
-        self._waits_to_save |= save
-        agreed, self._agreed = self._agreed, [False, False]
-        if agreed[1]:
-            self._waits_to_save = False
-        return agreed[0], agreed[1]
-
-    def agree(self, asks: Sequence[float]) -> None:
-        """Record all workers' requests, whose sums came with a step."""
-        self._agreed = [
-            before or asked > 0 for before, asked in zip(self._agreed, asks, strict=True)
-        ]
 
     def _gather(self, own: bytes) -> list[bytes]:
         """Return the bytes of all workers, which must have equal length.

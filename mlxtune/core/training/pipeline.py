@@ -11,6 +11,7 @@ import numpy.typing as npt
 from mlxtune.core.data.encode import Example
 from mlxtune.core.run.metrics import InstructBatchResult, StepRecord
 from mlxtune.core.run.saving import Snapshot
+from mlxtune.core.training.requests import Requests
 
 
 class PendingStep(Protocol):
@@ -19,6 +20,10 @@ class PendingStep(Protocol):
     @property
     def ended(self) -> float:
         """The `time.perf_counter` at the step's completion."""
+
+    @property
+    def agreed(self) -> Requests:
+        """The requests that several workers sent with the step, once it has ended."""
 
     def result(self) -> InstructBatchResult:
         """Wait for the step and return its result.
@@ -76,10 +81,22 @@ class Pipeline(Protocol):
     def learning_rate(self) -> float:
         """The rate that the pipeline was configured with."""
 
+    @property
+    def group_size(self) -> int:
+        """The number of workers that take each step together."""
+
     def start_batch(
-        self, examples: Sequence[Example], *, step: int, learning_rate: float
+        self,
+        examples: Sequence[Example],
+        *,
+        step: int,
+        learning_rate: float,
+        requests: Requests,
     ) -> PendingStep:
-        """Start one optimizer step on all examples, after the previously started step."""
+        """Start one optimizer step on all examples, after the previously started step.
+
+        Several workers exchange their `requests` with the step.
+        """
 
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
         """Release memory that is only cached.

@@ -37,6 +37,7 @@ from mlxtune.core.steps import order
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.pipeline import Pipeline, RunningStep, Step
 from mlxtune.core.training.recorder import RunRecorder
+from mlxtune.core.training.requests import RequestExchange, Requests
 from mlxtune.core.training.schedule import count_steps, make_schedule
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.errors import NonFiniteLossError, OutputError
@@ -52,11 +53,10 @@ class InstructTrainer:
     examples of `validation`, if there are any. `corpus` may also be `RunRows`, whose validation
     rows are already chosen. `run_config` is saved in each checkpoint. The run stops once
     `should_stop`, called after each step and during validation, returns true, or after step
-    `stop_after`. Several workers can stop only together, after a step, so `decide` takes the place
-    of `should_stop`: it is given whether this worker would save, and returns whether all workers
-    stop, and whether all save. The pipeline minimises `objective`; the reference's
-    log-probabilities are kept in the run's folder and in `cache`. `progress` has the records of the
-    run so far, and `best_folder` the checkpoint of the best validation.
+    `stop_after`. Several workers stop and save together, after a step. The pipeline minimises
+    `objective`; the reference's log-probabilities are kept in the run's folder and in `cache`.
+    `progress` has the records of the run so far, and `best_folder` the checkpoint of the best
+    validation.
 
     Raises ValueError when the corpus is empty or too small to hold rows out.
     """
@@ -72,7 +72,6 @@ class InstructTrainer:
         observer: TrainingObserver | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         stop_after: int | None = None,
-        decide: Callable[[bool], tuple[bool, bool]] | None = None,
         profiler: StepProfiler | None = None,
         surroundings: Surroundings | None = None,
         objective: Objective = SFT,
@@ -102,9 +101,9 @@ class InstructTrainer:
         self._folder = Path(config.checkpoint_dir)
         self.best_folder = self._folder / BEST
         self._observer = observer or TrainingObserver()
-        self._should_stop = should_stop if decide is None else lambda: False
+        self._should_stop = should_stop
         self._stop_after = stop_after
-        self._decide = decide or (lambda save: (should_stop(), save))
+        self._requests = RequestExchange(pipeline.group_size)
         self._profiler = profiler
         self._surroundings = surroundings or Surroundings()
         self.progress = Progress()
@@ -181,6 +180,7 @@ class InstructTrainer:
                             self.train_rows.draw(step.row_indices),
                             step=step.number,
                             learning_rate=step.learning_rate,
+                            requests=self._requests.sent,
                         )
                         if self._profiler:
                             # While a step is profiled, no other step may run. The step's error is
@@ -299,8 +299,9 @@ class InstructTrainer:
         saver = self._recorder.saver
         due = saver.is_due_by_steps(step.number)
         # Save after halving, so that a resumed run continues with the halved micro-batches.
-        stopping, saving = self._decide(not due and (halved or saver.is_due(step.number)))
-        stopping, saving = stopping or step.number == self._stop_after, saving or due
+        own = Requests(self._should_stop(), not due and (halved or saver.is_due(step.number)))
+        agreed = self._requests.swap(own)
+        stopping, saving = agreed.stop or step.number == self._stop_after, agreed.save or due
         if stopping or saving or self._profiler:
             self._record_running_step()
         if stopping:
@@ -309,7 +310,8 @@ class InstructTrainer:
             self._recorder.save_step()
 
     def _stop_if_asked(self) -> None:
-        if self._should_stop():
+        """Stop between two steps, if asked to; several workers stop only together, after a step."""
+        if self.pipeline.group_size == 1 and self._should_stop():
             self._recorder.save_and_interrupt()
 
     def _validates_within(self, step: int) -> bool:
@@ -359,6 +361,8 @@ class InstructTrainer:
             skipped = SkippedStep(step.number, step.epoch, step.learning_rate, str(error), rows)
             self._skip(skipped, error)
             return
+        finally:
+            self._requests.receive(taken.pending.agreed)
         # The step may have waited for the previous step.
         started, self._step_ended = max(taken.started, self._step_ended), taken.pending.ended
         record = step.record(result, self._step_ended - started)

@@ -19,6 +19,7 @@ from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import DataConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.run.checkpoint import ADAPTER
+from mlxtune.core.training.requests import RequestExchange, Requests
 from mlxtune.errors import WorkerError
 from mlxtune.session.dataset import Reader, load_dataset
 from tests.backend.step import on_sharded_workers
@@ -120,12 +121,14 @@ def check_words(workers: Workers) -> None:
 def check_decisions(workers: Workers) -> None:
     """Check that all workers stop after the same step when one of them is interrupted."""
     pipeline = fresh(model_folder("qwen3"), WAYS["packed"], 64, workers=workers)
-    last = workers.size - 1
+    last, exchange = workers.size - 1, RequestExchange(workers.size)
     decided = []
     for step in range(1, 6):
-        pipeline.train_batch(fixed_step(), step=step)
-        stop = step >= 2 and workers.index == last
-        decided.append(workers.decide(lambda stop=stop: stop, step == 1 and workers.index == 0))
+        started = pipeline.start_batch(fixed_step(), step=step, requests=exchange.sent)
+        started.result()
+        exchange.receive(started.agreed)
+        stop, save = step >= 2 and workers.index == last, step == 1 and workers.index == 0
+        decided.append(exchange.swap(Requests(stop, save)))
     assert decided == [(False, False), (False, True), (True, False), (True, False), (True, False)]
 
 

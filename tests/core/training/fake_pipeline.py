@@ -22,6 +22,7 @@ from mlxtune.core.files.remembered import MARK
 from mlxtune.core.files.writing import write_file, write_json
 from mlxtune.core.run.metrics import InstructBatchResult, InstructTrainResult
 from mlxtune.core.training.observer import TrainingObserver
+from mlxtune.core.training.requests import NO_REQUESTS, Requests
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
@@ -32,8 +33,10 @@ Losses = Callable[[int], float]
 class Started:
     """A step that runs once, when its result is requested."""
 
-    def __init__(self, take: Callable[[], InstructBatchResult]) -> None:
-        self._take = take
+    def __init__(
+        self, take: Callable[[], InstructBatchResult], agreed: Requests = NO_REQUESTS
+    ) -> None:
+        self._take, self.agreed = take, agreed
         self._outcome: InstructBatchResult | NonFiniteLossError | None = None
         self.ended = 0.0
 
@@ -54,7 +57,7 @@ class FakePipeline:
 
     The loss of a step is `train_loss(step)`. In validation number v, counted from 0, the loss of a
     token is `val_loss(v)` plus a little that depends on the row. `full` returns whether the disk is
-    full, given a folder and a step.
+    full, given a folder and a step. Of several workers, the others ask for nothing.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class FakePipeline:
         train_loss: Losses = lambda step: 4.0 / step,
         val_loss: Losses = lambda v: 3.0,
         full: Callable[[Path, int], bool] = lambda folder, step: False,
+        workers: int = 1,
     ) -> None:
+        self.group_size = workers
         self._train_loss = train_loss
         self._val_loss = val_loss
         self._full = full
@@ -82,8 +87,10 @@ class FakePipeline:
     def learning_rate(self) -> float:
         return 3e-4
 
-    def start_batch(self, examples: Sequence[Example], **options: Any) -> Started:
-        return Started(partial(self.train_batch, examples, **options))
+    def start_batch(
+        self, examples: Sequence[Example], *, requests: Requests, **options: Any
+    ) -> Started:
+        return Started(partial(self.train_batch, examples, **options), requests)
 
     def train_batch(
         self, examples: Sequence[Example], *, step: int, learning_rate: float
@@ -200,7 +207,6 @@ def train(
     validation: Sequence[Example] | None = None,
     observer: TrainingObserver | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    decide: Callable[[bool], tuple[bool, bool]] | None = None,
     surroundings: Surroundings | None = None,
     **changes: Any,
 ) -> InstructTrainResult:
@@ -211,7 +217,6 @@ def train(
         validation=validation,
         observer=observer,
         should_stop=should_stop,
-        decide=decide,
         surroundings=surroundings,
     )
     return trainer.train()

@@ -192,18 +192,19 @@ def test_ctrl_c_ends_a_pause_and_the_run_with_its_state_saved(tmp_path: Path, st
 def test_paused_worker_takes_the_step_after_which_all_stop(tmp_path: Path) -> None:
     """Workers stop together: if one left during a pause, the others would wait for it."""
     pressed: list[bool] = []
-    pipeline = FakePipeline()
-    lines = run(
-        tmp_path,
-        Machine(NORMAL, BATTERY),
-        pipeline,
-        pause_on_battery=True,
-        wait=lambda seconds: pressed.append(True),
-        should_stop=lambda: bool(pressed),
-        decide=lambda save: (False, save),
-    )
-    assert len(pipeline.batches) == STEPS
-    assert len(lines) == len(pressed) == 1
+    pipeline = FakePipeline(workers=2)
+    with pytest.raises(TrainingInterrupted) as caught:
+        run(
+            tmp_path,
+            Machine(NORMAL, BATTERY),
+            pipeline,
+            pause_on_battery=True,
+            wait=lambda seconds: pressed.append(True),
+            should_stop=lambda: bool(pressed),
+        )
+    # Ctrl-C comes before step 2: step 3 sends it to the others, and step 4 is the last.
+    assert len(pipeline.batches) == caught.value.step == 4
+    assert len(pressed) == 1
 
 
 # Sleep and heat

@@ -1,0 +1,49 @@
+"""Requests to stop a run and to save it, on which several workers act after the same step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Requests(NamedTuple):
+    """Whether to stop a run, and whether to save it."""
+
+    stop: bool = False
+    save: bool = False
+
+    def merged(self, others: Requests) -> Requests:
+        return Requests(self.stop or others.stop, self.save or others.save)
+
+
+NO_REQUESTS = Requests()
+
+
+class RequestExchange:
+    """Makes several workers act on requests after the same step; one worker acts at once.
+
+    Requests made after step n has started:
+
+        n      `swap` takes them from this worker, and puts them into `sent`
+        n + 1  starts with `sent`, and sums all workers' requests with its gradients
+        n + 2  starts, so n + 1 has ended: `receive` takes its sums, and `swap` returns them
+    """
+
+    def __init__(self, group_size: int) -> None:
+        self._alone = group_size == 1
+        # The requests that the next step sends, and those that have come back with earlier steps.
+        self.sent = self._received = NO_REQUESTS
+        self._waits_to_save = False
+
+    def swap(self, own: Requests) -> Requests:
+        """Take the requests of this worker; return the requests on which all workers now act."""
+        if self._alone:
+            return own
+        # Several steps may start before the answer arrives, so this requests a save only once.
+        self.sent = Requests(own.stop, own.save and not self._waits_to_save)
+        agreed, self._received = self._received, NO_REQUESTS
+        self._waits_to_save = (self._waits_to_save or own.save) and not agreed.save
+        return agreed
+
+    def receive(self, requests: Requests) -> None:
+        """Take all workers' requests, which came with a step that has ended."""
+        self._received = self._received.merged(requests)
