@@ -149,7 +149,7 @@ def _measure_of(source: proof.Source, adapted: Adapted) -> _Measure:
     if (rows := _validation_rows(source)) is not None:
 
         def loss(base: BaseModel) -> float:
-            with closing(Evaluator(base.model, base.parameters, source.console.warn)) as evaluator:
+            with closing(Evaluator(base, source.console.warn)) as evaluator:
                 return sums_of(rows, evaluator.losses, lambda done, total: None).loss.loss
 
         trained = loss(adapted.base)

@@ -88,9 +88,7 @@ def _sums(
     base model, True the adapter.
     """
     base, totals = loaded.base, []
-    with closing(
-        Evaluator(base.model, base.parameters, console.warn, workers=workers)
-    ) as evaluator:
+    with closing(Evaluator(base, console.warn, workers=workers)) as evaluator:
         for with_adapter in models:
             loaded.use_adapter(with_adapter)
             show = _show(console, "evaluating", with_adapter)

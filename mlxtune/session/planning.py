@@ -100,9 +100,7 @@ def _possible(
     config: TrainConfig, base: BaseModel, lora: InstructConfig, execution: str = "auto"
 ) -> tuple[Execution, ModelShapes]:
     """Return the model's fastest execution, and the model's shapes with any measured memory."""
-    # Our CPU kernels need whole layers, not the parts that --parallel tensor gives a worker.
-    kind = "gpu" if base.shards > 1 else execution
-    allowed = best_execution(base.parameters, base.dtype, kind, base.model)
+    allowed = best_execution(base.parameters, base.dtype, execution, base.model)
     shapes = model_shapes(base, lora, allowed.operations.memory)
     key = memory_key(shapes, allowed, config.dropout, base.dtype)
     return allowed, replace(shapes, measured=read_measured(config.cache_path, key))

@@ -143,9 +143,14 @@ class Forward:
         self.layerwise = None if passes is None else Layerwise(self.model, self._dropout, passes)
 
     def run_as(self, execution: Execution) -> None:
-        """Use an execution's loss chunks and recomputation from now on."""
+        """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
         self.execution = replace(self.execution, loss_chunk=execution.loss_chunk)
+        self.limit(execution.micro_batch_tokens)
         self.recompute(execution.recompute)
+
+    def limit(self, max_tokens: int) -> None:
+        """Run at most `max_tokens` tokens together from now on."""
+        self.execution = replace(self.execution, micro_batch_tokens=max_tokens)
 
     def restore_model(self) -> None:
         """Undo all changes to the model."""

@@ -15,6 +15,7 @@ from mlxtune.backend.forward.kernels.attention_trial import KernelsFor, kernels_
 from mlxtune.backend.forward.layer_calls import LayerPasses, Recompute
 from mlxtune.backend.forward.loss import LinearHead, VocabularyBlocks, softmax_cross_entropies
 from mlxtune.backend.models.mixers.replacements import MIXERS
+from mlxtune.backend.workers.shards import shards_of
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
 from mlxtune.core.steps.memory_terms import MemoryUse
@@ -127,8 +128,11 @@ def best_execution(
 ) -> Execution:
     """Return the execution that measurements found fastest for the device, model size and dtype.
 
-    `kind` is the value of `bench --execution`: auto, gpu, cpu or plain (the reference).
+    `kind` is the value of `bench --execution`: auto, gpu, cpu or plain (the reference). Our CPU
+    kernels need whole layers, not the parts that --parallel tensor gives a worker.
     """
+    if model is not None and any(shards_of(module) > 1 for module in model.modules()):
+        kind = "gpu"
     if kind == "plain":
         return Execution(PLAIN, head_apart=False, packs=False)
     if kind == "gpu" or (kind == "auto" and not on_cpu()):
@@ -136,6 +140,11 @@ def best_execution(
     if KERNELS is not None and KERNELS.pay_off(parameters, getattr(mx, dtype), model):
         return Execution(KERNELS, fixed_cost=_CPU_COST)
     return Execution(MLX, fixed_cost=_CPU_COST)
+
+
+def logits_dtype(model: nn.Module) -> str:
+    """Return the dtype of a model's logits, without computing them."""
+    return str(model(mx.zeros((1, 1), mx.int32)).dtype).removeprefix("mlx.core.")
 
 
 def load_ahead(folder: Path) -> None:

@@ -18,11 +18,9 @@ from mlxtune.backend.lora.apply import LoRASummary
 from mlxtune.backend.lora.lora_layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer
 from mlxtune.backend.lora.vectors import LoRAVectors
-from mlxtune.backend.step.evaluator import ExampleLosses
-from mlxtune.backend.step.micro_batches import MicroBatches
+from mlxtune.backend.step.evaluator import passes_of
 from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
 from mlxtune.backend.step.phases import Phases
-from mlxtune.backend.step.runner import GraphRunner
 from mlxtune.backend.step.step_loss import StepLoss, cuts_rows, loss_of_step, training_examples
 from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import InstructConfig
@@ -93,21 +91,16 @@ class Engine:
         self._lora = lora
         self._config = config
         self._workers = workers
-        self.batches = MicroBatches(
+        self.batches, self.runner, self.losses = passes_of(
             forward,
-            forward.execution.micro_batch_tokens,
+            lora.total_parameters,
+            workers,
+            remedy=_LESS_MEMORY,
+            warn=warn,
             keyed=config.dropout > 0,
-            keeps_limit=workers.shards_model,
             whole_rows=objective.keeps_rows_whole,
-        )
-        parameters = lora.total_parameters
-        self.runner = GraphRunner(
-            forward, parameters, remedy=_LESS_MEMORY, warn=warn, retries=not workers.shards_model
-        )
-        # AdamW's two moments, in float32.
-        moments = 2 * 4 * lora.trainable_parameters
-        self.losses = ExampleLosses(
-            forward, self.batches, self.runner, parameters, workers, other_bytes=moments
+            # AdamW's two moments, in float32.
+            other_bytes=2 * 4 * lora.trainable_parameters,
         )
         self.phases = Phases(forward)
         self.vectors = LoRAVectors(forward.model, apart=config.lr_ratio != 1)
@@ -119,7 +112,6 @@ class Engine:
     def run_as(self, execution: Execution) -> None:
         """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
         self.forward.run_as(execution)
-        self.batches.limit(execution.micro_batch_tokens)
 
     def restore(self, state: dict[str, Any], steps: int, max_tokens: int) -> None:
         """Continue after `steps` steps, with the optimizer's `state` in a file's layout.

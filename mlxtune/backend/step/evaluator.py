@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
@@ -15,6 +15,7 @@ from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.lora_layers import DropoutKeys
+from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.runner import GraphRunner
 from mlxtune.backend.workers.workers import ALONE, Workers
@@ -57,8 +58,8 @@ class ExampleLosses:
         training: MicroBatches,
         runner: GraphRunner,
         parameters: int,
-        workers: Workers = ALONE,
-        other_bytes: int = 0,
+        workers: Workers,
+        other_bytes: int,
     ) -> None:
         self._workers = workers
         self._forward = forward
@@ -122,12 +123,12 @@ class ExampleLosses:
         """Return larger micro-batches than training's, if they fit in memory."""
         tokens, least = self._most, min(self._training.max_tokens, self._lowered)
         while tokens > least:
-            batches = replace(self._training, max_tokens=tokens)
+            batches = replace(self._training, own_limit=tokens)
             micro_batches = batches.divided(lengths)
             if all(self._memory.fits(load_of(each, lengths)) for each in micro_batches):
                 return batches
             tokens //= 2
-        return replace(self._training, max_tokens=least)
+        return replace(self._training, own_limit=least)
 
     def _compute(
         self,
@@ -224,31 +225,58 @@ class EvaluationMemory:
         return self._graphs.in_flight(work)
 
 
+class Passes(NamedTuple):
+    """What passes over examples need: micro-batches, a runner of their graphs, and evaluation."""
+
+    batches: MicroBatches
+    runner: GraphRunner
+    losses: ExampleLosses
+
+
+def passes_of(
+    forward: Forward,
+    parameters: int,
+    workers: Workers,
+    *,
+    remedy: str,
+    warn: Callable[[str], None],
+    keyed: bool = False,
+    whole_rows: bool = False,
+    other_bytes: int = 0,
+) -> Passes:
+    """Return the passes of a model with so many parameters, for training and for evaluation.
+
+    Workers that share the model wait for each other within a pass, so none of them halves its
+    micro-batches or tries again on its own.
+    """
+    alone = not workers.shards_model
+    batches = MicroBatches(forward, keyed=keyed, keeps_limit=not alone, whole_rows=whole_rows)
+    runner = GraphRunner(forward, parameters, remedy=remedy, warn=warn, retries=alone)
+    losses = ExampleLosses(forward, batches, runner, parameters, workers, other_bytes)
+    return Passes(batches, runner, losses)
+
+
 class Evaluator:
     """Computes the losses of one model with the same fast computations as training.
 
-    `parameters` is the base's number of parameters, which decides the execution if none is given.
-    An adapter that is switched off and on later must be on the model at construction; evaluations
-    then use its current state.
+    `execution` is the fastest for the base unless given. An adapter that is switched off and on
+    later must be on the model at construction; evaluations then use its current state.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        parameters: int,
+        base: BaseModel,
         warn: Callable[[str], None],
         *,
         execution: Execution | None = None,
         workers: Workers = ALONE,
     ) -> None:
+        model, parameters = base.model, base.parameters
         model.eval()
-        kind = "gpu" if workers.shards_model else "auto"
-        execution = execution or best_execution(parameters, kind=kind, model=model)
+        execution = execution or best_execution(parameters, base.dtype, model=model)
         self.forward = Forward(model, DropoutKeys(), execution, trains=False)
         remedy = "lower --max-seq-len, or use a quantised base"
-        batches = MicroBatches(self.forward, execution.micro_batch_tokens)
-        runner = GraphRunner(self.forward, parameters, remedy=remedy, warn=warn)
-        self._losses = ExampleLosses(self.forward, batches, runner, parameters, workers)
+        self._losses = passes_of(self.forward, parameters, workers, remedy=remedy, warn=warn).losses
 
     def losses(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, collate, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths, pack
 
@@ -14,13 +15,14 @@ from mlxtune.core.steps.pack import Pack, StepLengths, pack
 class MicroBatches:
     """Splits examples into micro-batches of up to `max_tokens` tokens for a `Forward` to run.
 
-    With `keyed`, only examples with equal dropout keys share the tokens of a common prefix. With
+    The limit is the forward's execution's, or `own_limit` if given, as for an evaluation. With
+    `keyed`, only examples with equal dropout keys share the tokens of a common prefix. With
     `whole_rows`, a row's examples run together, unless any row is too long. With `keeps_limit`,
     `max_tokens` is never halved, because all workers must use the same value.
     """
 
     forward: Forward
-    max_tokens: int
+    own_limit: int | None = None
     _: KW_ONLY
     keyed: bool = False
     keeps_limit: bool = False
@@ -30,9 +32,22 @@ class MicroBatches:
         # The last plan and its arguments: building the step asks for the same plan again.
         self._last: tuple[Any, list[MicroBatch]] = None, []
 
+    @property
+    def max_tokens(self) -> int:
+        """The number of tokens that may run together."""
+        return self._execution.micro_batch_tokens
+
     def limit(self, max_tokens: int) -> None:
         """Run at most `max_tokens` tokens together from now on."""
-        self.max_tokens = max_tokens
+        if self.own_limit is None:
+            self.forward.limit(max_tokens)
+        else:
+            self.own_limit = max_tokens
+
+    @property
+    def _execution(self) -> Execution:
+        execution, own = self.forward.execution, self.own_limit
+        return execution if own is None else replace(execution, micro_batch_tokens=own)
 
     def lengths(self, examples: Sequence[Example]) -> StepLengths:
         """Return the lengths of examples, by which they are divided."""
@@ -57,7 +72,7 @@ class MicroBatches:
 
     def divided(self, lengths: StepLengths) -> list[MicroBatch]:
         """Return the micro-batches into which examples are split."""
-        execution = replace(self.forward.execution, micro_batch_tokens=self.max_tokens)
+        execution = self._execution
         asked = execution, lengths
         if asked != self._last[0]:
             divide = execution.micro_batches

@@ -15,7 +15,7 @@ from mlxtune.backend.adapters import checkpoint_tensors, initialise
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.forward import Forward
-from mlxtune.backend.forward.operations import best_execution
+from mlxtune.backend.forward.operations import best_execution, logits_dtype
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
 from mlxtune.backend.step.engine import Engine, LaunchedStep
 from mlxtune.backend.step.optimizer_step import StepGradients
@@ -71,7 +71,9 @@ class InstructPipeline:
         # The default learning rate of a step.
         self.learning_rate = config.lr
         self.lora: LoRASummary = apply_lora(model, config)
-        execution = execution or best_execution(self.lora.total_parameters, model=model)
+        execution = execution or best_execution(
+            self.lora.total_parameters, logits_dtype(model), model=model
+        )
         self.forward = Forward(model, self.lora.dropout_keys, execution)
         self._workers = workers
         self._base = base_model, base_record

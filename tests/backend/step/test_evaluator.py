@@ -23,13 +23,18 @@ from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.evaluator import Evaluator, most_tokens
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.workers.workers import Workers
+from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
 from mlxtune.core.steps.micro_batch import AT_ONCE
 from mlxtune.core.steps.pack import StepLengths
+from mlxtune.errors import MemoryLimitError
 from tests.backend.conftest import random_examples
 from tests.backend.step.executions import WAYS, first_supervised, fixed_step, model_folder
+from tests.backend.workers.test_workers import Group
 from tests.long.counts import counted_evaluations
 from tests.models import sums, write_chat
 from tests.paths import DOCS
@@ -75,8 +80,7 @@ def test_loss_of_each_example_equals_full_logits(way: str, tokens_at_once: int) 
     examples = fixed_step()
     wanted = expected(base.model, examples)
     evaluator = Evaluator(
-        base.model,
-        base.parameters,
+        base,
         pytest.fail,
         execution=replace(WAYS[way], micro_batch_tokens=tokens_at_once),
     )
@@ -90,7 +94,7 @@ def test_loss_equals_full_logits_for_other_heads_and_windows(
 ) -> None:
     base = load_base(model_folder(architecture), "float32")
     wanted = expected(base.model, fixed_step())
-    evaluator = Evaluator(base.model, base.parameters, pytest.fail, execution=way)
+    evaluator = Evaluator(base, pytest.fail, execution=way)
     np.testing.assert_allclose(evaluator.losses(fixed_step()), wanted, rtol=1e-5)
 
 
@@ -101,7 +105,7 @@ def test_evaluator_runs_a_model_that_was_training_in_evaluation_mode() -> None:
     base.model.model.norm = nn.Sequential(base.model.model.norm, nn.Dropout(0.5))
     base.model.train()
 
-    evaluator = Evaluator(base.model, base.parameters, pytest.fail)
+    evaluator = Evaluator(base, pytest.fail)
 
     np.testing.assert_allclose(evaluator.losses(examples), wanted, rtol=1e-4)
 
@@ -113,7 +117,7 @@ def test_base_and_adapted_are_both_evaluated_on_one_model(adapter: Path, way: Ex
     adapted: Adapted = load_adapted(load_base(folder, "float32"), AdapterFile.find(str(adapter)))
     with_it = expected(adapted.model, examples)
     assert np.abs(with_it - untouched).max() > 0.1
-    evaluator = Evaluator(adapted.model, adapted.base.parameters, pytest.fail, execution=way)
+    evaluator = Evaluator(adapted.base, pytest.fail, execution=way)
     for on, wanted in ((False, untouched), (True, with_it), (False, untouched)):
         adapted.use_adapter(on)
         np.testing.assert_allclose(evaluator.losses(examples), wanted, rtol=1e-5)
@@ -128,9 +132,7 @@ def test_closed_evaluator_leaves_base_and_adapted_as_they_were_loaded(adapter: P
     adapted.use_adapter(False)
     without = adapted.model(tokens)
     adapted.use_adapter(True)
-    with closing(
-        Evaluator(adapted.model, adapted.base.parameters, pytest.fail, execution=KERNELS)
-    ) as evaluator:
+    with closing(Evaluator(adapted.base, pytest.fail, execution=KERNELS)) as evaluator:
         # Closing must also restore the adapter's modules, which are removed meanwhile.
         adapted.use_adapter(False)
         evaluator.losses(fixed_step())
@@ -147,8 +149,7 @@ def test_supervised_first_token_has_no_loss(way: Execution, tokens_at_once: int)
     examples = [first_supervised(example) for example in fixed_step()]
     wanted = expected(base.model, examples)
     evaluator = Evaluator(
-        base.model,
-        base.parameters,
+        base,
         pytest.fail,
         execution=replace(way, micro_batch_tokens=tokens_at_once),
     )
@@ -173,7 +174,7 @@ def evaluator_of(
     folder = model_folder(architecture, overrides=tuple(overrides.items()))
     base = load_base(folder, "float32")
     execution = replace(way, micro_batch_tokens=tokens)
-    return Evaluator(base.model, base.parameters, pytest.fail, execution=execution)
+    return Evaluator(base, pytest.fail, execution=execution)
 
 
 @pytest.mark.parametrize("way", ["packed with recompute", "split head in small chunks"])
@@ -263,6 +264,56 @@ def test_evaluation_remembers_the_batch_size_that_ran_out_of_memory(
     assert warned == len(warnings) > 0
     assert max(largest) > 20
     assert batches.max_tokens == 20
+
+
+def test_worker_that_shares_the_model_neither_halves_nor_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other workers wait for it within the pass, and would sum other examples' values."""
+    workers = Workers(Group(), tensor=True)
+    execution = replace(WAYS["packed"], micro_batch_tokens=60)
+    warnings: list[str] = []
+    base = load_base(model_folder("qwen3"), "float32")
+    evaluator = Evaluator(base, warnings.append, execution=execution, workers=workers)
+    config = InstructConfig(lora_rank=2)
+    pipeline = InstructPipeline(
+        load_base(model_folder("qwen3"), "float32").model,
+        config,
+        execution=execution,
+        workers=workers,
+    )
+    for made in (evaluator._losses, pipeline.engine.losses):
+        tried: list[Any] = []
+
+        def full(*given: Any, tried: list[Any] = tried) -> mx.array:
+            tried.append(given)
+            raise RuntimeError("[malloc] Unable to allocate 78643200 bytes.")
+
+        monkeypatch.setattr(made._forward, "losses", full)
+        with pytest.raises(MemoryLimitError, match="on this worker"):
+            made.of(fixed_step())
+        assert len(tried) == 1
+        assert made._training.max_tokens == 60
+        assert warnings == []
+
+
+def test_execution_is_chosen_by_the_dtype_of_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and evaluation choose alike: float32 kernels do not serve other dtypes."""
+    asked: list[tuple[str, Any]] = []
+    config = InstructConfig(lora_rank=2)
+
+    def choose(parameters: int, dtype: str, kind: str = "auto", model: Any = None) -> Execution:
+        asked.append((dtype, model))
+        return Execution(MLX)
+
+    for dtype in ("float32", "bfloat16"):
+        base = load_base(model_folder("qwen3"), dtype)
+        for module in ("evaluator", "pipeline"):
+            monkeypatch.setattr(f"mlxtune.backend.step.{module}.best_execution", choose)
+        Evaluator(base, pytest.fail).close()
+        InstructPipeline(base.model, config)
+        assert asked == [(dtype, base.model)] * 2
+        asked.clear()
 
 
 @pytest.mark.parametrize(
@@ -363,7 +414,7 @@ def test_prompts_of_many_pairs_run_once_whatever_their_answers(
             examples.append(Example(row, tokens.astype(np.int32), mask.astype(np.uint8)))
             needed += length
     base = load_base(model_folder("qwen3"), "float32")
-    evaluator = Evaluator(base.model, base.parameters, pytest.fail, execution=Execution(MLX))
+    evaluator = Evaluator(base, pytest.fail, execution=Execution(MLX))
     losses, run = evaluator.forward.losses, []
 
     def counted(batch: Any, keys: Any = None) -> mx.array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,23 @@ def test_out_of_memory_in_an_evaluation_keeps_the_limit_of_training(
 
 
 def test_limit_of_micro_batches_has_one_writer() -> None:
+    """The forward's execution holds it; only an evaluation has a limit of its own."""
     writers = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in (ROOT / "mlxtune").rglob("*.py")
+        path.relative_to(ROOT / "mlxtune").as_posix()
+        for path in (ROOT / "mlxtune" / "backend").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr == "max_tokens"
-        if not isinstance(node.ctx, ast.Load)
+        if isinstance(node, ast.keyword) and node.arg == "micro_batch_tokens"
     ]
-    assert len(writers) == 1, writers
+    assert sorted(writers) == ["backend/forward/forward.py", "backend/step/micro_batches.py"]
+
+
+def test_halved_limit_is_the_executions(make: Any) -> None:
+    pipeline, _ = make(80)
+    tokens = pipeline.relieve_memory(EXAMPLES)
+    execution = pipeline.forward.execution
+    assert tokens == execution.micro_batch_tokens == pipeline.engine.batches.max_tokens < 80
+    pipeline.run_as(replace(execution, micro_batch_tokens=20))
+    assert pipeline.engine.batches.max_tokens == 20
 
 
 def test_out_of_memory_with_single_examples_is_an_error_that_changes_nothing(

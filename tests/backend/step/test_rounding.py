@@ -12,6 +12,7 @@ import pytest
 
 from mlxtune.backend.device import default_device
 from mlxtune.backend.forward.operations import best_execution
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.models.packed import Layout
 from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.core.steps import rounding
@@ -77,8 +78,8 @@ def test_several_rounded_sequences_give_the_same_step() -> None:
 
 def test_evaluation_of_rounded_sequences_is_the_same() -> None:
     def losses(how: Execution) -> Any:
-        model = fresh(model_folder("qwen3")).model
-        each = Evaluator(model, 0, warn=lambda text: None, execution=how)
+        base = load_base(model_folder("qwen3"), "float32")
+        each = Evaluator(base, warn=lambda text: None, execution=how)
         return each.losses(fixed_step())
 
     rounded = losses(replace(HOW["packed"], micro_batch_tokens=10_000))
