@@ -161,7 +161,7 @@ def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
         execution = pipeline.forward.execution
         plain_head = shapes.plain_head and pipeline.forward.plain_head
         shapes = replace(shapes, plain_head=plain_head)
-        shapes = replace(shapes, measured=measure(pipeline.engine, shapes, [execution.recompute]))
+        shapes = replace(shapes, measured=measure(pipeline, shapes, [execution.recompute]))
         lengths = StepLengths.of(examples)
         loads = [load_of(each, lengths) for each in execution.micro_batches(lengths)]
         predicted = max(predict(shapes, execution, load).total for load in loads)

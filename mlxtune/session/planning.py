@@ -146,7 +146,7 @@ def confirm(
     known = _agreed(recorded or plan.shapes.measured, workers)
     if known is None and execution.head_apart:
         modes = _CHECKPOINTING[config.grad_checkpoint]
-        known = _agreed(measure(pipeline.engine, shapes, modes), workers)
+        known = _agreed(measure(pipeline, shapes, modes), workers)
         if known is not None:
             key = memory_key(shapes, execution, config.dropout, base.dtype)
             save_measured(config.cache_path, key, known)
@@ -154,7 +154,7 @@ def confirm(
     confirmed = plan
     if (shapes, execution) != (plan.shapes, plan.execution):
         confirmed = _choose(config, shapes, execution, work, plan.limit)
-    pipeline.run_as(confirmed.execution)
+    pipeline.run_as(confirmed.execution, confirmed.peak.total)
     return confirmed
 
 

@@ -166,9 +166,7 @@ def build_pipeline(
         if problem:
             console.say(name, f"by MLX's operations, not our kernels: {problem}")
     recorded = None if resume is None else planning.recorded_memory(config.checkpoint_path)
-    confirmed = planning.confirm(config, base, pipeline, work, plan, recorded, workers)
-    pipeline.engine.losses.limit_memory(confirmed.peak.total)
-    return pipeline, confirmed
+    return pipeline, planning.confirm(config, base, pipeline, work, plan, recorded, workers)
 
 
 def about_run(session: RunSession, parts: RunParts, trainer: InstructTrainer) -> dict[str, Any]:

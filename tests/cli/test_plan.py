@@ -196,7 +196,7 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
 
 def run_as_planned(step: Any, base: Any, pipeline: Any, work: Any, plan: Any, *_: Any) -> Any:
     """Run as planned, in place of `confirm`, which would find that the plan does not fit."""
-    pipeline.run_as(plan.execution)
+    pipeline.run_as(plan.execution, plan.peak.total)
     return plan
 
 

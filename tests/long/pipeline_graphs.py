@@ -23,8 +23,8 @@ class PipelineGraphs:
         """Return all arrays that a step evaluates on a GPU, without updating the model."""
         pipeline = self._pipeline
         with compiled_as_on_gpu():
-            step = pipeline.engine.new_step(examples, rate=pipeline.learning_rate)
-            pipeline.engine.accumulate(step)
+            step = pipeline._engine.new_step(examples, rate=pipeline.learning_rate)
+            pipeline._engine.accumulate(step)
             return step.take().graph.arrays
 
     def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:
@@ -68,5 +68,5 @@ class PipelineGraphs:
         yield from found
 
     def _inputs(self, examples: Sequence[Example]) -> Iterator[StepInputs]:
-        for _, batch in self._pipeline.engine.batches.of(examples):
-            yield self._pipeline.engine.inputs(batch, 1)
+        for _, batch in self._pipeline._engine.batches.of(examples):
+            yield self._pipeline._engine.inputs(batch, 1)

@@ -64,7 +64,7 @@ def costs(job: Job) -> dict[str, Any]:
 
 def needed_products(trainer: OurTrainer, examples: Sequence[Example]) -> Products:
     """Return the products that one of mlxtune's steps needs."""
-    batches = trainer.pipeline.engine.batches.of(examples)
+    batches = trainer.pipeline._engine.batches.of(examples)
     return step_products(
         trainer.pipeline.model,
         [stretch for _, batch in batches for stretch in batch.stretches],

@@ -20,8 +20,8 @@ from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.forward import StepInputs
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.forward.layer_calls import first_trained
-from mlxtune.backend.step.engine import Engine
 from mlxtune.backend.step.micro_batches import MicroBatches
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.memory_terms import (
     BatchLoad,
@@ -50,46 +50,48 @@ _FACTOR, _BYTES, _NOISE = 1 / 16, 1 << 18, 0.25
 Floats = npt.NDArray[np.float64]
 
 
-def measure(engine: Engine, shapes: ModelShapes, modes: Sequence[bool]) -> Measured | None:
+def measure(
+    pipeline: InstructPipeline, shapes: ModelShapes, modes: Sequence[bool]
+) -> Measured | None:
     """Measure passes in each of the `modes`: True recomputes activations, False keeps them.
 
     Returns None if the architecture cannot run some of its layers alone, if memory is too small for
     them, or if the device queues graphs: all buffers of such short passes are in flight, so their
-    peaks do not show how those of a whole step grow. The engine's own mode is restored, and the
+    peaks do not show how those of a whole step grow. The pipeline's own mode is restored, and the
     passes leave no trace in the process's peaks.
     """
     if shapes.graphs is not None:
         return None
-    began, measured = engine.forward.execution.recompute, Measured()
+    began, measured = pipeline.forward.execution.recompute, Measured()
     try:
         with allocator.peaks_kept():
             for recompute in modes:
-                engine.forward.recompute(recompute)
-                measured = _measured(engine, replace(shapes, measured=None), measured)
+                pipeline.forward.recompute(recompute)
+                measured = _measured(pipeline, replace(shapes, measured=None), measured)
     # Any error may occur: layers may need unusual arguments, or not fit in memory.
     except Exception:  # noqa: BLE001
         return None
     finally:
-        engine.forward.recompute(began)
+        pipeline.forward.recompute(began)
         allocator.release()
     return measured
 
 
-def _measured(engine: Engine, shapes: ModelShapes, found: Measured) -> Measured:
-    """Measure the engine's mode; return `found` with the mode's factors added."""
-    execution = engine.forward.execution
-    operations = engine.forward.operations
+def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) -> Measured:
+    """Measure the pipeline's mode; return `found` with the mode's factors added."""
+    execution = pipeline.forward.execution
+    operations = pipeline.forward.operations
     lengths = _LAZY if operations.lazy else _EAGER
     few = _LAZY_LAYERS if operations.lazy else _EAGER_LAYERS
-    few *= _covering(list(engine.forward.model.layers)[-shapes.layers :])
+    few *= _covering(list(pipeline.forward.model.layers)[-shapes.layers :])
     few = min(few, _MOST_LAYERS, shapes.layers)
     many = min(few if execution.recompute else 2 * few, shapes.layers)
-    micro_batches = [_group(engine, each) for each in lengths]
+    micro_batches = [_group(pipeline, each) for each in lengths]
     size, loads = shapes.itemsize, [load for load, _ in micro_batches]
     given = [inputs for _, inputs in micro_batches]
     kept = [operations.memory.kept(shapes.with_layers(1), execution, load) for load in loads]
     working = [operations.memory.in_layer(shapes, execution, load) for load in loads]
-    peaks = _peaks(engine, many, given)
+    peaks = _peaks(pipeline, many, given)
     if execution.recompute:
         known = [many * Factors().of(each, size) for each in kept]
         return replace(found, again=_fitted(working, peaks - known, size))
@@ -100,7 +102,7 @@ def _measured(engine: Engine, shapes: ModelShapes, found: Measured) -> Measured:
         ]
         of_all = _fitted(whole, peaks, size)
         return replace(found, kept=replace(of_all, fixed=None), working=of_all)
-    differences = (peaks - _peaks(engine, few, given)) / (many - few)
+    differences = (peaks - _peaks(pipeline, few, given)) / (many - few)
     of_kept = replace(_fitted(kept, differences, size, _PRIOR_OF_DIFFERENCE), fixed=None)
     left = peaks - [many * of_kept.of(each, size) for each in kept]
     return replace(found, kept=of_kept, working=_fitted(working, left, size))
@@ -116,9 +118,9 @@ def _covering(layers: Sequence[nn.Module]) -> int:
     return next((n for n in counts if set(kinds[-n:]) == set(kinds)), 1)
 
 
-def _peaks(engine: Engine, count: int, given: Sequence[StepInputs]) -> Floats:
+def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[StepInputs]) -> Floats:
     """Return the peak in bytes of each micro-batch's pass through the last `count` layers."""
-    forward, model = engine.forward, engine.forward.model
+    forward, model = pipeline.forward, pipeline.forward.model
     layers = list(model.layers)
     active = layers[max(len(layers) - count, first_trained(layers)) :]
     names = {id(module): name for name, module in model.named_modules()}
@@ -174,7 +176,7 @@ def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, 
         undo()
 
 
-def _group(engine: Engine, tokens: int) -> tuple[BatchLoad, StepInputs]:
+def _group(pipeline: InstructPipeline, tokens: int) -> tuple[BatchLoad, StepInputs]:
     """Return two examples of about `tokens` tokens in total, as a load and as inputs.
 
     The examples share a prefix of a quarter of the tokens, and only their last tokens are
@@ -186,9 +188,9 @@ def _group(engine: Engine, tokens: int) -> tuple[BatchLoad, StepInputs]:
     start = np.arange(prefix, dtype=np.int32) % 10
     ends = [(np.arange(own + 1, dtype=np.int32) + shift) % 10 for shift in (3, 7)]
     step = [Example(row, np.concatenate([start, end]), mask) for row, end in enumerate(ends)]
-    batches = MicroBatches(engine.forward, 2 * tokens)
+    batches = MicroBatches(pipeline.forward, 2 * tokens)
     ((micro_batch, batch),) = batches.of(step)
-    return load_of(micro_batch, batches.lengths(step)), engine.inputs(batch, 1)
+    return load_of(micro_batch, batches.lengths(step)), pipeline.step_inputs(batch, 1)
 
 
 def _fitted(

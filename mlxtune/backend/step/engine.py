@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,6 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.metrics import InstructBatchResult
-from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
@@ -36,32 +34,6 @@ from mlxtune.errors import NonFiniteLossError
 
 # The remedy that an error names if memory is too small for one example.
 _LESS_MEMORY = "lower --max-seq-len or --num-layers, set --grad-checkpoint on, or use --quantize 4"
-
-
-@dataclass(frozen=True)
-class LaunchedStep:
-    """A step that an `engine` has launched, for a caller that waits for its result later."""
-
-    engine: "Engine"
-    step: OptimizerStep
-
-    @property
-    def ended(self) -> float:
-        """The `time.perf_counter` at the end of the step."""
-        return self.step.ended
-
-    @property
-    def agreed(self) -> Requests:
-        """The requests that several workers sent with the step, once it has ended."""
-        return self.step.agreed
-
-    def result(self) -> InstructBatchResult:
-        """Wait for the step and return its result.
-
-        Raises NonFiniteLossError, with the model unchanged, if a number of the step is not finite.
-        """
-        self.engine.commit(self.step)
-        return self.step.result()
 
 
 class Engine:
@@ -109,10 +81,6 @@ class Engine:
         self.launched: OptimizerStep | None = None
         self.committed_steps = 0
 
-    def run_as(self, execution: Execution) -> None:
-        """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
-        self.forward.run_as(execution)
-
     def restore(self, state: dict[str, Any], steps: int, max_tokens: int) -> None:
         """Continue after `steps` steps, with the optimizer's `state` in a file's layout.
 
@@ -133,6 +101,32 @@ class Engine:
 
     # The states of a step
 
+    def start_step(
+        self,
+        examples: Sequence[Example],
+        number: int | None = None,
+        rate: float | None = None,
+        requests: Requests = NO_REQUESTS,
+    ) -> OptimizerStep:
+        """Build and launch a step, and return it without waiting for it.
+
+        If possible, the step is built while the device computes the previous step, which is
+        committed before this step is launched.
+        """
+        step = self.new_step(examples, number, rate, requests)
+        if self._can_build_ahead(step):
+            self.accumulate(step, after=self.launched)
+        if not self.commit_launched():
+            # The update that this step starts from has been computed again.
+            step.built = None
+        allocator.start_peak()
+        for attempt in self._attempts(step):
+            with attempt:
+                if step.built is None:
+                    self.accumulate(step)
+        self.launch(step)
+        return step
+
     def new_step(
         self,
         examples: Sequence[Example],
@@ -146,11 +140,12 @@ class Engine:
         training = training_examples(examples)
         lengths = self.batches.lengths(training)
         places = self._own_places(lengths)
-        own = [training[i] for i in places]
-        own_lengths = lengths.only(places)
-        return OptimizerStep(examples, number, rate, places, own, own_lengths, requests)
+        own, own_lengths = [training[i] for i in places], lengths.only(places)
+        return OptimizerStep(
+            examples, number, rate, places, own, own_lengths, self.commit, requests
+        )
 
-    def can_build_ahead(self, step: OptimizerStep) -> bool:
+    def _can_build_ahead(self, step: OptimizerStep) -> bool:
         """Return whether a step can be built while the device computes the launched step.
 
         The step must have only one micro-batch, because several keep the device busy, and its loss
@@ -164,7 +159,7 @@ class Engine:
             return False
         return self.batches.is_one(step.lengths)
 
-    def attempts(self, step: OptimizerStep) -> Iterator[Attempt]:
+    def _attempts(self, step: OptimizerStep) -> Iterator[Attempt]:
         """Yield a context for each attempt at work on a step; see `GraphRunner.attempts`."""
         return self.runner.attempts(step.lengths, self.batches.halve)
 
@@ -229,14 +224,13 @@ class Engine:
         )
         allocator.relieve_pressure()
 
-    def launch(self, step: OptimizerStep) -> LaunchedStep:
-        """Make the device compute a built step, and return it without waiting for it."""
+    def launch(self, step: OptimizerStep) -> None:
+        """Make the device compute a built step, without waiting for it."""
         assert step.built is not None
         # `commit` handles errors, and tries again.
         with suppress(RuntimeError, MemoryError):
             self.runner.start(step.built.graph)
         self.launched = step
-        return LaunchedStep(self, step)
 
     def commit_launched(self) -> bool:
         """Commit the launched step, if any; return False if it had to be built again."""
@@ -250,7 +244,7 @@ class Engine:
         if step.outcome is not None:
             return True
         count = 0
-        for attempt in self.attempts(step):
+        for attempt in self._attempts(step):
             count += 1
             with attempt:
                 total = self._compute(step)
@@ -261,7 +255,7 @@ class Engine:
 
     def gradients(self, step: OptimizerStep) -> StepGradients:
         """Compute a step that has no rate; its loss becomes a float, and its gradients a tree."""
-        for attempt in self.attempts(step):
+        for attempt in self._attempts(step):
             with attempt:
                 total = self._compute(step)
         total.read(self.vectors.matrices)

@@ -110,9 +110,9 @@ class OptimizerStep:
 
     This worker computes the gradients of the examples `own`, whose indices among all examples that
     get a gradient are `places`; `lengths` are their lengths. With several workers, the step sends
-    the `requests` of this worker. `built` is the step's graph until it is computed, or fails. Once
-    the step is committed, `outcome` is its result or error, `agreed` are all workers' requests, and
-    `ended` is the `time.perf_counter` at its end.
+    the `requests` of this worker. `built` is the step's graph until it is computed, or fails.
+    `commit` waits for a launched step, which then has an `outcome`, its result or error; `agreed`,
+    the requests of several workers; and `ended`, the `time.perf_counter` at its end.
     """
 
     examples: Sequence[Example]
@@ -121,15 +121,12 @@ class OptimizerStep:
     places: Sequence[int]
     own: Sequence[Example]
     lengths: StepLengths
+    commit: Callable[[OptimizerStep], object]
     requests: Requests = NO_REQUESTS
     built: StepGradients | None = None
     outcome: InstructBatchResult | NonFiniteLossError | None = None
     agreed: Requests = NO_REQUESTS
     ended: float = 0.0
-
-    def discard(self) -> None:
-        """Forget the graph, because the step that it starts from has been built again."""
-        self.built = None
 
     def take(self) -> StepGradients:
         """Return the graph and forget it, so that a failed graph's arrays are freed."""
@@ -138,10 +135,11 @@ class OptimizerStep:
         return built
 
     def result(self) -> InstructBatchResult:
-        """Return the result of a committed step.
+        """Wait for a launched step, and return its result.
 
         Raises NonFiniteLossError, with the model unchanged, if a number of the step is not finite.
         """
+        self.commit(self)
         if isinstance(self.outcome, NonFiniteLossError):
             raise self.outcome
         assert self.outcome is not None

@@ -13,12 +13,11 @@ import numpy.typing as npt
 
 from mlxtune.backend.adapters import checkpoint_tensors, initialise
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.device import allocator
-from mlxtune.backend.forward.forward import Forward
+from mlxtune.backend.forward.forward import Forward, StepInputs
 from mlxtune.backend.forward.operations import best_execution, logits_dtype
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
-from mlxtune.backend.step.engine import Engine, LaunchedStep
-from mlxtune.backend.step.optimizer_step import StepGradients
+from mlxtune.backend.step.engine import Engine
+from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
 from mlxtune.backend.step.phases import Phases
 from mlxtune.backend.step.step_loss import count_tokens, training_examples
 from mlxtune.backend.workers.workers import ALONE, Workers
@@ -30,6 +29,8 @@ from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.checkpoint import ADAPTER, OPTIMIZER
 from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult
 from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.micro_batch import PaddedBatch
+from mlxtune.core.steps.pack import Pack
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
 from mlxtune.errors import ModelError
 
@@ -81,11 +82,11 @@ class InstructPipeline:
         self.initial_hash = (
             initialise.initialise(model, self.lora, initial) if fresh else initial_hash
         )
-        self.engine = Engine(
+        self._engine = Engine(
             self.forward, self.lora, config, objective=objective, workers=workers, warn=warn
         )
         if fresh:
-            self.engine.optimizer.adopt(model)
+            self._engine.optimizer.adopt(model)
 
     @property
     def group_size(self) -> int:
@@ -95,11 +96,20 @@ class InstructPipeline:
     @property
     def phases(self) -> Phases:
         """The phases of a step, for a profiler."""
-        return self.engine.phases
+        return self._engine.phases
 
-    def run_as(self, execution: Execution) -> None:
-        """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
-        self.engine.run_as(execution)
+    def run_as(self, execution: Execution, peak: int | None = None) -> None:
+        """Use an execution's micro-batch size, loss chunks and recomputation from now on.
+
+        Evaluations then take at most the `peak` of training in bytes, if it is known.
+        """
+        self.forward.run_as(execution)
+        if peak is not None:
+            self._engine.losses.limit_memory(peak)
+
+    def step_inputs(self, batch: PaddedBatch | Pack, step: int) -> StepInputs:
+        """Return the model's inputs for a micro-batch of a step, which seeds the dropout."""
+        return self._engine.inputs(batch, step)
 
     def train_step(self, example: Example) -> InstructStepResult:
         """Take one optimizer step on one example, at the config's learning rate."""
@@ -130,30 +140,19 @@ class InstructPipeline:
         step: int | None = None,
         learning_rate: float | None = None,
         requests: Requests = NO_REQUESTS,
-    ) -> LaunchedStep:
+    ) -> OptimizerStep:
         """Start the step that `train_batch` takes, and return it while it runs.
 
         If possible, builds the step's graph while the device still computes the previous step.
         Several workers exchange their `requests` with the step.
         """
-        engine = self.engine
         rate = self.learning_rate if learning_rate is None else learning_rate
-        started = engine.new_step(examples, step, rate, requests)
-        if engine.can_build_ahead(started):
-            engine.accumulate(started, after=engine.launched)
-        if not engine.commit_launched():
-            started.discard()
-        allocator.start_peak()
-        for attempt in engine.attempts(started):
-            with attempt:
-                if started.built is None:
-                    engine.accumulate(started)
-        return engine.launch(started)
+        return self._engine.start_step(examples, step, rate, requests)
 
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
         """Return the loss and gradients of a step without an update; `step` seeds the dropout."""
-        self.engine.commit_launched()
-        return self.engine.gradients(self.engine.new_step(examples, step))
+        self._engine.commit_launched()
+        return self._engine.gradients(self._engine.new_step(examples, step))
 
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
@@ -182,9 +181,9 @@ class InstructPipeline:
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
     ) -> npt.NDArray[np.float64]:
         """Return each example's summed log-probability over its supervised tokens, float64 (E,)."""
-        self.engine.commit_launched()
+        self._engine.commit_launched()
         self.model.eval()
-        return -self.engine.losses.of(examples, on_progress)
+        return -self._engine.losses.of(examples, on_progress)
 
     def reference(self) -> Mapping[str, Any]:
         """Return the JSON values on which the initial model's log-probabilities depend."""
@@ -211,7 +210,7 @@ class InstructPipeline:
         example, or if workers share the model, halve nothing and return None.
         """
         mx.clear_cache()
-        return None if halve_for is None else self.engine.halve(halve_for)
+        return None if halve_for is None else self._engine.halve(halve_for)
 
     def write(self, weights: Path) -> None:
         """Write the adapter file, and adapter_config.json next to it. Raises OutputError."""
@@ -224,7 +223,7 @@ class InstructPipeline:
         The function writes the state from the time when `snapshot` was called, with the adapter in
         mlx-lm's format. The function raises OutputError.
         """
-        engine = self.engine
+        engine = self._engine
         engine.commit_launched()
         self._workers.check_same(self.model.trainable_parameters(), engine.committed_steps)
         settings = {"step": engine.committed_steps, "micro_batch_tokens": engine.batches.max_tokens}
@@ -244,11 +243,11 @@ class InstructPipeline:
 
         Raises ModelError if the adapter does not fit.
         """
-        self.engine.commit_launched()
+        self._engine.commit_launched()
         if self._workers.index == 0:
             checkpoint_tensors.read_parameters(folder, self.model, self.lora)
         self.model.update(self._workers.from_first(self.model.trainable_parameters()))
-        self.engine.optimizer.adopt(self.model)
+        self._engine.optimizer.adopt(self.model)
 
     def restore(self, folder: Path) -> None:
         """Resume from a snapshot as if the run had not stopped.
@@ -256,13 +255,13 @@ class InstructPipeline:
         Raises ModelError if the snapshot does not fit.
         """
         path = folder / OPTIMIZER
-        state, settings = checkpoint_tensors.read_optimizer(path, self.engine.optimizer.state)
+        state, settings = checkpoint_tensors.read_optimizer(path, self._engine.optimizer.state)
         tokens, steps = settings.get("micro_batch_tokens", 0), settings.get("step", -1)
         if tokens < 1 or steps < 0:
             raise ModelError(f"{path}: has no step or micro-batch size")
-        self.engine.commit_launched()
+        self._engine.commit_launched()
         checkpoint_tensors.read_parameters(folder, self.model, self.lora)
-        self.engine.restore(state, steps, tokens)
+        self._engine.restore(state, steps, tokens)
 
     def describe(self) -> Mapping[str, Any]:
         """Return a checkpoint's entries about the adapter, the workers and the provenance."""

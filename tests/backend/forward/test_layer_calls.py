@@ -255,8 +255,8 @@ def products(recompute: bool, tmp_path: Path) -> int:
     how = Execution(MLX, recompute=recompute)
     made = fresh(model_folder("qwen3"), how, 10_000, dropout=0.3)
     made.model.train()
-    batch = next(batch for _, batch in made.engine.batches.of(fixed_step()))
-    inputs = made.engine.inputs(batch, 1)
+    batch = next(batch for _, batch in made._engine.batches.of(fixed_step()))
+    inputs = made._engine.inputs(batch, 1)
     given = (made.forward.trained.values(), inputs, mx.array(1.0))
     mx.eval(given, inputs.arrays)
     gradients = made.forward.gradients(*given)[1]

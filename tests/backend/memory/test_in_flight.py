@@ -94,9 +94,9 @@ def test_no_passes_are_measured_where_all_their_buffers_are_in_flight(tmp_path: 
     execution, config = best_execution(0, kind="gpu"), InstructConfig(lora_rank=4)
     shapes = model_shapes(base, config, execution.operations.memory)
     pipeline = InstructPipeline(base.model, config, execution=execution)
-    engine, limits = pipeline.engine, GraphLimits(100, 1 << 30)
-    assert measure(engine, replace(shapes, graphs=None), [False]) is not None
-    assert measure(engine, replace(shapes, graphs=limits), [False]) is None
+    limits = GraphLimits(100, 1 << 30)
+    assert measure(pipeline, replace(shapes, graphs=None), [False]) is not None
+    assert measure(pipeline, replace(shapes, graphs=limits), [False]) is None
 
 
 @pytest.mark.usefixtures("h200")

@@ -53,7 +53,7 @@ def test_passes_change_nothing_of_what_a_step_computes(tmp_path: Path, operation
         if measures:
             allocator.release()
             peak = allocator.peak_bytes()
-            assert measure(pipeline.engine, shapes, [False, True]) is not None
+            assert measure(pipeline, shapes, [False, True]) is not None
             assert allocator.peak_bytes() == peak
         result = pipeline.train_batch(random_examples(3))
         trained = tree_flatten(pipeline.model.trainable_parameters())
@@ -66,14 +66,14 @@ def test_passes_change_nothing_of_what_a_step_computes(tmp_path: Path, operation
 
 def test_passes_of_kernels_find_the_same_each_time(tmp_path: Path) -> None:
     pipeline, shapes = started(tmp_path / "model", CPU, **WIDE)
-    first, second = (measure(pipeline.engine, shapes, [False, True]) for _ in range(2))
+    first, second = (measure(pipeline, shapes, [False, True]) for _ in range(2))
     assert first == second
     assert first != Measured()
 
 
 def test_only_the_modes_that_may_run_are_measured(tmp_path: Path) -> None:
     pipeline, shapes = started(tmp_path / "model", CPU)
-    found = measure(pipeline.engine, shapes, [True])
+    found = measure(pipeline, shapes, [True])
     assert found is not None
     assert (found.kept, found.working) == (Factors(), Factors())
     assert found.again != Factors()
@@ -82,7 +82,7 @@ def test_only_the_modes_that_may_run_are_measured(tmp_path: Path) -> None:
 def test_layers_that_cannot_run_alone_are_not_measured(tmp_path: Path) -> None:
     # RWKV 7's layers also pass on the first layer's values.
     pipeline, shapes = started(tmp_path / "model", MLX, "rwkv7", **RWKV)
-    assert measure(pipeline.engine, shapes, [False]) is None
+    assert measure(pipeline, shapes, [False]) is None
     pipeline.train_batch(random_examples(2))
 
 
@@ -135,4 +135,4 @@ def test_what_numpy_holds_beside_mlx_is_counted(tmp_path: Path) -> None:
 def test_estimate_is_replaced_by_what_was_measured(tmp_path: Path) -> None:
     pipeline, shapes = started(tmp_path / "model", CPU, **WIDE)
     before = replace(shapes, measured=Measured(Factors(9.0), Factors(9.0)))
-    assert measure(pipeline.engine, before, [False]) == measure(pipeline.engine, shapes, [False])
+    assert measure(pipeline, before, [False]) == measure(pipeline, shapes, [False])

@@ -162,8 +162,8 @@ def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[
     elsewhere = mx.get_active_memory()
     read_weights(base)
     pipeline = InstructPipeline(base.model, config, execution=how)
-    (group,) = [group for group, _ in pipeline.engine.batches.of(step)]
-    found = measure(pipeline.engine, shapes, [how.recompute])
+    (group,) = [group for group, _ in pipeline._engine.batches.of(step)]
+    found = measure(pipeline, shapes, [how.recompute])
     load = load_of(group, StepLengths.of(step))
     release()
     resident = mx.get_active_memory() - elsewhere

@@ -44,7 +44,7 @@ def in_turn(pipeline: InstructPipeline) -> list[float]:
 
 def test_step_is_built_then_launched_then_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = fresh(model_folder("qwen3"), PACKED, 10_000)
-    engine, before, calls = pipeline.engine, adapter(pipeline), []
+    engine, before, calls = pipeline._engine, adapter(pipeline), []
     for name in ("eval", "async_eval"):
         real = getattr(mx, name)
         monkeypatch.setattr(mx, name, lambda *given, real=real: (calls.append(0), real(*given))[1])
@@ -57,17 +57,17 @@ def test_step_is_built_then_launched_then_committed(monkeypatch: pytest.MonkeyPa
     assert calls == [], "nothing is computed"
     assert adapter(pipeline) == before
 
-    launched = engine.launch(step)
+    engine.launch(step)
     assert engine.launched is step
     assert engine.new_step(STEPS[1], rate=1e-2).number == 2
     assert calls
     assert (engine.committed_steps, step.ended) == (0, 0)
 
-    result = launched.result()
-    assert launched.result() is result, "a committed step is not taken again"
+    result = step.result()
+    assert step.result() is result, "a committed step is not taken again"
     assert engine.launched is step.built is None
     assert engine.committed_steps == 1
-    assert launched.ended == step.ended > 0
+    assert step.ended > 0
     assert adapter(pipeline) != before
 
 
@@ -103,10 +103,10 @@ def test_steps_built_ahead_equal_sequential_steps(execution: Any, tokens: int) -
 def test_next_step_is_built_while_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = fresh(model_folder("qwen3"), PACKED, 10_000)
     events: list[str] = []
-    build, finish = Engine.build, type(pipeline.engine.runner).finish
+    build, finish = Engine.build, type(pipeline._engine.runner).finish
     monkeypatch.setattr(Engine, "build", lambda *given: (events.append("build"), build(*given))[1])
     monkeypatch.setattr(
-        type(pipeline.engine.runner),
+        type(pipeline._engine.runner),
         "finish",
         lambda *given: (events.append("finish"), finish(*given))[1],
     )
@@ -121,7 +121,7 @@ def test_time_of_a_step_ends_before_the_next_one_is_computed(
     pipeline = fresh(model_folder("qwen3"), Execution(operations), 10_000)
     started: list[float] = []
     # The CPU's kernels compute a step while it is built, MLX once it is started.
-    runner = type(pipeline.engine.runner)
+    runner = type(pipeline._engine.runner)
     place, name = (Engine, "build") if operations is CPU else (runner, "start")
     whole = getattr(place, name)
     monkeypatch.setattr(

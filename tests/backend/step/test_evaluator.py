@@ -282,7 +282,7 @@ def test_worker_that_shares_the_model_neither_halves_nor_tries_again(
         execution=execution,
         workers=workers,
     )
-    for made in (evaluator._losses, pipeline.engine.losses):
+    for made in (evaluator._losses, pipeline._engine.losses):
         tried: list[Any] = []
 
         def full(*given: Any, tried: list[Any] = tried) -> mx.array:

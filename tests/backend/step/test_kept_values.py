@@ -37,10 +37,10 @@ def kept(layers: int, tokens: int, share: float) -> int:
     mask = np.ones(tokens, np.uint8)
     mask[0] = 0
     example = Example(1, np.arange(tokens, dtype=np.int32) % 64, mask)
-    ((_, batch),) = pipeline.engine.batches.of([example])
+    ((_, batch),) = pipeline._engine.batches.of([example])
     parameters = pipeline.forward.trained.values()
     mx.eval(model.parameters(), parameters)
-    inputs = pipeline.engine.inputs(batch, 1)
+    inputs = pipeline._engine.inputs(batch, 1)
     (loss,), gradients = pipeline.forward.gradients(parameters, inputs, mx.array(1.0))
     before = mx.get_active_memory()
     mx.eval(loss)

@@ -54,7 +54,7 @@ def make(make_pipeline: MakePipeline) -> Callable[..., tuple[InstructPipeline, l
 
     def make(tokens: int) -> tuple[InstructPipeline, list[str]]:
         pipeline, warnings = make_pipeline("qwen3", micro_batch_tokens=tokens), []
-        pipeline.engine.runner._warn = warnings.append
+        pipeline._engine.runner._warn = warnings.append
         return pipeline, warnings
 
     return make
@@ -86,7 +86,7 @@ def test_out_of_memory_equals_a_run_with_the_halved_limit(
         fail(patch, ALLOCATION)
         results = [halved.train_batch(EXAMPLES) for _ in range(2)]
 
-    tokens = halved.engine.batches.max_tokens
+    tokens = halved._engine.batches.max_tokens
     assert tokens <= 40
     assert len(warnings) == 1
     assert f"memory ran out: micro-batches of up to {tokens} " in warnings[0]
@@ -105,7 +105,7 @@ def test_out_of_memory_halves_the_largest_micro_batch_that_ran(
     fail(monkeypatch, ALLOCATION, times=2)
     for _ in range(2):
         pipeline.train_batch(EXAMPLES)
-    assert pipeline.engine.batches.max_tokens <= tokens / 4
+    assert pipeline._engine.batches.max_tokens <= tokens / 4
 
 
 def test_out_of_memory_in_an_evaluation_keeps_the_limit_of_training(
@@ -117,7 +117,7 @@ def test_out_of_memory_in_an_evaluation_keeps_the_limit_of_training(
     for _ in range(2):
         assert pipeline.evaluate(EXAMPLES).avg_loss == pytest.approx(expected, rel=1e-5)
     assert len(warnings) == 2
-    assert pipeline.engine.batches.max_tokens == LARGE
+    assert pipeline._engine.batches.max_tokens == LARGE
     pipeline.snapshot()(tmp_path)
     with safetensors.safe_open(tmp_path / OPTIMIZER, "numpy") as file:
         assert file.metadata()["micro_batch_tokens"] == str(LARGE)
@@ -138,9 +138,9 @@ def test_halved_limit_is_the_executions(make: Any) -> None:
     pipeline, _ = make(80)
     tokens = pipeline.relieve_memory(EXAMPLES)
     execution = pipeline.forward.execution
-    assert tokens == execution.micro_batch_tokens == pipeline.engine.batches.max_tokens < 80
+    assert tokens == execution.micro_batch_tokens == pipeline._engine.batches.max_tokens < 80
     pipeline.run_as(replace(execution, micro_batch_tokens=20))
-    assert pipeline.engine.batches.max_tokens == 20
+    assert pipeline._engine.batches.max_tokens == 20
 
 
 def test_out_of_memory_with_single_examples_is_an_error_that_changes_nothing(
@@ -159,11 +159,11 @@ def test_requested_halving_equals_a_run_with_the_halved_limit(make: Any) -> None
     halved, warnings = make(80)
     started = halved.start_batch(EXAMPLES)
     tokens = halved.relieve_memory(EXAMPLES)
-    assert tokens == halved.engine.batches.max_tokens <= 40
+    assert tokens == halved._engine.batches.max_tokens <= 40
     # The step that was already started keeps its micro-batches.
     whole, _ = make(80)
     assert started.result() == whole.train_batch(EXAMPLES)
-    whole.engine.batches.limit(tokens)
+    whole._engine.batches.limit(tokens)
     assert halved.train_batch(EXAMPLES) == whole.train_batch(EXAMPLES)
     expected = adapters(whole)
     for name, value in adapters(halved).items():
@@ -174,9 +174,9 @@ def test_requested_halving_equals_a_run_with_the_halved_limit(make: Any) -> None
 def test_single_examples_are_not_halved(make: Any) -> None:
     pipeline, _ = make(80)
     assert pipeline.relieve_memory(EXAMPLES[:1]) is None
-    assert pipeline.engine.batches.max_tokens == 80
+    assert pipeline._engine.batches.max_tokens == 80
     while (tokens := pipeline.relieve_memory(EXAMPLES)) is not None:
-        assert pipeline.engine.batches.max_tokens == tokens
+        assert pipeline._engine.batches.max_tokens == tokens
     assert pipeline.relieve_memory() is None
     assert pipeline.train_batch(EXAMPLES).micro_batches == len(EXAMPLES)
 
@@ -206,7 +206,7 @@ def test_transient_fault_is_retried_once(
     fail(monkeypatch, text)
     result = pipeline.train_batch(EXAMPLES)
 
-    assert pipeline.engine.batches.max_tokens == 80
+    assert pipeline._engine.batches.max_tokens == 80
     assert len(warnings) == 1
     assert "trying again" in warnings[0]
     expected, parameters = taken_alone(make, 80)
@@ -247,12 +247,12 @@ def test_timeout_shortens_stages_before_halving_micro_batches(
 ) -> None:
     pipeline, warnings = make(80)
     answers = iter([True, False])
-    pipeline.engine.runner.shorten = lambda: next(answers)
+    pipeline._engine.runner.shorten = lambda: next(answers)
     fail(monkeypatch, text, text)
     pipeline.train_batch(EXAMPLES)
     assert [each.split(": ")[1][:7] for each in warnings] == ["shorter", "micro-b"]
     assert "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1" in warnings[0]
-    assert pipeline.engine.batches.max_tokens <= 40
+    assert pipeline._engine.batches.max_tokens <= 40
 
 
 def test_timeout_with_one_example_is_an_error(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def test_resource_limit_retries_without_new_shapes(
     pipeline, _ = make(80)
     fail(monkeypatch, RESOURCES)
     pipeline.train_batch(EXAMPLES)
-    assert pipeline.engine.batches.max_tokens == 80
+    assert pipeline._engine.batches.max_tokens == 80
 
 
 def test_fault_in_an_earlier_micro_batch_retries_the_step(
@@ -302,7 +302,7 @@ def test_exceeding_the_memory_limit_warns_once_and_changes_nothing(make: Any) ->
     mx.set_memory_limit(mx.get_active_memory() + 1000)
     assert [pipeline.train_batch(EXAMPLES) for _ in range(3)] == expected
     pipeline.evaluate(EXAMPLES)
-    assert pipeline.engine.batches.max_tokens == LARGE
+    assert pipeline._engine.batches.max_tokens == LARGE
     assert len(warnings) == 1
     assert "more than the limit" in warnings[0]
     assert "lower --memory-limit" in warnings[0]
@@ -323,9 +323,9 @@ def test_step_counts_its_micro_batches_and_their_padding(
 ) -> None:
     pipeline, _ = make(LARGE)
     for tokens in (LARGE, 40):
-        pipeline.engine.batches.limit(tokens)
-        batches = [batch for _, batch in pipeline.engine.batches.of(EXAMPLES)]
-        micro_batches = [micro_batch for micro_batch, _ in pipeline.engine.batches.of(EXAMPLES)]
+        pipeline._engine.batches.limit(tokens)
+        batches = [batch for _, batch in pipeline._engine.batches.of(EXAMPLES)]
+        micro_batches = [micro_batch for micro_batch, _ in pipeline._engine.batches.of(EXAMPLES)]
         found = pipeline.train_batch(EXAMPLES)
         assert found.micro_batches == len(batches)
         assert found.run_tokens == sum(micro_batch.tokens for micro_batch in micro_batches)
@@ -343,7 +343,7 @@ def test_step_reports_its_own_memory_peak(
     large = mx.zeros((100_000_000,), mx.uint8)
     mx.eval(large)
     del large
-    pipeline.engine.batches.limit(1)
+    pipeline._engine.batches.limit(1)
     alone = pipeline.train_batch(EXAMPLES).memory - before
     assert 0 < alone < wide < 50_000_000
     assert allocator.peak_bytes() - before >= 50_000_000, "that of the run is kept"
@@ -357,7 +357,7 @@ def test_plan_is_cached_until_the_limit_changes(make: Any, monkeypatch: pytest.M
         return plan(self, lengths)
 
     monkeypatch.setattr(Execution, "micro_batches", counted)
-    batches = pipeline.engine.batches
+    batches = pipeline._engine.batches
     first = batches.divided(batches.lengths(EXAMPLES))
     assert batches.divided(batches.lengths(EXAMPLES)) == first
     assert len(planned) == 1

@@ -349,9 +349,9 @@ def test_infinite_gradient_norm_of_a_finite_loss_is_an_error_and_changes_nothing
 ) -> None:
     pipeline = make_pipeline("qwen3")
     before = dict(tree_flatten(pipeline.model.trainable_parameters()))
-    vectors = pipeline.engine.vectors.join(tree_unflatten(list(before.items())))
+    vectors = pipeline._engine.vectors.join(tree_unflatten(list(before.items())))
     gradients = [mx.full(vector.shape, 1e30) for vector in vectors]
-    monkeypatch.setattr(pipeline.engine.vectors, "join_gradients", lambda _: gradients)
+    monkeypatch.setattr(pipeline._engine.vectors, "join_gradients", lambda _: gradients)
 
     with pytest.raises(NonFiniteLossError, match="gradient norm is inf"):
         pipeline.train_batch(random_examples(2), step=1, learning_rate=0.5)

@@ -66,7 +66,7 @@ def take(made: InstructPipeline, steps: range) -> list[tuple[float, float | None
 def state(made: InstructPipeline) -> dict[str, bytes]:
     """Return the bytes of every trainable tensor and every moment, by name."""
     tensors = checkpoint_tensors.trained_tensors(made.model) | dict(
-        tree_flatten(made.engine.optimizer.state)
+        tree_flatten(made._engine.optimizer.state)
     )
     return {name: bytes(memoryview(value)) for name, value in tensors.items()}
 
@@ -109,15 +109,15 @@ def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
 def test_restore_keeps_the_smaller_limit_of_micro_batches(folder: Path, tmp_path: Path) -> None:
     made = pipeline(folder, WAYS["plain"])
     take(made, range(1, 2))
-    made.engine.batches.limit(30)
+    made._engine.batches.limit(30)
     made.snapshot()(tmp_path)
 
     again = pipeline(folder, WAYS["plain"])
     again.restore(tmp_path)
-    assert again.engine.batches.max_tokens == 30
-    again.engine.batches.limit(20)
+    assert again._engine.batches.max_tokens == 30
+    again._engine.batches.limit(20)
     again.restore(tmp_path)
-    assert again.engine.batches.max_tokens == 20
+    assert again._engine.batches.max_tokens == 20
 
 
 @pytest.mark.parametrize("missing", ["step", "micro_batch_tokens"])

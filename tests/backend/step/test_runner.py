@@ -37,14 +37,14 @@ def trained(pipeline: InstructPipeline) -> list[bytes]:
 @pytest.mark.parametrize("seconds", [slow(0.01), 1.0])
 def test_stages_change_no_byte(name: str, seconds: float) -> None:
     whole, staged = (fresh(model_folder("qwen3"), WAYS[name], 10_000) for _ in range(2))
-    staged.engine.runner.seconds_per_token = seconds
-    assert staged.engine.runner.stages_for(1000) > 1
+    staged._engine.runner.seconds_per_token = seconds
+    assert staged._engine.runner.stages_for(1000) > 1
     assert trained(staged) == trained(whole)
 
 
 def test_stage_takes_about_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = fresh(model_folder("qwen3"), PACKED, 10_000)
-    stages, evaluations = pipeline.engine.runner, [0]
+    stages, evaluations = pipeline._engine.runner, [0]
     stages.seconds_per_token = 0.0625
     assert [stages.stages_for(tokens) for tokens in (1, 16, 17, 40)] == [1, 1, 2, 3]
     evaluate = mx.eval
@@ -55,7 +55,7 @@ def test_stage_takes_about_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mx, "eval", counted)
     pipeline.train_batch(fixed_step())
-    tokens = sum(micro_batch.tokens for micro_batch, _ in pipeline.engine.batches.of(fixed_step()))
+    tokens = sum(micro_batch.tokens for micro_batch, _ in pipeline._engine.batches.of(fixed_step()))
     assert 2 <= stages.stages_for(tokens) <= evaluations[0] <= stages.stages_for(tokens) + 2
 
 
@@ -65,22 +65,22 @@ def staged_and_whole(layers: int) -> tuple[InstructPipeline, InstructPipeline]:
     how = WAYS["packed with recompute"]
     staged, whole = (fresh(folder, how, 10_000) for _ in range(2))
     # So slow that each layer's mixer ends a stage.
-    staged.engine.runner.seconds_per_token = 1.0
+    staged._engine.runner.seconds_per_token = 1.0
     return staged, whole
 
 
 def test_recomputed_layer_ends_one_stage() -> None:
     staged, _ = staged_and_whole(12)
-    assert staged.engine.runner.stages_for(1000) == 24
+    assert staged._engine.runner.stages_for(1000) == 24
     noted: list[int] = []
-    graph_of = staged.engine.runner.graph
+    graph_of = staged._engine.runner.graph
 
     def noting(*arguments: Any) -> Graph:
         graph = graph_of(*arguments)
         noted.append(len(graph.outputs))
         return graph
 
-    staged.engine.runner.graph = noting  # type: ignore[method-assign]
+    staged._engine.runner.graph = noting  # type: ignore[method-assign]
     staged.train_batch(fixed_step())
     assert set(noted) == {12}
 
@@ -128,7 +128,7 @@ def test_step_that_compiles_kernels_sets_no_rate(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     clock = iter(range(0, 10_000, 30))
     monkeypatch.setattr("mlxtune.backend.step.runner.time.perf_counter", lambda: next(clock))
-    stages = fresh(model_folder("qwen3"), PACKED, 10_000).engine.runner
+    stages = fresh(model_folder("qwen3"), PACKED, 10_000)._engine.runner
     guess = stages.seconds_per_token
     for seconds in (guess, 30.0):
         stages.finish(Graph(1, 1, [], {"a": mx.zeros(1)}, mx.zeros(1)))
@@ -138,14 +138,14 @@ def test_step_that_compiles_kernels_sets_no_rate(monkeypatch: pytest.MonkeyPatch
 def test_cuda_uses_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxtune.backend.step.runner.on_cpu", lambda: False)
     monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: False)
-    stages = fresh(model_folder("qwen3"), PACKED, 10_000).engine.runner
+    stages = fresh(model_folder("qwen3"), PACKED, 10_000)._engine.runner
     stages.seconds_per_token = 1.0
     assert stages.stages_for(1000) == 1
     assert not stages.shorten()
 
 
 def test_shorter_stages_are_refused_once_each_layer_has_its_own() -> None:
-    stages = fresh(model_folder("qwen3"), PACKED, 10_000).engine.runner
+    stages = fresh(model_folder("qwen3"), PACKED, 10_000)._engine.runner
     counts = []
     while stages.shorten():
         counts.append(stages.stages_for(1))
