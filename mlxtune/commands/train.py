@@ -1,8 +1,9 @@
 """`mlxtune train`: trains an adapter, in a new run or a resumed run."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,7 +36,6 @@ from mlxtune.core.run import run_folder, trained_rows
 from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.core.run.metrics import InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import StepProfiler
-from mlxtune.core.run.progress import progress_of
 from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
@@ -66,7 +66,8 @@ class TrainResult:
 
     `ledgers` account for the rows of each data file, validation files last. `evaluation` says
     whether the adapter helped on the validation rows, if there are any. A notebook shows the result
-    as a card with the loss curve.
+    as a card with the loss curve, which `run` describes, because another run may have replaced the
+    files.
     """
 
     training: InstructTrainResult | None = field(repr=False)
@@ -76,6 +77,7 @@ class TrainResult:
     peak_memory_gb: float
     evaluation: Evaluation | None = field(default=None, repr=False)
     model_path: str = ""
+    run: Run | None = field(default=None, repr=False, compare=False)
 
     def _repr_html_(self) -> str | None:
         card = self._card()
@@ -86,18 +88,10 @@ class TrainResult:
         printer.text(repr(self) if card is None else card.text())
 
     def _card(self) -> ResultCard | None:
-        """Build the card from this result, because another run may have replaced the files."""
-        if self.training is None:
+        if self.run is None:
             return None
-        run = Run(
-            self.checkpoint_dir,
-            about={"config": {"model_path": self.model_path}},
-            result={"stopped_early": self.training.stopped_early, "adapter": str(self.adapter)},
-            evaluation=self.evaluation,
-            ledgers=self.ledgers,
-            progress=progress_of(self.training),
-        )
-        return ResultCard(run, run_text.python_usage(self.model_path, str(self.adapter)))
+        usage = run_text.python_usage(self.model_path, str(self.adapter))
+        return ResultCard(replace(self.run, evaluation=self.evaluation), usage)
 
 
 @takes_resolved(TrainConfig)
@@ -141,6 +135,12 @@ def train(
             lock_folder(session, cleanup)
         check_start(session)
         parts = prepare(session, cleanup, reserves=not dry_run)
+        result_of = partial(
+            TrainResult,
+            checkpoint_dir=config.checkpoint_path,
+            ledgers=session.dataset.ledgers,
+            model_path=config.model_path,
+        )
         with stop_requests(session) as should_stop, ConditionsWatch(Sensors()) as watch:
             trainer = make_trainer(session, parts, should_stop, stop_after, watch, observers, live)
             print_plan(session, parts, trainer)
@@ -148,26 +148,31 @@ def train(
             if resume is not None:
                 print_resume(resume, trainer, console)
             if dry_run:
-                return _result_without_training(session)
+                return result_of(training=None, adapter=None, peak_memory_gb=allocator.peak_gb())
             if is_new:  # another run may have created the folder in the meantime
                 lock_folder(session, cleanup)
             own = trained_rows.identities_of(trainer.train_rows)
             trained = np.union1d(own, trained_before(session))
             records = records_of(session, parts, trainer, trained)
-            result = trainer.train(records, resume=resume)
+            training = trainer.train(records, resume=resume)
         if stop_after is not None:
-            return _result_without_training(session)
-        finish(session, parts, trainer, result)
-        ended = _result_without_training(session)
-        ended = replace(ended, training=result, adapter=config.output_path)
-        judged = JudgedRows.of(trainer.val_rows, trained, candidates_of(result))
+            return result_of(training=None, adapter=None, peak_memory_gb=allocator.peak_gb())
+        run = finish(session, parts, trainer, training, records[run_folder.ABOUT])
+        judged = JudgedRows.of(trainer.val_rows, trained, candidates_of(training))
+        peak_gb = allocator.peak_gb()
         # Free the model: the adapter is read back from its file and judged on a new one.
         del parts, trainer
         allocator.release()
         evaluation = judge_and_report(session, judged)
         usage = run_text.usage_line(config, plain_text=session.dataset.plain_text)
         console.say("Try it", usage, copyable=True)
-        return replace(ended, evaluation=evaluation)
+        return result_of(
+            training=training,
+            adapter=config.output_path,
+            peak_memory_gb=peak_gb,
+            evaluation=evaluation,
+            run=run,
+        )
 
 
 def records_of(
@@ -187,15 +192,6 @@ def records_of(
 def candidates_of(result: InstructTrainResult) -> int:
     """Return the number of adapters from which training chose the best on the validation rows."""
     return max(sum(each.step > 0 for each in result.validations), 1)
-
-
-def _result_without_training(session: RunSession) -> TrainResult:
-    """Return the result of a run that has trained nothing yet."""
-    config, ledgers = session.config, session.dataset.ledgers
-    peak_gb = allocator.peak_gb()
-    return TrainResult(
-        None, None, config.checkpoint_path, ledgers, peak_gb, model_path=config.model_path
-    )
 
 
 def judge_and_report(session: RunSession, judged: JudgedRows) -> Evaluation | None:
@@ -456,15 +452,24 @@ def finish(
     parts: RunParts,
     trainer: InstructTrainer,
     result: InstructTrainResult,
-) -> None:
-    """Write the adapter and the run's result, and print a summary. Raises OutputError."""
+    about: Mapping[str, Any],
+) -> Run:
+    """Write the adapter and the run's result, print a summary, and return the whole run.
+
+    `about` is the content of run.json. Raises OutputError.
+    """
     config, console = session.config, session.console
     write_adapter(parts.pipeline, trainer, result, config.output_path, session.resume)
     content = about_result(config, trainer, result)
     write_json(config.checkpoint_path / run_folder.RESULT, content)
     save_run_speed(config.cache_path, parts.plan, parts.base.dtype, result.steps)
-    about = {"plan": {"memory": {"peak": parts.plan.peak.total}}}
-    run = Run(config.checkpoint_path, about, result=content, progress=progress_of(result))
+    run = Run(
+        config.checkpoint_path,
+        about,
+        result=content,
+        ledgers=session.dataset.ledgers,
+        progress=trainer.progress,
+    )
     before = result.initial_val_loss
     if (line := run_text.risen_loss_line(result.steps, config, before)) is not None:
         console.warn(line)
@@ -472,3 +477,4 @@ def finish(
         console.say("Done", line)
     for line in run_text.quantized_base_lines(config):
         console.say("Base", line)
+    return run

@@ -32,6 +32,8 @@ from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.run.checkpoint import write_checkpoint
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.run.run_folder import request_stop
+from mlxtune.core.run.stored_run import read_run
+from mlxtune.core.run.summary import RunView, data_names
 from mlxtune.core.run.trained_rows import read_trained_rows
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.session.dataset import Dataset, DataSource, Reader, load_dataset
@@ -119,6 +121,16 @@ def test_result_holds_each_epoch_and_each_step(run: Run) -> None:
         assert metrics.train_perplexity == pytest.approx(math.exp(metrics.train_loss))
         assert metrics.val_perplexity == pytest.approx(math.exp(metrics.val_loss or 0))
         assert metrics.samples_per_sec > 0
+
+
+def test_result_describes_the_run_as_its_folder_does(run: Run, worsening_run: Run) -> None:
+    for folder, result in (run, worsening_run):
+        described = result.run
+        assert described is not None
+        described = replace(described, evaluation=result.evaluation)
+        kept = read_run(folder / "checkpoints")
+        assert RunView.of(described) == RunView.of(kept)
+        assert data_names(described) == data_names(kept)
 
 
 def test_best_epoch_is_the_one_of_lowest_validation_loss(run: Run) -> None:

@@ -199,15 +199,6 @@ class Progress:
                 self._entries.pop()
 
 
-def progress_of(result: InstructTrainResult) -> Progress:
-    """Return the record of a run from its result, which lacks skipped steps."""
-    progress = Progress(result.steps)
-    records: list[Record] = [*result.validations, *result.epoch_metrics]
-    for record in records:
-        progress.append(record)
-    return progress
-
-
 def record_values(record: Record) -> dict[str, Any]:
     values = {"kind": _KIND_OF[type(record)], **asdict(record)}
     # Only preference objectives have metrics, and only runs with several files have a loss per

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mlxtune.core.run.metrics import InstructTrainResult, SkippedStep, StepRecord, ValidationRecord
+from mlxtune.core.run.metrics import SkippedStep, StepRecord, ValidationRecord
 from mlxtune.core.run.progress import (
     MetricsFile,
     Progress,
     Record,
     parse_record,
-    progress_of,
     same_except_measurements,
 )
 from tests.core.training.records import epoch_metrics, step_record
@@ -223,20 +221,6 @@ def test_each_new_failure_is_a_warning_that_names_the_file(tmp_path: Path) -> No
     (tmp_path / "file" / "run").write_text("")
     file.write(progress)
     assert len(warnings) == 2
-
-
-def test_progress_of_a_result_has_its_steps_epochs_and_validations() -> None:
-    steps = [step_record(step, epoch=(step + 1) // 2) for step in range(1, 5)]
-    epochs = [epoch_metrics(1, val_loss=2.0), epoch_metrics(2, val_loss=1.0)]
-    losses = [(0, 4.0), (1, 3.0), (2, 2.0), (4, 1.0)]
-    validations = [ValidationRecord(step, loss, math.exp(loss)) for step, loss in losses]
-    result = InstructTrainResult(epochs, 2, 4, 1.0, False, 1000, 4.0, steps, validations)
-
-    progress = progress_of(result)
-
-    assert list(progress.steps) == steps
-    assert progress.epochs == epochs
-    assert progress.validations == validations
 
 
 def test_record_longer_than_any_is_refused_before_it_is_parsed() -> None:
