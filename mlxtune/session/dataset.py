@@ -31,6 +31,7 @@ from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.model_template import ModelTemplate
+from mlxtune.core.data.near_copies import TextHash
 from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, SkippedRows, shown
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.core.data.sources.text_rows import encoding_of, is_text_file
@@ -100,6 +101,11 @@ class Reader:
         return load_tokenizer(
             self._folder, trust_remote_code=config.trust_remote_code, cache=config.cache_path
         )
+
+    @cached_property
+    def text_hash(self) -> TextHash:
+        """A hash by which near copies of rows are found."""
+        return TextHash(lambda: self.tokenizer)
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -433,7 +439,7 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
     corpus, *others = rows.corpora
     validation = others[0] if others else None
     all_findings = [
-        *findings.row_findings(files, corpus, validation),
+        *findings.row_findings(files, corpus, validation, reader.text_hash),
         *findings.length_findings(corpus),
         *findings.template_findings("".join(reader.template_source.values()), config.thinking),
         *held_out_findings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -19,6 +19,7 @@ from mlxtune.core.data.encoded_file import ExampleArrays, identity, starts_of_eq
 from mlxtune.core.data.problems import where
 
 RowExamples = tuple[Example, ...]
+HashOf = Callable[[Example], int]
 
 # Roles of examples that repeat an answer of their row, or have another row's answer.
 _COPIES = (WHOLE, MISMATCHED)
@@ -227,20 +228,30 @@ class CorpusRows:
 
         An answer's tokens, its prompt included, are the same under every objective.
         """
+        return self.hash_answers(lambda example: identity([_unmasked(example)]))
+
+    def hash_answers(self, hash_of: HashOf) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """Return the places and hashes of `answers`, by another hash of an answer's example."""
         found = [
-            (place, identity([_unmasked(example)]))
+            (place, hash_of(example))
             for place, row in enumerate(self)
             for example in {each.role: each for each in row if each.role not in _COPIES}.values()
         ]
         places, hashes = zip(*found, strict=True) if found else ((), ())
         return np.array(places, dtype=np.int64), np.array(hashes, dtype=np.uint64)
 
-    def without(self, identities: npt.NDArray[np.uint64]) -> CorpusRows:
-        """Return the rows that have neither their identity nor an answer's hash in `identities`."""
+    def without(
+        self, identities: npt.NDArray[np.uint64], text_hash: HashOf | None = None
+    ) -> CorpusRows:
+        """Return the rows that have neither their identity nor an answer's hash in `identities`.
+
+        With `text_hash`, the hashes of the answers' texts count too.
+        """
         known = np.isin(self.identities, identities)
         if len(identities):
-            places, hashes = self.answers
-            known[places[np.isin(hashes, identities)]] = True
+            near = [] if text_hash is None else [self.hash_answers(text_hash)]
+            for places, hashes in (self.answers, *near):
+                known[places[np.isin(hashes, identities)]] = True
         return self.only(np.flatnonzero(~known))
 
     def only(self, places: npt.NDArray[np.int64]) -> CorpusRows:

@@ -13,7 +13,7 @@ from mlxtune.core.data.conversation import (
     ROLE_NAMES,
     UNDESIRABLE,
 )
-from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.corpus import Corpus, HashOf
 from mlxtune.core.data.encoded_file import EncodedFile, identity
 from mlxtune.core.data.problems import (
     DUPLICATE,
@@ -29,6 +29,7 @@ from mlxtune.core.data.problems import (
 )
 
 _PLACES = 5
+_NEAR = "the same but for white space, case, end punctuation or Unicode form"
 # The ratio of mean lengths at which length alone could identify preferred answers.
 _MUCH_LONGER = 1.5
 
@@ -69,17 +70,20 @@ class Finding:
 
 
 def row_findings(
-    files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus | None
+    files: Sequence[EncodedFile],
+    corpus: Corpus,
+    validation: Corpus | None,
+    text_hash: HashOf | None = None,
 ) -> list[Finding]:
     """Return a finding for each kind of note on the rows that are kept.
 
-    `files` are the files of `corpus`, then of `validation`. Call this once: it adds notes on
-    duplicates, opposites and leaks to `files`.
+    With `text_hash`, near copies count as leaks too. `files` are the files of `corpus`, then of
+    `validation`. Call this once: it adds notes on duplicates, opposites and leaks to `files`.
     """
     _note_duplicates(files, corpus)
     _note_opposites(files, corpus)
     if validation is not None:
-        _note_leaks(files[len(corpus.files) :], corpus, validation)
+        _note_leaks(files[len(corpus.files) :], corpus, validation, text_hash)
     return _findings([(file, file.notes) for file in files], advice_on)
 
 
@@ -118,14 +122,22 @@ def _note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
         files[file].notes.count(row, DUPLICATE, detail)
 
 
-def _note_leaks(files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus) -> None:
+def _note_leaks(
+    files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus, text_hash: HashOf | None
+) -> None:
     same = np.isin(validation.identities, corpus.identities)
+    near = np.zeros(len(same), dtype=bool)
+    if text_hash is not None and not same.all():
+        places, hashes = validation.select().hash_answers(text_hash)
+        trained = corpus.select().hash_answers(text_hash)[1]
+        near[places[np.isin(hashes, trained)]] = True
     # Without preferences, rows are in one cluster only if they are equal.
-    prompt = np.isin(validation.clusters, corpus.clusters) & ~same
-    for kind, found in ((LEAK, same), (LEAKED_PROMPT, prompt)):
+    prompt = np.isin(validation.clusters, corpus.clusters)
+    kinds = ((LEAK, same, ""), (LEAK, near & ~same, _NEAR))
+    for kind, found, detail in (*kinds, (LEAKED_PROMPT, prompt & ~same & ~near, "")):
         for index in np.flatnonzero(found):
             file, row = validation.place_of(int(index))
-            files[file].notes.count(row, kind)
+            files[file].notes.count(row, kind, detail)
 
 
 def _note_opposites(files: Sequence[EncodedFile], corpus: Corpus) -> None:

@@ -64,6 +64,20 @@ def test_validation_row_that_trains_too_is_found_and_copies_within_validation_ar
     assert found.places == (Place("v.jsonl", 3), Place("w.jsonl", 1))
 
 
+def test_near_copy_of_a_training_row_is_a_leak_that_says_so() -> None:
+    train, validation = [encoded("a.jsonl", [5, 6])], [encoded("v.jsonl", [7, 15, 6])]
+    corpora = [Corpus([file.arrays.truncate() for file in part]) for part in (train, validation)]
+
+    # Tokens with the same last digit count as near copies.
+    def text_hash(example: Example) -> int:
+        return int(example.tokens[0]) % 10
+
+    (found,) = findings.row_findings([*train, *validation], *corpora, text_hash)
+
+    assert (found.kind, found.rows) == (problems.LEAK, 2)
+    assert {each.row: each.detail[:8] for each in found.places} == {3: "", 2: "the same"}
+
+
 @settings(deadline=None)
 @given(
     train=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=3),
