@@ -1,20 +1,30 @@
 """`mlxtune eval`: measures whether an adapter helps on rows of data."""
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.forward import operations
-from mlxtune.config import EvalConfig
+from mlxtune.config import DataConfig, EvalConfig
+from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.sources.datafiles import held_out_file
 from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows
 from mlxtune.core.objectives.objective import Objective
-from mlxtune.core.run.trained_rows import NO_ROWS, rows_behind
+from mlxtune.core.run.trained_rows import NO_ROWS
 from mlxtune.session.arguments import Resolved, takes_resolved
-from mlxtune.session.judge import answer_rows, compare_losses
+from mlxtune.session.judge import answer_rows, compare_losses, measure_other
 from mlxtune.session.session import Session
-from mlxtune.session.trained_model import UseSession
+from mlxtune.session.trained_model import (
+    READING,
+    UseSession,
+    initial_adapter,
+    trained_rows_of,
+)
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole, print_stages
 from mlxtune.views.output import print_json
@@ -25,38 +35,72 @@ from mlxtune.views.run_text import evaluation_lines
 def evaluate(options: Resolved[EvalConfig]) -> Evaluation:
     """Compare a base model without and with its adapter on the supervised tokens of the data.
 
-    Leaves out rows that the adapter was trained on, if the adapter's run recorded them, unless no
-    other rows are left.
+    With `against`, compares the adapter with another one instead; an adapter that learned
+    preferences is compared with the adapter that its training started from, if any. Leaves out rows
+    that an adapter was trained on, if they are known, unless no other rows are left.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
     config, given = options.config, options.given
     with closing(RunConsole(quiet=config.quiet)) as console:
         use = UseSession(config, console, given)
+        objective = Objective.of(use.config)
+        others = other_adapters(use, objective)
         reading = use.config.reading(data=_data_files(config))
         session = Session(reading, console, use.folder, held_out=True)
-        objective = Objective.of(use.config)
         operations.load_ahead(use.folder)
         if not objective.is_sft:
             source = "" if "objective" in given else ", as in training"
             console.say("Objective", f"{objective.description}{source}")
+        if changed := run_text.changed_options(config, use.config, READING):
+            console.say("Reading", f"{changed}, as in training")
         dataset = session.load()
         for ledger in dataset.ledgers:
             console.say("Data", run_text.evaluated_line(ledger))
-        trained = NO_ROWS
-        if use.adapter is not None:
-            trained = rows_behind(use.adapter.path, console.warn)
-        judged = JudgedRows.of(dataset.rows.train, trained)
+        judged = judged_rows(use, session, dataset.rows.train, others)
         if judged.only_trained:
             console.warn("the adapter was trained on these rows: evaluate it on new ones")
+        tokenizer, start = session.reader.tokenizer, None
+        for other in others:
+            start = measure_other(use, other, judged.rows, tokenizer, objective)
         loaded, generated = use.load(), None
         if config.generate:
-            longest = config.max_new_tokens
+            longest, texts = config.max_new_tokens, start.answers if start else None
             generated = answer_rows(
-                loaded, session.reader.tokenizer, judged.rows, longest, console, config.match
+                loaded, tokenizer, judged.rows, longest, console, config.match, texts
             )
-        evaluation = compare_losses(loaded, judged, config.seed, console, objective=objective)
+        sums = start.sums if start else None
+        evaluation = compare_losses(
+            loaded, judged, config.seed, console, start=sums, objective=objective
+        )
         return replace(evaluation, generated=generated)
+
+
+def other_adapters(use: UseSession[EvalConfig], objective: Objective) -> list[AdapterFile]:
+    """Return the adapter to compare with, if any: --against, or where preferences started.
+
+    Raises ModelError.
+    """
+    if use.adapter is None:
+        return []
+    if use.config.against is not None:
+        return [AdapterFile.find(use.config.against, "--against")]
+    return [] if objective.is_sft else list(initial_adapter(use.adapter, use.console.warn))
+
+
+def judged_rows(
+    use: UseSession[EvalConfig],
+    session: Session[DataConfig],
+    rows: CorpusRows,
+    others: Sequence[AdapterFile],
+) -> JudgedRows:
+    """Return the rows to evaluate, without those that the adapters were trained on."""
+    adapters = [each for each in (use.adapter, *others) if each is not None]
+    trained = [trained_rows_of(each, rows, use.console.warn) for each in adapters]
+    known = np.unique(np.concatenate([NO_ROWS, *trained]))
+    judged = JudgedRows.of(rows, known, text_hash=session.reader.text_hash)
+    unknown = not all(map(len, trained))
+    return replace(judged, unknown_rows=unknown, against=use.config.against)
 
 
 def show(config: EvalConfig) -> None:

@@ -151,14 +151,15 @@ def train(
                 return result_of(training=None, adapter=None, peak_memory_gb=allocator.peak_gb())
             if is_new:  # another run may have created the folder in the meantime
                 lock_folder(session, cleanup)
-            own = trained_rows.identities_of(trainer.train_rows)
+            text_hash = session.reader.text_hash
+            own = trained_rows.identities_of(trainer.train_rows, text_hash)
             trained = np.union1d(own, trained_before(session))
             records = records_of(session, parts, trainer, trained)
             training = trainer.train(records, resume=resume)
         if stop_after is not None:
             return result_of(training=None, adapter=None, peak_memory_gb=allocator.peak_gb())
         run = finish(session, parts, trainer, training, records[run_folder.ABOUT])
-        judged = JudgedRows.of(trainer.val_rows, trained, candidates_of(training))
+        judged = JudgedRows.of(trainer.val_rows, trained, candidates_of(training), text_hash)
         peak_gb = allocator.peak_gb()
         # Free the model: the adapter is read back from its file and judged on a new one.
         del parts, trainer

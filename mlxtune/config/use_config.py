@@ -80,6 +80,9 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
         "with test.jsonl or valid.jsonl; or owner/name[/config][@revision][:split] on "
         "Hugging Face; may be repeated.",
     )
+    against: str | None = FILES.option(
+        None, "Another adapter, with which to compare --adapter on the same rows.", COMMAND
+    )
     turns: str = same(DataConfig, "turns", help="Assistant turns to score.")
     generate: bool = GENERATION.option(
         False, "Also answer the last turn of each row greedily, and count exact matches.", COMMAND
@@ -95,6 +98,8 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
 
     def contradictions(self) -> Iterator[str]:
+        if self.against is not None and self.adapter is None:
+            yield "--against compares two adapters: give --adapter"
         if self.match != "exact" and not self.generate:
             yield "--match counts answers: add --generate"
         if self.match.startswith("regex="):

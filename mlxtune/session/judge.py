@@ -1,10 +1,10 @@
 """Judges whether an adapter helped: compares losses and answers without and with the adapter."""
 
-import json
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,19 +17,12 @@ from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.text.generate import Sampling, answers
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.backend.workers.workers import ALONE, Workers
-from mlxtune.config import UseConfig
-from mlxtune.config.limits import RECORD, parse_json
+from mlxtune.config import EvalConfig, UseConfig
 from mlxtune.core.data.corpus import CorpusRows
-from mlxtune.core.data.prompt import last_turn
+from mlxtune.core.data.prompt import LastTurn, last_turn
 from mlxtune.core.data.text_stream import text_of
-from mlxtune.core.evaluation.outcome import (
-    Evaluation,
-    ExactMatch,
-    Generated,
-    Matches,
-    Sample,
-    StepSamples,
-)
+from mlxtune.core.evaluation.matching import count_exact, count_matches, matcher
+from mlxtune.core.evaluation.outcome import Evaluation, Generated, Sample, StepSamples
 from mlxtune.core.evaluation.row_losses import answer_sums, sums_of
 from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses, evaluate_preferences
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
@@ -38,9 +31,9 @@ from mlxtune.core.formatting import count
 from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.run_folder import EVALUATION, SAMPLES
 from mlxtune.core.training.observer import TrainingObserver
-from mlxtune.errors import MlxTuneError, shorten
+from mlxtune.errors import MlxTuneError
 from mlxtune.session.session import RunSession
-from mlxtune.session.trained_model import LoadedModel, load_model
+from mlxtune.session.trained_model import LoadedModel, UseSession, load_model
 from mlxtune.views.console import RunConsole
 from mlxtune.views.run_text import less_likely_line
 
@@ -49,8 +42,6 @@ _LONGEST_SAMPLE = 128
 _NOTHING_TO_ANSWER = "no row has a prompt and a whole answer (plain text has neither)"
 # The largest number of tokens in a sample answer after a validation: training waits for the answer.
 _LONGEST_LIVE = 64
-# Time limit of a pattern search in seconds, and the number of searches that may exceed the limit.
-_SEARCH_SECONDS, _MOST_SLOW = 0.5, 8
 
 
 def compare_losses(
@@ -105,51 +96,98 @@ def answer_rows(
     max_new_tokens: int,
     console: RunConsole,
     match: str = "exact",
+    against: Sequence[str] | None = None,
 ) -> Generated:
     """Answer the last turn of each row greedily, without and with the adapter.
 
     Counts exact matches and, with another `match`, also the answers that match by that rule.
+    `against` are the answers of another adapter to the same rows.
     """
-    ends = tokenizer.control_ids | tokenizer.eos_ids
-    asked = [(i, turn) for i, row in enumerate(rows) if (turn := last_turn(row, ends)) is not None]
+    asked = _asked(rows, tokenizer)
     if not asked:
         console.warn(f"nothing is generated: {_NOTHING_TO_ANSWER}")
-    prompts = [turn.prompt for _, turn in asked]
-    sampling = Sampling(max_new_tokens=max_new_tokens)
-
-    def generate(with_adapter: bool) -> list[str]:
-        loaded.use_adapter(with_adapter)
-        show = _show(console, "answering", with_adapter)
-        return answers(
-            loaded.base.model, tokenizer, prompts, sampling, loaded.base.vocab_size, show
-        )
-
-    base = generate(False)
-    adapted = None if loaded.adapted is None else generate(True)
+    generate = partial(_answers, loaded, tokenizer, asked, max_new_tokens, console)
+    base = generate(with_adapter=False)
+    adapted = None if loaded.adapted is None else generate(with_adapter=True)
+    exact = match == "exact"
+    same = operator.eq if exact else matcher(match, console.warn)
     samples = []
     for number, (i, turn) in enumerate(asked):
         path, row = rows.place(i)
+        expected = text_of(tokenizer.spell(turn.answer))
+        answer = base[number] if adapted is None else adapted[number]
+        other = None if against is None else against[number]
         samples.append(
             Sample(
                 path=path,
                 row=row,
                 prompt=text_of(tokenizer.spell(turn.prompt.ids)),
-                expected=text_of(tokenizer.spell(turn.answer)),
+                expected=expected,
                 base=base[number],
-                adapted=None if adapted is None else adapted[number],
+                adapted=None if adapted is None else answer,
+                right=same(answer, expected),
+                against=other,
+                against_right=None if other is None else same(other, expected),
             )
         )
+    by_rule = None if exact else count_matches(samples, match, same)
+    return Generated(len(samples), count_exact(samples), samples, by_rule)
 
-    def matches(same: Callable[[str, str], bool]) -> tuple[int, int | None]:
-        without = sum(same(each.base, each.expected) for each in samples)
-        answered = (each for each in samples if each.adapted is not None)
-        with_adapter = sum(same(each.adapted or "", each.expected) for each in answered)
-        return without, None if adapted is None else with_adapter
 
-    generated = Generated(len(samples), ExactMatch(*matches(operator.eq)), samples)
-    if match == "exact":
-        return generated
-    return replace(generated, matches=Matches(match, *matches(matcher(match, console.warn))))
+def _asked(rows: CorpusRows, tokenizer: ModelTokenizer) -> list[tuple[int, LastTurn]]:
+    """Return the rows that have a prompt and a whole answer, by their places, with the turn."""
+    ends = tokenizer.control_ids | tokenizer.eos_ids
+    return [(i, turn) for i, row in enumerate(rows) if (turn := last_turn(row, ends)) is not None]
+
+
+def _answers(
+    loaded: LoadedModel,
+    tokenizer: ModelTokenizer,
+    asked: Sequence[tuple[int, LastTurn]],
+    max_new_tokens: int,
+    console: RunConsole,
+    *,
+    with_adapter: bool,
+) -> list[str]:
+    loaded.use_adapter(with_adapter)
+    show, sampling = (
+        _show(console, "answering", with_adapter),
+        Sampling(max_new_tokens=max_new_tokens),
+    )
+    prompts = [turn.prompt for _, turn in asked]
+    return answers(loaded.base.model, tokenizer, prompts, sampling, loaded.base.vocab_size, show)
+
+
+@dataclass(frozen=True)
+class OtherAdapter:
+    """The losses and answers of an adapter with which an evaluation compares."""
+
+    sums: Any
+    answers: list[str] | None
+
+
+def measure_other(
+    use: UseSession[EvalConfig],
+    other: AdapterFile,
+    rows: CorpusRows,
+    tokenizer: ModelTokenizer,
+    objective: Objective,
+) -> OtherAdapter:
+    """Compute the losses of rows under another adapter and, with --generate, its answers.
+
+    The model is freed before the next one is loaded. Raises ModelError.
+    """
+    config, console = use.config, use.console
+    console.say("Against", str(other.path))
+    loaded = load_model(config, other, use.folder, RunConsole(quiet=True))
+    (sums,) = _sums(loaded, rows, (True,), console, ALONE, objective)
+    texts = None
+    if config.generate:
+        asked, longest = _asked(rows, tokenizer), config.max_new_tokens
+        texts = _answers(loaded, tokenizer, asked, longest, console, with_adapter=True)
+    del loaded
+    allocator.release()
+    return OtherAdapter(sums, texts)
 
 
 class ValidationAnswers(TrainingObserver):
@@ -256,51 +294,3 @@ def _draw(rows: CorpusRows, count: int, seed: int, tokenizer: ModelTokenizer) ->
 def _show(console: RunConsole, activity: str, with_adapter: bool) -> Callable[[int, int], None]:
     name = "the adapter" if with_adapter else "the base model"
     return lambda done, total: console.show(f"{activity} with {name}: {done:,} of {total:,}")
-
-
-def matcher(
-    by: str, warn: Callable[[str], None] = lambda problem: None
-) -> Callable[[str, str], bool]:
-    """Return a function that compares an answer with the expected answer.
-
-    The answers match by `json` if both are JSON with equal values, by `contains` if the answer
-    contains the expected answer, and by `regex=PATTERN` if the pattern, or its first group, finds
-    the same text in both. After several timeouts, searching stops. `warn` is called at the first
-    timeout and when searching stops. Raises regex.error.
-    """
-    if by == "json":
-        return _same_json
-    if by == "contains":
-        return lambda answer, expected: expected.strip() in answer
-    # Python's `re` has no timeout.
-    import regex
-
-    pattern, slow = regex.compile(by.removeprefix("regex=")), 0
-
-    def find(text: str) -> str | None:
-        nonlocal slow
-        if slow == _MOST_SLOW:
-            return None
-        try:
-            hit = pattern.search(text, timeout=_SEARCH_SECONDS)
-        except TimeoutError:
-            if not slow:
-                warn(f"--match {shorten(by)}: takes too long on some answers, which count as wrong")
-            slow += 1
-            if slow == _MOST_SLOW:
-                warn(f"--match {shorten(by)}: the remaining answers are not searched")
-            return None
-        value: str | None = None if hit is None else hit[min(pattern.groups, 1)]
-        return value
-
-    return lambda answer, expected: (hit := find(answer)) is not None and hit == find(expected)
-
-
-def _same_json(answer: str, expected: str) -> bool:
-    try:
-        values = [parse_json(each.encode(), RECORD, "the answer") for each in (answer, expected)]
-    except ValueError:
-        return False
-    # Compare JSON text, because in Python 1 == True.
-    one, other = (json.dumps(value, sort_keys=True) for value in values)
-    return one == other

@@ -40,6 +40,7 @@ from mlxtune.core.steps.memory_plan import MemoryPlan, Workload
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError
 from mlxtune.session import planning
+from mlxtune.session.dataset import Dataset
 from mlxtune.session.session import RunSession
 from mlxtune.session.trained_model import await_result, trained_as
 from mlxtune.views.console import RunConsole
@@ -101,7 +102,7 @@ def prepare(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> RunPa
         provenance=partial(provenance_of, base, model_hash),
         resume=session.resume,
         workers=workers,
-        plain_text=dataset.plain_text,
+        dataset=dataset,
         initial=session.initial,
     )
     notes = (products, planning.larger_limit(config, plan, work))
@@ -130,17 +131,19 @@ def build_pipeline(
     provenance: Callable[[], Mapping[str, Any]] = dict,
     resume: ResumePoint | None = None,
     workers: Workers = ALONE,
-    plain_text: bool = False,
+    dataset: Dataset | None = None,
     initial: AdapterFile | None = None,
 ) -> tuple[InstructPipeline, MemoryPlan]:
     """Apply LoRA, set up the optimizer, and choose the plan again for the loaded model.
 
     `provenance` returns the facts about the model that checkpoints record. The new plan uses the
-    memory that the resumed run recorded, or else cached or new measurements. Adapters record
-    `plain_text`: whether all the data is plain text. `initial` is the adapter that training starts
+    memory that the resumed run recorded, or else cached or new measurements. Adapters record facts
+    about the rows of `dataset`. `initial` is the adapter that training starts
     from, if it is already open.
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
+    plain_text, rows = (dataset.plain_text, dataset.rows) if dataset else (False, None)
+    trained = trained_as(config, plain_text, rows)
     pipeline = InstructPipeline(
         base.model,
         config.lora(),
@@ -150,7 +153,7 @@ def build_pipeline(
         initial=initial,
         initial_hash=resumed.get("init_adapter_hash"),
         provenance=provenance,
-        base_record=loading.base_record(base) | trained_as(config, plain_text),
+        base_record=loading.base_record(base) | trained,
         warn=console.warn,
         workers=workers,
         objective=Objective.of(config),

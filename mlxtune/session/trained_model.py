@@ -9,6 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from mlxtune.backend.adapters import attach
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.device import allocator, default_device
@@ -27,10 +30,16 @@ from mlxtune.config import (
     OutgoingConfig,
     TrainConfig,
     UseConfig,
+    as_path,
 )
 from mlxtune.config.data_config import TEMPLATES, BaseOptions
+from mlxtune.core.data.corpus import CorpusRows
+from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.prompt import Prompt
+from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.remembered import is_own
+from mlxtune.core.run.stored_run import mapping
+from mlxtune.core.run.trained_rows import record_of, rows_behind, rows_in_record
 from mlxtune.errors import ConfigError, DataError, ModelError, one_line
 from mlxtune.session.dataset import Reader, template_text
 from mlxtune.session.session import model_folder
@@ -40,6 +49,10 @@ from mlxtune.views.console import RunConsole
 _PLAIN_TEXT = "plain_text"
 # Options that shape a prompt.
 _PROMPT = ("template", "thinking", "merge_system")
+# Options that decide which tokens of a row an evaluation scores.
+READING = ("max_seq_len", "cut", "field", "turns")
+# The entry of the adapter's config that describes its training rows.
+TRAINED_ROWS = "trained_rows"
 _OBJECTIVE = {field.name: field.default for field in dataclasses.fields(ObjectiveConfig)}
 
 U = TypeVar("U", bound=UseConfig)
@@ -150,18 +163,21 @@ class UseSession(Generic[U]):
 def as_trained(config: U, adapter: AdapterFile | None, given: Collection[str] = ()) -> U:
     """Return the options with the adapter's base model, prompt options and objective.
 
-    An option takes precedence: a model, any prompt option and, for an evaluation, an objective in
-    `given`. Raises ModelError.
+    An option takes precedence: a model and any prompt option. An evaluation also reads its rows as
+    training did; its options in `given` take precedence, one by one. Raises ModelError.
     """
     if adapter is None:
         return config
     changes: dict[str, Any] = {}
     if config.model_path is None:
         changes["model_path"] = str(find_base(config, adapter))
-    if not _prompt_options(config):
+    if isinstance(config, EvalConfig):
+        changes |= _recorded(adapter, "prompt", set(_PROMPT) - set(given))
+        changes |= _recorded(adapter, "reading", set(READING) - set(given))
+        if "objective" not in given:
+            changes |= _recorded(adapter, "objective", _OBJECTIVE.keys() - given)
+    elif not _prompt_options(config):
         changes |= _recorded(adapter, "prompt", _PROMPT)
-    if isinstance(config, EvalConfig) and "objective" not in given:
-        changes |= _recorded(adapter, "objective", _OBJECTIVE.keys() - given)
     try:
         return replace(config, **changes) if changes else config
     except ConfigError as error:
@@ -174,14 +190,22 @@ def _recorded(adapter: AdapterFile, record: str, names: Collection[str]) -> dict
     known = {} if recorded is None else recorded
     if not isinstance(known, Mapping):
         raise ModelError(f"{adapter.path}: its config is damaged: {record} is not an object")
-    return {name: known[name] for name in names if name in known}
+    values = {name: known[name] for name in names if name in known}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
-def trained_as(config: TrainConfig, plain_text: bool) -> dict[str, Any]:
-    """Return the options of training that the adapter records for later commands."""
+def trained_as(
+    config: TrainConfig, plain_text: bool, rows: RunRows | None = None
+) -> dict[str, Any]:
+    """Return the options of training, and a hash of its rows, that the adapter records."""
     own = ((name, getattr(config, name)) for name in _OBJECTIVE)
     objective = {name: value for name, value in own if value != _OBJECTIVE[name]}
-    records = {"objective": objective, _PLAIN_TEXT: plain_text}
+    read = {name: getattr(config, name) for name in READING}
+    reading = {name: value for name, value in read.items() if value != getattr(TrainConfig, name)}
+    records = {"objective": objective, _PLAIN_TEXT: plain_text, "reading": reading}
+    if rows is not None:
+        split = (config.val_split, config.seed, config.val_rows)
+        records[TRAINED_ROWS] = record_of(rows, *split)
     return {"prompt": _prompt_options(config)} | {
         key: each for key, each in records.items() if each
     }
@@ -193,6 +217,49 @@ def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
     if values["template"] not in TEMPLATES:
         values["template"] = template_text(values["template"])  # the file may change
     return {name: value for name, value in values.items() if value != getattr(UseConfig, name)}
+
+
+def trained_rows_of(
+    adapter: AdapterFile, rows: CorpusRows, warn: Callable[[str], None]
+) -> npt.NDArray[np.uint64]:
+    """Return the identities of the rows that an adapter was trained on, as far as it is known.
+
+    They stand in the record of its run. Without the record, the adapter's own metadata has a hash,
+    which finds the rows only if `rows` has exactly these. Warns if they are unknown.
+    """
+    trained = rows_behind(adapter.path, warn)
+    if len(trained):
+        return trained
+    record = adapter.info.mlxtune.get(TRAINED_ROWS)
+    trained = rows_in_record(rows, record)
+    if not len(trained):
+        number = record.get("rows") if isinstance(record, Mapping) else None
+        which = f"which {number:,} rows" if isinstance(number, int) else "which rows"
+        warn(
+            f"{adapter.path}: without the record of its run, {which} it was trained on is unknown: "
+            "evaluate it on rows that are surely new, or bring its folder checkpoints"
+        )
+    return trained
+
+
+def initial_adapter(adapter: AdapterFile, warn: Callable[[str], None]) -> Iterator[AdapterFile]:
+    """Yield the adapter from which an adapter's training started, if its run names one.
+
+    Warns if the run names one that is missing or has changed.
+    """
+    metadata = adapter.origin.metadata
+    named, expected = mapping(metadata, "config").get("init_adapter"), "init_adapter_hash"
+    if not isinstance(named, str):
+        return
+    with suppress(OSError, ModelError, ValueError):
+        first = AdapterFile.find(str(Path(adapter.origin.working_directory) / as_path(named)))
+        if file_hash(first.path) == metadata.get(expected):
+            yield first
+            return
+    warn(
+        f"{adapter.path}: the adapter that its training started from, {named}, is missing or has "
+        "changed, so it is compared with the base model: name it with --against"
+    )
 
 
 def trained_on_text(adapter: AdapterFile | None) -> bool:
@@ -211,6 +278,8 @@ def load_model(
 
     Reports each stage on the console, which then awaits a first result. Raises ModelError.
     """
+    if adapter is not None:
+        attach.check_model(adapter, folder)
     console.say("Memory", allocator.set_limits(config.memory_limit).describe())
     base = loading.open_base(folder, config.dtype, _base_options(config, adapter, folder))
     if workers.shards_model:

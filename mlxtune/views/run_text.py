@@ -5,20 +5,30 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from mlxtune.config import DataConfig, TrainConfig
+from mlxtune.config.fields import flag
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import where
-from mlxtune.core.evaluation.outcome import PERPLEXITY_CAP, Evaluation, Sample, perplexity
+from mlxtune.core.evaluation.outcome import (
+    PERPLEXITY_CAP,
+    Evaluation,
+    ExactMatch,
+    KeyMatches,
+    Matches,
+    Sample,
+    perplexity,
+)
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.core.formatting import byte_size, count, duration, loss_text, short_duration
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
-from mlxtune.core.run.summary import NOT_BETTER, RunView
+from mlxtune.core.run.summary import NOT_BETTER, RunView, option_text
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
 from mlxtune.views.visible import escape, without_template_tokens
@@ -26,6 +36,8 @@ from mlxtune.views.visible import escape, without_template_tokens
 # The maximum number of characters of a sample that are shown.
 _LONGEST = 400
 _PHASE_WIDTH = 16
+# The number of wrong or differing answers that are listed.
+_MOST_LISTED = 10
 # Fewer losses show no trend.
 _FEWEST_LOSSES = 5
 # In normal training, no loss is this many times the untrained model's loss.
@@ -67,6 +79,12 @@ def evaluated_line(ledger: Ledger) -> str:
         f"{ledger.path}: {count(ledger.rows_read, 'row')} read{skipped}{cut}; "
         f"{count(ledger.tokens_supervised, 'supervised token')}"
     )
+
+
+def changed_options(before: Any, after: Any, names: Sequence[str]) -> str:
+    """Return the options that differ between two configs, as flags with the later values."""
+    changed = [name for name in names if getattr(before, name) != getattr(after, name)]
+    return " ".join(f"{flag(name)} {option_text(getattr(after, name))}" for name in changed)
 
 
 def tokens_line(ledger: Ledger) -> str:
@@ -329,8 +347,18 @@ def evaluation_lines(evaluation: Evaluation) -> list[str]:
         "answer": lambda text: _short(without_template_tokens(text)),
         "files": file_lines(evaluation),
         "last": partial(_short, from_end=True),
+        "line": escape,
+        "sides": sides_line,
+        "most": _MOST_LISTED,
     }
     return render_lines("evaluation.txt", str, seen=evaluation, **functions)
+
+
+def sides_line(match: ExactMatch | KeyMatches | Matches, of: int) -> str:
+    """Return how many answers of each compared model match, with the fraction of `of` answers."""
+    first = ("base", match.base) if match.against is None else ("against", match.against)
+    sides = [first, *([] if match.adapted is None else [("adapted", match.adapted)])]
+    return ", ".join(f"{name} {number:,} ({number / of:.1%})" for name, number in sides)
 
 
 def _short(text: str, *, from_end: bool = False) -> str:

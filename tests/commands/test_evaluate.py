@@ -18,7 +18,7 @@ from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.errors import DataError
 from mlxtune.session.trained_model import trained_on_text
 from tests.command import Cli, Outcome, unless_given
-from tests.models import CHATML, sums, write_chat, write_model
+from tests.models import CHATML, sums, write_adapter_config, write_chat, write_model
 
 ROWS = 40
 
@@ -140,6 +140,24 @@ def test_rows_of_the_run_are_found_in_any_file_and_left_out(
     copied = alone / "adapters.safetensors"
     copied.write_bytes((home / "out" / copied.name).read_bytes()[:-4] + b"\0\0\0\0")
     assert json.loads(judged("--adapter", alone, "--data", mixed, "--json").out)["left_out"] == 0
+
+
+def test_near_copies_of_trained_rows_are_left_out_too(
+    judged: Cli, train: Cli, home: Path, output: Path, tmp_path: Path
+) -> None:
+    def near(text: str) -> str:
+        return f"  {text.upper().rstrip('.?')} "
+
+    rows = [[(role, near(text)) for role, text in row] for row in sums(ROWS)]
+    copies = write_chat(tmp_path / "copies.jsonl", rows)
+    found = json.loads(judged("--data", copies, "--json").out)
+    # The other 8 rows are near copies of rows that the run held out.
+    assert (found["rows"], found["left_out"]) == (8, 32)
+
+    data = ["--data", home / "chat.jsonl", "--val-data", copies]
+    outcome = train("--model-path", home / "model", *data, quiet=False)
+    assert "cannot tell whether the adapter helped" in outcome.err
+    assert "the same but for white space, case, end punctuation" in outcome.err
 
 
 def test_rows_of_the_first_adapter_count_as_trained_on_too(
@@ -415,3 +433,92 @@ def test_run_that_goes_on_has_no_verdict_of_before(home: Path, tmp_path: Path) -
 
     run_folder.reopen(folder / "checkpoints")
     assert not (folder / "checkpoints" / "evaluation.json").exists()
+
+
+# What was trained, and on what
+
+
+def test_adapter_without_its_run_knows_its_own_training_rows(
+    judged: Cli, home: Path, tmp_path: Path
+) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        shutil.copy(home / "out" / name, alone)
+    found = json.loads(judged("--adapter", alone, "--data", home / "chat.jsonl", "--json").out)
+    assert (found["rows"], found["left_out"]) == (8, 32)
+
+    rows = (home / "chat.jsonl").read_text().splitlines(keepends=True)
+    part = tmp_path / "part.jsonl"
+    part.write_text("".join(rows[:20]))
+    outcome = judged("--adapter", alone, "--data", part)
+    assert "which 32 rows it was trained on is unknown" in outcome.err
+    assert "whether these rows were trained on is unknown" in outcome.out
+    record = AdapterFile(alone / "adapters.safetensors").info.mlxtune["trained_rows"]
+    assert record["rows"] == 32
+    # The rows that are left without the held-out ones are found by the same hash.
+    own = json.loads((home / "out" / "checkpoints" / "run.json").read_text())["plan"]
+    assert own["rows_train"] == record["rows"]
+
+
+def test_evaluation_reads_rows_as_training_did_unless_told_otherwise(
+    cli: Cli, home: Path, tmp_path: Path
+) -> None:
+    rows = [{"question": asked, "answer": answer} for (_, asked), (_, answer) in sums(60)]
+    data = write_chat(tmp_path / "rows.jsonl", rows[:30])
+    new = write_chat(tmp_path / "new.jsonl", rows[30:])
+    out = tmp_path / "out"
+    given = ["--model-path", home / "model", "--data", data, "--output", out, "--samples", 0]
+    fields = ["--field", "prompt=question", "--field", "completion=answer"]
+    own = [*fields, "--max-seq-len", 28, "--template", "chatml"]
+    assert cli("train", *given, *own, "--max-steps", 2, "--quiet").code == 0
+
+    outcome = cli("eval", "--adapter", out, "--data", new, "--json")
+    assert "--max-seq-len 28" in outcome.err and "as in training" in outcome.err
+    found = json.loads(outcome.out)
+    same = json.loads(cli("eval", "--adapter", out, "--data", new, *own, "--json").out)
+    assert (found["tokens"], found["base"]) == (same["tokens"], same["base"])
+    longer = cli("eval", "--adapter", out, "--data", new, "--max-seq-len", 500, "--json")
+    assert json.loads(longer.out)["tokens"] > found["tokens"]
+
+
+def test_two_adapters_are_compared_on_the_same_rows(
+    judged: Cli, home: Path, tmp_path: Path
+) -> None:
+    weak = scaled(home, tmp_path / "weak", 0.0)
+    given = ["--against", weak, "--generate", "--max-new-tokens", 12]
+    outcome = judged(*given, "--json")
+    found, alone = json.loads(outcome.out), json.loads(judged("--json").out)
+    # The other adapter changes nothing, so its loss is the base model's.
+    assert found["start"]["loss"] == pytest.approx(found["base"]["loss"])
+    assert found["difference"]["loss"] == pytest.approx(alone["difference"]["loss"])
+    assert (found["against"], found["verdict"]) == (str(weak), "helped")
+    samples = found["generated"]["samples"]
+    assert all(each["against"] == each["base"] for each in samples)
+    assert found["generated"]["exact_match"]["against"] == found["generated"]["exact_match"]["base"]
+
+    back = judged("--adapter", weak, "--against", home / "out", "--generate", "--match", "contains")
+    assert f"the adapter is worse than {home / 'out'}: it adds " in back.out
+    assert "\nAgainst     " in back.out
+    assert "\nDiffer      " in back.out
+    error = judged("--against", tmp_path / "none").error
+    assert "no such file or folder: check --against" in error
+
+
+@pytest.mark.parametrize("name", ["--adapter", "--against"])
+def test_adapter_of_another_base_is_refused_by_name(
+    judged: Cli, home: Path, tmp_path: Path, name: str
+) -> None:
+    other = write_model(tmp_path / "gemma", "gemma3_text")
+    (other / "chat_template.jinja").write_text(CHATML)
+    output = str(tmp_path / "other")
+    options: dict[str, Any] = {"max_steps": 1, "val_split": 0.0, "quiet": True}
+    train(TrainConfig(str(other), str(home / "chat.jsonl"), output=output, **options))
+    error = judged(name, output, "--quiet").error
+    problem = f"was trained on another base model, '{other}', not on {home / 'model'}"
+    assert f"{problem}: give the right --model-path" in error
+    # Another tool writes no fingerprint of the base.
+    config = json.loads((tmp_path / "other" / "adapter_config.json").read_text())
+    del config["mlxtune"]["base"]
+    write_adapter_config(tmp_path / "other", config)
+    assert problem in judged(name, output).err

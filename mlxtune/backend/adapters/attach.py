@@ -1,6 +1,7 @@
 """Attaches a trained adapter to its base model."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from mlxtune.backend.models.quantize import (
 from mlxtune.config import InstructConfig
 from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.files.hashing import base_fingerprint, is_same_base
+from mlxtune.core.files.reading import read_json
 from mlxtune.errors import ConfigError, ModelError, one_line
 
 
@@ -128,6 +130,31 @@ def base_difference(adapter: AdapterFile, folder: Path) -> str | None:
         return None
     named = f", {info.model!r:.100}" if info.model else ""
     return f"{adapter.path}: was trained on another base model{named}, not on {folder}"
+
+
+def check_model(adapter: AdapterFile, folder: Path) -> None:
+    """Raise ModelError if an adapter was trained on another model, and not only on other weights.
+
+    An adapter without a fingerprint names its model's folder, whose architecture is compared.
+    """
+    info, own = adapter.info, base_fingerprint(folder)
+    trained, named = info.mlxtune.get("base"), Path(info.model)
+    if isinstance(trained, Mapping) and trained.keys() == own.keys():
+        other = trained["layout"] != own["layout"] and base_difference(adapter, folder)
+    else:
+        other = _model_type(named) not in (None, _model_type(folder)) and (
+            f"{adapter.path}: was trained on another base model, {info.model!r:.100}, "
+            f"not on {folder}"
+        )
+    if other:
+        raise ModelError(f"{other}: give the right --model-path")
+
+
+def _model_type(folder: Path) -> str | None:
+    """Return the architecture in a model's config.json; None if it cannot be read."""
+    with suppress(OSError, ValueError, KeyError):
+        return str(read_json(folder / "config.json")["model_type"])
+    return None
 
 
 def check_base(adapter: AdapterFile, folder: Path, *, other_base: bool) -> None:

@@ -188,7 +188,8 @@ class InstructPipeline:
     def reference(self) -> Mapping[str, Any]:
         """Return the JSON values on which the initial model's log-probabilities depend."""
         provenance, (_, record) = self._provenance(), self._base
-        named, used = ("base_hash", "dtype", "quantized_compute"), ("prompt", "objective")
+        named = ("base_hash", "dtype", "quantized_compute")
+        used = ("prompt", "objective", "reading", "trained_rows")
         lora: dict[str, Any] = {}
         if self.config.init != "lora":
             # PiSSA's initial model equals the base except for rounding, which depends on rank and

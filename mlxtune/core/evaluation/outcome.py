@@ -82,24 +82,50 @@ class FileVerdict:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """The number of each model's answers that equal the expected answers."""
+    """The number of each model's answers that equal the expected answers.
+
+    `against` counts the answers of the adapter that `--against` names.
+    """
 
     base: int
     adapted: int | None
+    against: int | None = None
+
+
+@dataclass(frozen=True)
+class KeyMatches:
+    """The number of each model's JSON answers whose value of a key is right, of `expected`."""
+
+    key: str
+    expected: int
+    base: int
+    adapted: int | None
+    against: int | None = None
 
 
 @dataclass(frozen=True)
 class Matches:
-    """The number of each model's answers that match; `by` is json, contains or regex=PATTERN."""
+    """The number of each model's answers that match; `by` is json, contains or regex=PATTERN.
+
+    By json, `keys` counts the right values of each key of the expected objects, and `invalid` the
+    answers that are not JSON.
+    """
 
     by: str
     base: int
     adapted: int | None
+    against: int | None = None
+    keys: tuple[KeyMatches, ...] = ()
+    invalid: ExactMatch | None = None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The answers of both models to the prompt of one row, and the expected answer."""
+    """The answers of the models to the prompt of one row, and the expected answer.
+
+    `right` says whether the adapter's answer, or without an adapter the base model's, matches.
+    `against` is the answer of the adapter that `--against` names.
+    """
 
     path: str
     row: int
@@ -107,6 +133,9 @@ class Sample:
     expected: str
     base: str
     adapted: str | None
+    right: bool | None = None
+    against: str | None = None
+    against_right: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +146,17 @@ class Generated:
     exact_match: ExactMatch
     samples: list[Sample]
     matches: Matches | None = None
+
+    @property
+    def wrong(self) -> list[Sample]:
+        """The samples whose answer does not match."""
+        return [each for each in self.samples if each.right is False]
+
+    @property
+    def differing(self) -> list[Sample]:
+        """The samples that only one of the two compared adapters answers right."""
+        judged = (each for each in self.samples if each.against_right is not None)
+        return [each for each in judged if each.right != each.against_right]
 
 
 @dataclass(frozen=True)
@@ -177,8 +217,10 @@ class Evaluation:
 
     `left_out` counts rows that are left out because they were also trained on; with `only_trained`,
     no other rows remained, and all rows were evaluated. `files` has a verdict on each file, if
-    there are several. If training validated on these rows and chose the best adapter, `candidates`
-    is the number of adapters from which it chose.
+    there are several. With `unknown_rows`, it is unknown which rows the adapter was trained on.
+    `against` names the adapter that `--against` compares with: then `start` is its loss, and
+    `gained` and `lost` are differences from it. If training validated on these rows and chose the
+    best adapter, `candidates` is the number of adapters from which it chose.
     """
 
     rows: int
@@ -199,21 +241,38 @@ class Evaluation:
     preference: PreferenceDifference | None = None
     preferred: float | None = None
     candidates: int = 1
+    unknown_rows: bool = False
+    against: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-ready values.
 
-        They include `matches` only if matches were counted, `files` only for several files, and
-        `candidates` only for several adapters.
+        They include `matches` only if matches were counted, `files` only for several files,
+        `candidates` only for several adapters, and `against` only if two adapters are compared.
         """
         values = asdict(self)
         if self.candidates == 1:
             del values["candidates"]
         if not self.files:
             del values["files"]
-        if self.generated is not None and self.generated.matches is None:
-            del values["generated"]["matches"]
-        return values
+        if not self.unknown_rows:
+            del values["unknown_rows"]
+        kept: dict[str, Any] = _without_absent(values)
+        return kept
+
+
+# Entries that are left out, at any depth, if they are None or empty.
+_OPTIONAL = ("matches", "against", "against_right", "right", "keys", "invalid")
+
+
+def _without_absent(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {
+            name: _without_absent(value)
+            for name, value in values.items()
+            if name not in _OPTIONAL or value not in (None, ())
+        }
+    return [*map(_without_absent, values)] if isinstance(values, list) else values
 
 
 def parse_evaluation(values: Any) -> Evaluation:

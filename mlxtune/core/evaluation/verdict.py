@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import CorpusRows
+from mlxtune.core.data.corpus import CorpusRows, HashOf
 from mlxtune.core.evaluation.interval import (
     CONFIDENCE,
     Floats,
@@ -50,20 +50,31 @@ _Losses = TypeVar("_Losses", Sums, AnswerSums)
 class JudgedRows:
     """Rows to evaluate: rows that were not trained on or, if there are none, all rows.
 
-    `candidates` is the number of adapters from which training chose the best on these rows.
+    `candidates` is the number of adapters from which training chose the best on these rows. With
+    `unknown_rows`, it is unknown which rows were trained on. `against` names another adapter, whose
+    losses take the place of those before training.
     """
 
     rows: CorpusRows
     left_out: int
     only_trained: bool
     candidates: int = 1
+    unknown_rows: bool = False
+    against: str | None = None
 
     @classmethod
     def of(
-        cls, rows: CorpusRows, trained: npt.NDArray[np.uint64], candidates: int = 1
+        cls,
+        rows: CorpusRows,
+        trained: npt.NDArray[np.uint64],
+        candidates: int = 1,
+        text_hash: HashOf | None = None,
     ) -> "JudgedRows":
-        """Leave out of `rows` those with identities in `trained`, unless no rows would remain."""
-        others = rows.without(trained)
+        """Leave out of `rows` those with identities in `trained`, unless no rows would remain.
+
+        With `text_hash`, near copies of rows in `trained` are left out too.
+        """
+        others = rows.without(trained, text_hash)
         if not others:
             return cls(rows, 0, only_trained=bool(rows), candidates=candidates)
         left_out = len(rows) - len(others)
@@ -158,6 +169,8 @@ def _compare_losses(
         left_out=judged.left_out,
         only_trained=judged.only_trained,
         candidates=judged.candidates,
+        unknown_rows=judged.unknown_rows,
+        against=judged.against,
     )
     if adapted is None:
         return evaluation
@@ -166,14 +179,16 @@ def _compare_losses(
     if start is not None:
         difference = paired_difference(start.losses, adapted.losses, base.tokens, seed)
 
+    compared = base if start is None or judged.against is None else start
+
     def most_changed(sign: int) -> tuple[RowLosses, ...]:
-        change = sign * (adapted.losses - base.losses)
+        change = sign * (adapted.losses - compared.losses)
         order = np.argsort(change, kind="stable")[:_TOP_ROWS].tolist()
         return tuple(
             RowLosses(
                 *rows.place(i),
                 int(base.tokens[i]),
-                float(base.losses[i] / base.tokens[i]),
+                float(compared.losses[i] / base.tokens[i]),
                 float(adapted.losses[i] / base.tokens[i]),
             )
             for i in order
@@ -198,6 +213,12 @@ def verdict_of(difference: Difference, rows: int) -> str:
     if rows < FEWEST_ROWS or difference.low <= 0 <= difference.high:
         return CANNOT_TELL
     return HELPED if difference.high < 0 else HURT
+
+
+def preference_verdict(found: PreferenceDifference, *, only_trained: bool) -> str:
+    if only_trained or (found.fewest or 0) < FEWEST_ROWS:
+        return CANNOT_TELL
+    return HELPED if found.low > 0 else HURT if found.high < 0 else CANNOT_TELL
 
 
 def is_hardly(verdict: str, fraction: float) -> bool:
@@ -233,9 +254,7 @@ def _compare_preferences(
         loss = before.good.only(learned).loss.loss
         size = found.margin_after / loss if loss else 0.0
     found = replace(found, objective=objective.description)
-    verdict = HELPED if found.low > 0 else HURT if found.high < 0 else CANNOT_TELL
-    if judged.only_trained or (found.fewest or 0) < FEWEST_ROWS:
-        verdict = CANNOT_TELL
+    verdict = preference_verdict(found, only_trained=judged.only_trained)
     hardly = is_hardly(verdict, size)
     return replace(evaluation, verdict=verdict, hardly=hardly, preference=found)
 

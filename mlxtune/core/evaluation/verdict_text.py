@@ -3,8 +3,11 @@
 from mlxtune.core.evaluation.outcome import (
     CANNOT_TELL,
     FEWEST_ROWS,
+    HELPED,
+    HURT,
     Difference,
     Evaluation,
+    ExactMatch,
     FileVerdict,
     Matches,
     PreferenceDifference,
@@ -13,6 +16,8 @@ from mlxtune.core.formatting import count
 
 # With fewer answers, a percentage says little.
 _FEWEST_ANSWERS = 10
+# A verdict on two adapters, as a comparison.
+_THAN = {HELPED: "better", HURT: "worse"}
 
 
 def verdict_lines(evaluation: Evaluation) -> list[str]:
@@ -29,6 +34,8 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
     if evaluation.left_out:
         rows += f"; without {count(evaluation.left_out, 'row')} that training also used"
     other = " of the base model" if further is None else " of the first adapter"
+    if evaluation.against is not None:
+        other = f" of {evaluation.against}"
     amount = f"{_amount(difference, other)}, on {rows}{_answers(evaluation)}"
     line = _verdict_line(evaluation, amount)
     if further is None:
@@ -70,7 +77,7 @@ def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> li
         f"margin {found.margin_before:.3f} nats per token before, {found.margin_after:.3f} after; "
     )
     return [
-        _verdict_line(evaluation, what),
+        _verdict_line(evaluation, what + _answers(evaluation)),
         f"{margin if found.pairs else ''}loss of the "
         f"{'chosen' if found.pairs else 'good'} answers changed by {difference.loss:+.4f} nats per "
         "token",
@@ -83,8 +90,14 @@ def _verdict_line(evaluation: Evaluation, evidence: str) -> str:
             f"; as the best of {evaluation.candidates} adapters on these rows, it may change other "
             "rows less"
         )
-    if evaluation.verdict != CANNOT_TELL:
-        return f"the adapter {'hardly ' * evaluation.hardly}{evaluation.verdict}: {evidence}"
+    if evaluation.unknown_rows:
+        evidence += "; whether these rows were trained on is unknown"
+    verdict, other = evaluation.verdict, evaluation.against
+    if verdict != CANNOT_TELL:
+        words = f"{'hardly ' * evaluation.hardly}{verdict}"
+        if other is not None:
+            words = f"is {'hardly ' * evaluation.hardly}{_THAN[str(verdict)]} than {other}"
+        return f"the adapter {words}{_but_none_right(evaluation)}: {evidence}"
     few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
     preference = evaluation.preference
     if (
@@ -96,7 +109,23 @@ def _verdict_line(evaluation: Evaluation, evidence: str) -> str:
         few = f"; at least {FEWEST_ROWS} answers of each label are needed"
     if evaluation.only_trained:
         few = "; all of these rows were also trained on"
-    return f"cannot tell whether the adapter helped: {evidence}{few}"
+    question = "helped" if other is None else f"is better than {other}"
+    return f"cannot tell whether the adapter {question}: {evidence}{few}"
+
+
+def _but_none_right(evaluation: Evaluation) -> str:
+    """Return a clause for an adapter that helped, although none of its answers is right."""
+    generated = evaluation.generated
+    if generated is None or generated.rows < FEWEST_ROWS or evaluation.verdict != HELPED:
+        return ""
+    counted = generated.matches or generated.exact_match
+    if counted.adapted != 0:
+        return ""
+    return f", but none of its {count(generated.rows, 'answer')} {_matching(counted)}"
+
+
+def _matching(counted: ExactMatch | Matches) -> str:
+    return f"matches by {counted.by}" if isinstance(counted, Matches) else "is exact"
 
 
 def _amount(difference: Difference, other: str = "") -> str:
@@ -128,5 +157,8 @@ def _answers(evaluation: Evaluation) -> str:
     if generated.rows < _FEWEST_ANSWERS:
         return ""
     fraction, earlier = counted.adapted / generated.rows, counted.base / generated.rows
+    other = "without it"
+    if counted.against is not None:
+        earlier, other = counted.against / generated.rows, f"with {evaluation.against}"
     how = f"match by {counted.by}" if isinstance(counted, Matches) else "exact"
-    return f"; {fraction:.0%} of {count(generated.rows, 'answer')} {how}, {earlier:.0%} without it"
+    return f"; {fraction:.0%} of {count(generated.rows, 'answer')} {how}, {earlier:.0%} {other}"

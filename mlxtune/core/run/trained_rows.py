@@ -1,14 +1,16 @@
 """The rows that a run trained on, recorded so that `eval` finds them in any file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import CorpusRows
+from mlxtune.core.data.corpus import CorpusRows, HashOf
+from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.files.reading import file_hash, read_json, read_own
 from mlxtune.core.run.checkpoint import MANIFEST
 from mlxtune.core.run.run_folder import RESULT, TRAINED_ROWS
@@ -18,9 +20,13 @@ from mlxtune.errors import OutputError
 NO_ROWS: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
 
 
-def identities_of(rows: CorpusRows) -> npt.NDArray[np.uint64]:
-    """Return the hashes of rows and answers; an answer's hash is the same under any objective."""
-    return np.union1d(rows.identities, rows.answers[1])
+def identities_of(rows: CorpusRows, text_hash: HashOf | None = None) -> npt.NDArray[np.uint64]:
+    """Return the hashes of rows and answers; an answer's hash is the same under any objective.
+
+    With `text_hash`, the hashes of the answers' texts are added, by which near copies are found.
+    """
+    near = NO_ROWS if text_hash is None else rows.hash_answers(text_hash)[1]
+    return np.union1d(np.union1d(rows.identities, rows.answers[1]), near)
 
 
 def as_bytes(identities: npt.NDArray[np.uint64]) -> bytes:
@@ -52,6 +58,42 @@ def read_trained_rows(run: Path, warn: Callable[[str], None]) -> npt.NDArray[np.
         return _identities(path)
     except (OSError, ValueError):
         warn(f"{path}: is missing or damaged, so rows that were also trained on are not left out")
+    return NO_ROWS
+
+
+def record_of(rows: RunRows, val_split: float, seed: int, val_rows: int) -> dict[str, Any]:
+    """Return what an adapter records about the rows that it was trained on: number and hash.
+
+    If the validation rows were held out of the same data, the options that chose them are added.
+    """
+    record = {"rows": len(rows.train), "hash": _hash_of(rows.train)}
+    if rows.validation and rows.validation.corpus is rows.train.corpus:
+        record["held_out"] = {"val_split": val_split, "seed": seed, "val_rows": val_rows}
+    return record
+
+
+def _hash_of(rows: CorpusRows) -> str:
+    return f"sha256:{sha256(as_bytes(rows.identities)).hexdigest()}"
+
+
+def rows_in_record(rows: CorpusRows, record: Any) -> npt.NDArray[np.uint64]:
+    """Return the identities of the rows that an adapter's record proves to be trained on.
+
+    The record has only a hash, so it proves this of all `rows`, or of the rows that remain after
+    holding some out as training did.
+    """
+    if not isinstance(record, Mapping):
+        return NO_ROWS
+    trained = [rows]
+    # Invalid options in a damaged record prove nothing.
+    with suppress(ValueError, TypeError, KeyError):
+        options = record["held_out"]
+        fraction, most = float(options["val_split"]), int(options["val_rows"])
+        split = RunRows.of(rows.corpus, None, fraction, int(options["seed"]), most)
+        trained.append(split.train)
+    for each in trained:
+        if _hash_of(each) == record.get("hash"):
+            return identities_of(each)
     return NO_ROWS
 
 

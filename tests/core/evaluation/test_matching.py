@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtune.session import judge
-from mlxtune.session.judge import matcher
+from mlxtune.core.evaluation import matching
+from mlxtune.core.evaluation.matching import matcher
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_answer_matches_by_json_part_or_pattern(
 
 
 def test_pattern_without_end_finds_nothing_and_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "_SEARCH_SECONDS", 0.01)
+    monkeypatch.setattr(matching, "_SEARCH_SECONDS", 0.01)
     warnings: list[str] = []
     same = matcher("regex=(x|x)+y", warnings.append)
     assert same("xy", "xy")

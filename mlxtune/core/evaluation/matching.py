@@ -1,0 +1,135 @@
+"""Compares answers with the expected answers, and counts those that match."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from mlxtune.config.limits import RECORD, parse_json
+from mlxtune.core.evaluation.outcome import ExactMatch, KeyMatches, Matches, Sample
+from mlxtune.errors import shorten
+
+# Time limit of a pattern search in seconds, and the number of searches that may exceed the limit.
+_SEARCH_SECONDS, _MOST_SLOW = 0.5, 8
+# The maximum number of keys that are counted: others would come from damaged data.
+_MOST_KEYS = 100
+_INVALID = object()
+
+Same = Callable[[str, str], bool]
+
+
+def matcher(by: str, warn: Callable[[str], None] = lambda problem: None) -> Same:
+    """Return a function that compares an answer with the expected answer.
+
+    The answers match by `json` if both are JSON with equal values, by `contains` if the answer
+    contains the expected answer, and by `regex=PATTERN` if the pattern, or its first group, finds
+    the same text in both. After several timeouts, searching stops. `warn` is called at the first
+    timeout and when searching stops. Raises regex.error.
+    """
+    if by == "json":
+        return _same_json
+    if by == "contains":
+        return lambda answer, expected: expected.strip() in answer
+    # Python's `re` has no timeout.
+    import regex
+
+    pattern, slow = regex.compile(by.removeprefix("regex=")), 0
+
+    def find(text: str) -> str | None:
+        nonlocal slow
+        if slow == _MOST_SLOW:
+            return None
+        try:
+            hit = pattern.search(text, timeout=_SEARCH_SECONDS)
+        except TimeoutError:
+            if not slow:
+                warn(f"--match {shorten(by)}: takes too long on some answers, which count as wrong")
+            slow += 1
+            if slow == _MOST_SLOW:
+                warn(f"--match {shorten(by)}: the remaining answers are not searched")
+            return None
+        value: str | None = None if hit is None else hit[min(pattern.groups, 1)]
+        return value
+
+    return lambda answer, expected: (hit := find(answer)) is not None and hit == find(expected)
+
+
+def count_exact(samples: Sequence[Sample]) -> ExactMatch:
+    """Count the answers that equal the expected ones."""
+    return ExactMatch(*_counts(samples, str.__eq__))
+
+
+def count_matches(samples: Sequence[Sample], by: str, same: Same) -> Matches:
+    """Count the answers that match; by json, also the right values of each key, and invalid JSON.
+
+    `same` compares the base model's answers; the samples say which of the others are right.
+    """
+    adapted = _is_adapted(samples)
+    right = sum(each.right is True for each in samples)
+    base = sum(same(each.base, each.expected) for each in samples) if adapted else right
+    against = [each.against_right for each in samples if each.against_right is not None]
+    counts = (base, right if adapted else None, sum(against) if against else None)
+    if by != "json":
+        return Matches(by, *counts)
+    invalid = ExactMatch(*_counts(samples, lambda answer, _: _json(answer) is _INVALID))
+    return Matches(by, *counts, keys=_keys(samples), invalid=invalid)
+
+
+def _is_adapted(samples: Sequence[Sample]) -> bool:
+    return any(each.adapted is not None for each in samples)
+
+
+def _counts(samples: Sequence[Sample], holds: Same) -> tuple[int, int | None, int | None]:
+    """Count the samples for which `holds` is true of a model's answer and the expected one."""
+
+    def count(name: str) -> int | None:
+        given = [(getattr(each, name), each.expected) for each in samples]
+        known = [pair for pair in given if pair[0] is not None]
+        return sum(holds(*pair) for pair in known) if known else None
+
+    return count("base") or 0, count("adapted"), count("against")
+
+
+def _keys(samples: Sequence[Sample]) -> tuple[KeyMatches, ...]:
+    """Count the right values of each key of the expected objects, in the order of the keys."""
+    expected: Counter[str] = Counter()
+    right: dict[str, Counter[str]] = {name: Counter() for name in ("base", "adapted", "against")}
+    for sample in samples:
+        wanted = _json(sample.expected)
+        if not isinstance(wanted, dict):
+            continue
+        expected.update(wanted.keys())
+        for name, counter in right.items():
+            answer = getattr(sample, name)
+            given = _json(answer) if answer is not None else _INVALID
+            if isinstance(given, dict):
+                pairs = ((key, given[key], value) for key, value in wanted.items() if key in given)
+                counter.update(key for key, own, value in pairs if _text(own) == _text(value))
+    present = {name: any(getattr(each, name) is not None for each in samples) for name in right}
+    return tuple(
+        KeyMatches(
+            key,
+            number,
+            right["base"][key],
+            right["adapted"][key] if present["adapted"] else None,
+            right["against"][key] if present["against"] else None,
+        )
+        for key, number in list(expected.items())[:_MOST_KEYS]
+    )
+
+
+def _json(text: str) -> Any:
+    with suppress(ValueError):
+        return parse_json(text.encode(), RECORD, "the answer")
+    return _INVALID
+
+
+def _text(value: Any) -> str:
+    """Return a value's JSON, because in Python 1 == True."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _same_json(answer: str, expected: str) -> bool:
+    one, other = _json(answer), _json(expected)
+    return _INVALID not in (one, other) and _text(one) == _text(other)
