@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import safetensors.numpy
 
 from mlxtune import TrainConfig, train, verify
+from mlxtune.core.files.reading import file_hash
 from mlxtune.core.run.checkpoint import _manifest
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model
@@ -273,3 +276,219 @@ def test_folder_without_a_run_is_an_error(cli: Cli, tmp_path: Path, place: str) 
     outcome = cli("verify", tmp_path / place)
     assert outcome.code == 1
     assert ("no such folder" if place == "none" else "holds no run") in outcome.error
+
+
+# Contradictions: each edit leaves every file valid, and contradicts a hashed copy.
+
+
+@pytest.fixture(scope="module")
+def other_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run like `finished`, with another seed."""
+    folder = tmp_path_factory.mktemp("other")
+    chat = write_chat(folder / "chat.jsonl", sums(20))
+    options: dict[str, Any] = {"epochs": 2, "lr": 1e-2, "dropout": 0.1, "save_steps": 3, "seed": 7}
+    output = str(folder / "out")
+    train(TrainConfig(str(model), str(chat), output=output, samples=0, quiet=True, **options))
+    return folder / "out" / "checkpoints"
+
+
+def sealed(folder: Path) -> None:
+    """Write a checkpoint's manifest again, so that the checkpoint passes as intact."""
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").write_text(json.dumps(_manifest(folder)))
+
+
+def sign(run: Path, adapter: Path | None = None) -> None:
+    """Write the hash of the adapter into the result, as the run would have."""
+    path = adapter or run.parent / "adapters.safetensors"
+    rewrite(run / "result.json", lambda found: found | {"sha256": file_hash(path)})
+
+
+def edit(path: Path, **changes: Any) -> None:
+    rewrite(path, lambda found: found | changes)
+
+
+def lines_with(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    lines = map(json.loads, path.read_text().splitlines())
+    path.write_text("".join(json.dumps(change(line)) + "\n" for line in lines))
+
+
+def quartered(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a record whose losses, and the perplexities of steps, are those of a better run."""
+    new = dict(line)
+    for name in ("loss", "val_loss", "train_loss"):
+        if line.get(name) is not None:
+            new[name] = line[name] / 4
+            new[name.replace("loss", "perplexity")] = math.exp(line[name] / 4)
+    return new
+
+
+def replace_adapter(run: Path, other: Path) -> None:
+    shutil.copy(other.parent / "adapters.safetensors", run.parent)
+    sign(run)
+
+
+def replace_best(run: Path, other: Path) -> None:
+    shutil.rmtree(run / "best")
+    shutil.copytree(other / "best", run / "best")
+
+
+def replace_weights_of_best(run: Path, other: Path) -> None:
+    shutil.copy(other / "best" / "adapters.safetensors", run / "best")
+    sealed(run / "best")
+
+
+def scale(config: dict[str, Any]) -> dict[str, Any]:
+    loaded = config["lora_parameters"]
+    return config | {"lora_parameters": loaded | {"scale": loaded["scale"] * 20}}
+
+
+def scale_in_header(run: Path, other: Path) -> None:
+    path = run.parent / "adapters.safetensors"
+    with safetensors.safe_open(path, "numpy") as file:
+        metadata = file.metadata()
+    own = scale(json.loads(metadata["adapter_config"]))
+    metadata |= {"adapter_config": json.dumps(own, sort_keys=True)}
+    safetensors.numpy.save_file(safetensors.numpy.load_file(path), path, metadata)
+    sign(run)
+
+
+def scale_of_best(run: Path, other: Path) -> None:
+    rewrite(run / "best" / "adapter_config.json", scale)
+    sealed(run / "best")
+
+
+def outside(run: Path, other: Path) -> None:
+    target = run.parent.parent / "elsewhere" / "adapters.safetensors"
+    target.parent.mkdir()
+    shutil.copy(run.parent / "adapters.safetensors", target)
+    edit(run / "result.json", adapter="../../elsewhere/adapters.safetensors")
+
+
+def turn_sign(found: dict[str, Any]) -> dict[str, Any]:
+    difference = found["difference"]
+    low, high = -difference["high"], -difference["low"]
+    new = {"loss": -difference["loss"], "share": -difference["share"], "low": low, "high": high}
+    return found | {"difference": difference | new, "verdict": "helped"}
+
+
+def swap(found: dict[str, Any]) -> dict[str, Any]:
+    """Turn an evaluation round, so that its own numbers agree."""
+    share = -found["difference"]["loss"] / found["adapted"]["loss"]
+    turned = turn_sign(found)
+    difference = turned["difference"] | {"share": share}
+    assert found["rows"] == 4  # too few for a verdict
+    return turned | {
+        "base": found["adapted"],
+        "adapted": found["base"],
+        "difference": difference,
+        "verdict": "cannot tell",
+    }
+
+
+def earlier_losses(run: Path, other: Path) -> None:
+    folder = next(run.glob("step-*"))
+    lines_with(folder / "metrics.jsonl", quartered)
+    sealed(folder)
+
+
+def more_rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    first = found[0]
+    return [first | {"rows_read": first["rows_read"] + 9, "rows_train": first["rows_train"] + 9}]
+
+
+def in_config(path: Path, **changes: Any) -> None:
+    rewrite(path, lambda found: found | {"config": found["config"] | changes})
+
+
+EDITS: dict[str, tuple[Callable[[Path, Path], None], str, str]] = {
+    "adapter of another run": (replace_adapter, "adapter", "differs from "),
+    "best of another run": (replace_best, "best", "has seed 7, but "),
+    "weights of another best": (replace_weights_of_best, "adapter", "differs from best/"),
+    "scale beside the adapter": (
+        lambda run, other: rewrite(run.parent / "adapter_config.json", scale),
+        "adapter",
+        "has scale ",
+    ),
+    "scale in the adapter": (scale_in_header, "adapter", "has scale "),
+    "scale of best": (scale_of_best, "best", "has scale "),
+    "losses": (
+        lambda run, other: lines_with(run / "metrics.jsonl", quartered),
+        "metrics.jsonl",
+        "has ValidationRecord 0 with ",
+    ),
+    "losses of a checkpoint": (earlier_losses, "step", "has "),
+    "sign of the evaluation": (
+        lambda run, other: rewrite(run / "evaluation.json", turn_sign),
+        "evaluation.json",
+        "has difference ",
+    ),
+    "sides of the evaluation": (
+        lambda run, other: rewrite(run / "evaluation.json", swap),
+        "evaluation.json",
+        "training, but metrics.jsonl has ",
+    ),
+    "verdict": (
+        lambda run, other: edit(run / "evaluation.json", verdict="hurt"),
+        "evaluation.json",
+        "has verdict 'hurt', but its interval",
+    ),
+    "rows of the evaluation": (
+        lambda run, other: edit(run / "evaluation.json", rows=100_000),
+        "evaluation.json",
+        "has 100,000 rows, but ledger.json has ",
+    ),
+    "emptied ledger": (
+        lambda run, other: (run / "ledger.json").write_text("[]") and None,
+        "ledger.json",
+        "has no rows",
+    ),
+    "rows of the ledger": (
+        lambda run, other: rewrite(run / "ledger.json", more_rows),
+        "ledger.json",
+        "rows to train on, but epoch 1",
+    ),
+    "data of run.json": (
+        lambda run, other: in_config(run / "run.json", data=["elsewhere.jsonl"]),
+        "run.json",
+        "has --data ['elsewhere.jsonl'], but ",
+    ),
+    "hash of the data": (
+        lambda run, other: edit(run / "run.json", data_hash="sha256:0"),
+        "run.json",
+        "has data_hash 'sha256:0', but ",
+    ),
+    "model of run.json": (
+        lambda run, other: in_config(run / "run.json", model_path="other/model"),
+        "run.json",
+        "has --model-path 'other/model', but ",
+    ),
+    "adapter outside the run": (outside, "adapter", "but the run's options put it at "),
+    "best loss of the result": (
+        lambda run, other: edit(run / "result.json", best_val_loss=0.5),
+        "result.json",
+        "has best_val_loss 0.5, but ",
+    ),
+    "early stop of the result": (
+        lambda run, other: edit(run / "result.json", stopped_early=True),
+        "result.json",
+        "has stopped_early True, but ",
+    ),
+    "trained rows of another run": (
+        lambda run, other: shutil.copy(other / "trained_rows.bin", run) and None,
+        "trained_rows.bin",
+        "its hashes are not those in ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_file_that_contradicts_a_hashed_copy_is_found_and_named(
+    run: Path, other_run: Path, name: str
+) -> None:
+    change, check, problem = EDITS[name]
+    change(run, other_run)
+    result = verify(run)
+    found = {each.name: each.detail for each in result.checks if not each.ok}
+    own = next((detail for each, detail in found.items() if each.startswith(check)), "")
+    assert problem in own, found

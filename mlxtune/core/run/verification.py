@@ -1,19 +1,16 @@
 """Checks of a run that need only its files."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config import OPTIONS
-from mlxtune.config.fields import flag
-from mlxtune.config.option import Affects
-from mlxtune.core.evaluation.outcome import VERDICTS
-from mlxtune.core.files.reading import file_hash, read_json, read_own
+from mlxtune.core.files.reading import read_json, read_own
 from mlxtune.core.formatting import count
 from mlxtune.core.objectives.preference_rows import check_references
+from mlxtune.core.run import cross_checks
 from mlxtune.core.run.checkpoint import (
     BEST,
     METRICS,
@@ -31,7 +28,7 @@ from mlxtune.core.run.run_folder import (
     RESULT,
     TRAINED_ROWS,
 )
-from mlxtune.core.run.stored_run import mapping, read_ledgers
+from mlxtune.core.run.stored_run import mapping
 from mlxtune.core.run.trained_rows import check_trained_rows
 
 
@@ -74,45 +71,52 @@ class Verification:
 def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
     """Check the files of a run; return the intact checkpoints too, the newest first."""
     good, bad = find_checkpoints(run)
-    verification = Verification(str(run), step=good[0].step if good else 0)
+    newest = good[0] if good else None
+    verification = Verification(str(run), step=newest.step if newest else 0)
+    finished = (run / RESULT).exists()
     for each in sorted(good, key=lambda each: each.step):
-        verification.attempt(each.folder.name, partial(_check_checkpoint, each))
+        check = partial(cross_checks.check_checkpoint, each, good[0])
+        verification.attempt(each.folder.name, check)
     for folder, problem in sorted(bad.items()):
         verification.add(folder.name, problem, "")
     if not good and not bad:
         verification.add("checkpoints", "none found", "")
     progress = None
     try:
-        progress = Progress.from_jsonl(read_own(run / METRICS))
+        content = read_own(run / METRICS)
+        progress = Progress.from_jsonl(content)
     except (OSError, ValueError) as error:
         verification.add(METRICS, str(error), "")
     else:
-        verification.attempt(METRICS, partial(_check_metrics, progress, verification.step))
+        verification.attempt(METRICS, partial(_check_metrics, content, progress, newest, finished))
         if progress.best is not None:
             verification.attempt("best step", partial(_check_best, progress.best, good))
-    verification.attempt(LEDGER, partial(_check_ledger, run))
-    if good and (run / ABOUT).exists():
-        newest = max(good, key=lambda each: each.step)
-        verification.attempt(ABOUT, partial(_check_options, run, newest))
-    _verify_result(verification, run, progress)
+    ended = newest if finished else None
+    verification.attempt(LEDGER, partial(cross_checks.check_ledger, run, ended, progress))
+    if newest is not None and (run / ABOUT).exists():
+        check = partial(cross_checks.check_about, run, newest, finished=finished)
+        verification.attempt(ABOUT, check)
+    _verify_result(verification, run, progress, good)
     if os.path.lexists(run / TRAINED_ROWS):  # earlier versions wrote none
-        verification.attempt(TRAINED_ROWS, partial(check_trained_rows, run))
+        verification.attempt(TRAINED_ROWS, partial(_check_trained_rows, run, newest))
     options = mapping(good[0].metadata, "config") if good else {}
     if os.path.lexists(run / REFERENCE) or options.get("objective") in ("dpo", "kto"):
         verification.attempt(REFERENCE, partial(check_references, run / REFERENCE))
     if (run / EVALUATION).exists():  # a run without validation has none
-        verification.attempt(EVALUATION, partial(_check_evaluation, run))
+        check = partial(cross_checks.check_evaluation, run, progress, options)
+        verification.attempt(EVALUATION, check)
     return verification, good
 
 
-def _check_checkpoint(checkpoint: Checkpoint) -> str:
-    step = Progress.from_jsonl(checkpoint.metrics).step
-    if step != checkpoint.step:
-        raise ValueError(f"{METRICS} ends at step {step}, but metadata.json at {checkpoint.step}")
-    return f"step {step}, all files intact"
+def _check_trained_rows(run: Path, newest: Checkpoint | None) -> str:
+    found = check_trained_rows(run)
+    cross_checks.check_record(run / TRAINED_ROWS, newest)
+    return found
 
 
-def _check_metrics(progress: Progress, newest: int) -> str:
+def _check_metrics(
+    content: bytes, progress: Progress, newest: Checkpoint | None, finished: bool
+) -> str:
     epochs = [metrics.epoch for metrics in progress.epochs]
     if epochs != list(range(1, len(epochs) + 1)):
         raise ValueError(f"its epochs are {', '.join(map(str, epochs))}")
@@ -122,10 +126,13 @@ def _check_metrics(progress: Progress, newest: int) -> str:
         if epoch < before:
             raise ValueError(f"epoch {epoch} comes after epoch {before}")
         before = epoch
-    if progress.step < newest:
-        raise ValueError(
-            f"ends at step {progress.step}, before the newest checkpoint, at step {newest}"
-        )
+    if newest is not None:
+        if progress.step < newest.step:
+            raise ValueError(
+                f"ends at step {progress.step}, before the newest checkpoint, at step {newest.step}"
+            )
+        cross_checks.check_copy(content, newest, finished=finished)
+    cross_checks.check_records(progress)
     taken = f"{count(progress.step, 'step')}, {count(len(epochs), 'epoch')}"
     return f"{taken}, none missing or duplicated"
 
@@ -139,28 +146,9 @@ def _check_best(best: ValidationRecord, good: list[Checkpoint]) -> str:
     return f"step {best.step}, validation loss {best.val_loss:.4f}"
 
 
-def _check_ledger(run: Path) -> str:
-    ledgers = read_ledgers(run / LEDGER)
-    for ledger in ledgers:
-        if not ledger.adds_up():
-            raise ValueError(f"{ledger.path} does not add up")
-    return f"{count(sum(ledger.rows_read for ledger in ledgers), 'row')}, all accounted for"
-
-
-def _check_options(run: Path, newest: Checkpoint) -> str:
-    said, kept = mapping(read_json(run / ABOUT), "config"), mapping(newest.metadata, "config")
-    for name, option in OPTIONS.items():
-        # A resumed run may have different paths and be longer.
-        fixed = option.affects is Affects.RESULT and not option.path
-        if fixed and name in said and name in kept and said[name] != kept[name]:
-            raise ValueError(
-                f"has {flag(name)} {said[name]!r:.40}, but {newest.folder.name} has "
-                f"{kept[name]!r:.40}"
-            )
-    return f"its options are those of {newest.folder.name}"
-
-
-def _verify_result(found: Verification, run: Path, progress: Progress | None) -> None:
+def _verify_result(
+    found: Verification, run: Path, progress: Progress | None, good: list[Checkpoint]
+) -> None:
     try:
         result = read_json(run / RESULT)
     except ValueError as error:
@@ -173,28 +161,8 @@ def _verify_result(found: Verification, run: Path, progress: Progress | None) ->
         )
         return
     found.finished = True
-    steps = result.get("steps")
-    problem = None
-    if progress is not None and steps != progress.step:
-        problem = f"has {steps!r:.20} steps, but {METRICS} has {progress.step}"
-    found.add(RESULT, problem, f"{steps} steps")
-    found.attempt("adapter", partial(_check_adapter, run, result))
-
-
-def _check_adapter(run: Path, result: Mapping[str, Any]) -> str:
-    adapter = Path(os.path.normpath(run / str(result.get("adapter"))))
-    # A pipe or device could be read forever.
-    if not adapter.is_file():
-        raise ValueError(f"{adapter}: no such file")
-    if file_hash(adapter) != result.get("sha256"):
-        raise ValueError(f"{adapter} has changed since the run wrote it: its SHA-256 differs")
-    return f"{adapter} has not changed since the run wrote it"
-
-
-def _check_evaluation(run: Path) -> str:
-    evaluation = read_json(run / EVALUATION)
-    verdict, rows = evaluation.get("verdict"), evaluation.get("rows")
-    if verdict not in VERDICTS or not isinstance(rows, int):
-        raise ValueError("has no verdict")
-    hardly = "hardly " * (evaluation.get("hardly") is True)
-    return f"{hardly}{verdict} on {count(rows, 'row')}"
+    if progress is None:
+        found.add(RESULT, None, f"{result.get('steps')} steps")
+    else:
+        found.attempt(RESULT, partial(cross_checks.check_result, result, progress, good))
+    found.attempt("adapter", partial(cross_checks.check_adapter, run, result, good))

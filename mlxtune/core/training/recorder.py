@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.run import run_folder
+from mlxtune.core.run.checkpoint import RECORDS
 from mlxtune.core.run.extension import extended
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult
 from mlxtune.core.run.progress import MetricsFile, Progress, Record
@@ -57,6 +59,16 @@ class RunRecorder:
             on_problem=self.observer.on_problem,
         )
         self.start()
+
+    def keep_hashes(self, records: Mapping[str, Any]) -> None:
+        """Put the hashes of binary records into the checkpoints, for `mlxtune verify`."""
+        hashes = {
+            name: sha256(record).hexdigest()
+            for name, record in records.items()
+            if isinstance(record, bytes)
+        }
+        if hashes:
+            self.about = {**self.about, RECORDS: hashes}
 
     def start(self) -> None:
         self._started = self._epoch_started = time.perf_counter()

@@ -207,6 +207,7 @@ class InstructTrainer:
                 write_file(self._folder / name, [record])
             else:
                 write_json(self._folder / name, record)
+        self._recorder.keep_hashes(records)
         self._recorder.start()
         self._refer(resume)
         if resume is not None:
