@@ -40,7 +40,7 @@ class Chart:
 
     `levels` are values to compare the curves with, by name; `verticals` are steps to mark,
     `skipped` the steps that were not applied. The scale is logarithmic if values are far apart,
-    unless it starts `from_zero`; else it is linear.
+    unless it starts `from_zero`; else it is linear. With `log`, it is logarithmic in any case.
     """
 
     title: str
@@ -52,6 +52,7 @@ class Chart:
     verticals: Sequence[float] = ()
     skipped: Sequence[float] = ()
     large: bool = False
+    log: bool = False
 
 
 def draw_all(charts: Sequence[Chart]) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def draw(chart: Chart, number: int) -> tuple[Markup, dict[str, Any]]:
 def _y_axis(chart: Chart, series: Sequence[Series]) -> Axis:
     values = [y for each in series for y in each.y] + list(chart.levels.values())
     main = [y for each in series if each.draw != "faint" for y in each.y]
-    if not chart.from_zero and spans_much(main):
+    if any(y > 0 for y in values) if chart.log else not chart.from_zero and spans_much(main):
         return log_axis(values)
     return linear_axis(values, from_zero=chart.from_zero)
 

@@ -12,6 +12,7 @@ from mlxtune.core.formatting import byte_size, count, loss_text
 from mlxtune.core.run.extension import extensions_of
 from mlxtune.core.run.stored_run import Run, number
 from mlxtune.core.run.summary import RunView
+from mlxtune.views.pages.axis import spans_much
 from mlxtune.views.pages.charts import Chart, Series
 
 # The numbers of colours and of dash patterns for runs: more runs repeat the colours with dashes.
@@ -19,6 +20,8 @@ COLOURS, _DASHES = 8, 3
 # A level is drawn if the highest value is between _NEAR times and 1 / _NEAR² times the level.
 _NEAR = 0.4
 _MOST_EPOCHS = 24
+# On a logarithmic scale, values below this fraction of the lowest curve's highest are left out.
+_IN_SIGHT = 0.01
 _LOSS_UNIT = "nats per supervised token"
 
 
@@ -147,20 +150,35 @@ def comparison_charts(runs: Sequence[Run], views: Sequence[RunView]) -> list[Cha
     charts = [Chart("Validation loss", _LOSS_UNIT, validation, description, large=True)]
     loss = _StepMeasure("Training loss", _LOSS_UNIT, "train", lambda run: run.column("loss"), True)
     for measure in (loss, *_measures(views)):
+        curves = [_smoothed(measure, run) for run in runs]
+        wide = measure.from_zero and spans_much(list(filter(None, map(_highest, curves))))
         charts.append(
             Chart(
                 measure.title,
                 f"{measure.unit}, averaged" if measure.averaged else measure.unit,
                 [
-                    Series(name, style, run.column("step"), _smoothed(measure, run), run=place)
-                    for name, style, run, place in named
+                    Series(name, style, run.column("step"), values, run=place)
+                    for (name, style, run, place), values in zip(
+                        named, _within_sight(curves) if wide else curves, strict=True
+                    )
                 ],
                 f"{measure.title} of {count(len(runs), 'run')}, step by step",
-                from_zero=measure.from_zero,
+                from_zero=measure.from_zero and not wide,
                 large=measure is loss,
+                log=wide,
             )
         )
     return charts
+
+
+def _highest(values: Sequence[float]) -> float:
+    return max((value for value in values if math.isfinite(value)), default=0.0)
+
+
+def _within_sight(curves: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return curves for a logarithmic scale without values near zero, which would stretch it."""
+    least = _IN_SIGHT * min(filter(None, map(_highest, curves)))
+    return [[value if value >= least else math.nan for value in curve] for curve in curves]
 
 
 def _smoothed(measure: _StepMeasure, run: Run) -> Sequence[float]:

@@ -201,7 +201,7 @@ def _comparison_context(runs: Sequence[Run], views: Sequence[RunView]) -> dict[s
     return {
         "views": views,
         "styles": styles,
-        "results": list(zip(views, styles, strict=True)),
+        "results": list(zip(views, styles, *zip(*map(_judgement, runs), strict=True), strict=True)),
         "sentence": comparison_headline(views, comparable),
         "comparable": comparable,
         "incomparable": _INCOMPARABLE,
@@ -210,6 +210,18 @@ def _comparison_context(runs: Sequence[Run], views: Sequence[RunView]) -> dict[s
         "short_names": [PurePath(view.name).name for view in views],
         **_chart_context(comparison_charts(runs, views)),
     }
+
+
+def _judgement(run: Run) -> tuple[str, str]:
+    """Return a run's verdict, and how many of its answers are exact; dashes if unknown."""
+    evaluation, none = run.evaluation, "–"
+    if evaluation is None or evaluation.verdict is None:
+        return none, none
+    verdict = f"{'hardly ' * evaluation.hardly}{evaluation.verdict}"
+    generated = evaluation.generated
+    if generated is None or generated.exact_match.adapted is None:
+        return verdict, none
+    return verdict, f"{generated.exact_match.adapted:,} of {generated.rows:,}"
 
 
 def comparison_headline(views: Sequence[RunView], comparable: bool) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mlxtune.core.run.metrics import FileLoss, ValidationRecord
 from mlxtune.core.run.progress import Progress
-from mlxtune.core.run.stored_run import Run
+from mlxtune.core.run.stored_run import Run, read_run
 from mlxtune.core.run.summary import RunView
-from mlxtune.views.pages.run_charts import loss_chart, smooth, span_for
+from mlxtune.views.pages.charts import draw
+from mlxtune.views.pages.run_charts import comparison_charts, loss_chart, smooth, span_for
+from tests.runs import write_run
 
 
 def test_moving_average_is_exponential_and_corrected_for_bias() -> None:
@@ -56,3 +59,27 @@ def test_validation_of_each_file_has_its_own_points(tmp_path: Path) -> None:
         "validation, b": ([0, 4], [5.0, 5.0]),
     }
     assert len({each.style for each in series[-3:]}) == 3
+
+
+@pytest.mark.parametrize(("factor", "scale"), [(2.0, "linear"), (300.0, "logarithmic")])
+def test_rate_of_one_wild_run_does_not_flatten_the_others(
+    tmp_path: Path, factor: float, scale: str
+) -> None:
+    runs = [read_run(write_run(tmp_path / name)) for name in ("a", "b")]
+    wild = Progress(
+        replace(each, learning_rate=each.learning_rate * factor) for each in runs[1].progress.steps
+    )
+    # The last step of a cosine has the rate 0, which no logarithmic scale can show.
+    last = wild.steps[len(wild.steps) - 1]
+    wild.append(replace(last, step=last.step + 1, learning_rate=0.0))
+    runs[1].progress = wild
+
+    charts = comparison_charts(runs, [RunView.of(run) for run in runs])
+
+    (chart,) = [each for each in charts if each.title == "Learning rate"]
+    html, data = draw(chart, 0)
+    assert f"{scale} scale" in html
+    low, high = data["y"]
+    assert (low > 1e-7) == (scale == "logarithmic")
+    place = (lambda v: math.log(v / low) / math.log(high / low)) if low else (lambda v: v / high)
+    assert place(1e-4) > 0.2, "the tame run's rate is seen"

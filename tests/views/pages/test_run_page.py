@@ -185,6 +185,17 @@ def test_comparison_shows_results_differing_options_and_all_curves(
     assert boxes == ["0", "1", "2"]
 
 
+def test_comparison_shows_verdicts_and_exact_answers(tmp_path: Path) -> None:
+    judged = written(tmp_path / "a", evaluation=EVALUATION)
+    found = page(judged, written(tmp_path / "b"))
+    labels = [a.get("data-label") for t, a in found.tags if t == "td" and "data-label" in a]
+    assert labels[:4] == [
+        *("validation loss before", "validation loss at best", "verdict", "exact answers")
+    ]
+    assert "helped 1 of 2" in found.text("results")
+    assert "– –" in found.text("results")
+
+
 def test_runs_validated_on_different_rows_are_not_compared(tmp_path: Path) -> None:
     same = written(tmp_path / "a")
     # The seed does not select the rows of a validation file.

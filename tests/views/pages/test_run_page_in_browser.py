@@ -28,7 +28,7 @@ STEPS = """
       ...Array.from(tip.querySelectorAll("span"), (each) =>
         each.querySelector("em").textContent + " = " + each.querySelector("strong").textContent)];
   };
-  for (const theme of ["light", "dark"]) for (const width of [390, 1280]) {
+  for (const theme of ["light", "dark"]) for (const width of [375, 1280]) {
     for (const name of ["one.html", "several.html", "many.html", "hostile.html", "bare.html"]) {
       const view = (await frame(width, name, "#theme=" + theme)).contentWindow;
       const page = view.document, root = page.documentElement;
@@ -40,6 +40,8 @@ STEPS = """
         return box.width > 0 && (box.left < around.left || box.right > around.right + 1);
       });
       seen["labels outside " + key] = outside.map((text) => text.textContent);
+      seen["cut " + key] = Array.from(page.querySelectorAll(".stack"))
+        .filter((table) => table.scrollWidth > table.clientWidth + 1).length;
       const path = page.querySelector("path.line");
       if (path) seen["stroke " + key] = colour(path, "stroke");
     }
@@ -135,13 +137,15 @@ def test_page_never_scrolls_sideways_and_no_label_leaves_its_chart(seen: dict[st
     assert set(overflow.values()) == {0}, overflow
     outside = {name: value for name, value in seen.items() if name.startswith("labels") and value}
     assert outside == {}
+    cut = {name: value for name, value in seen.items() if name.startswith("cut several.html 375")}
+    assert set(cut.values()) == {0}, "a table is cut on a phone"
 
 
 def test_theme_follows_the_address_and_the_button_and_colours_curves(seen: dict[str, Any]) -> None:
     assert seen["ground light"] == "rgb(246, 246, 243)"
     assert seen["ground dark"] == "rgb(17, 18, 20)"
     assert seen["theme"] is True
-    light, dark = seen["stroke one.html 390 light"], seen["stroke one.html 390 dark"]
+    light, dark = seen["stroke one.html 375 light"], seen["stroke one.html 375 dark"]
     assert (light, dark) == ("rgb(44, 156, 106)", "rgb(63, 174, 121)")
 
 
