@@ -37,6 +37,7 @@ from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.core.run.metrics import InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import StepProfiler
 from mlxtune.core.run.run_folder import ResumePoint
+from mlxtune.core.run.saving import check_space, free_space, write_adapter_of
 from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserver
@@ -155,7 +156,11 @@ def train(
             own = trained_rows.identities_of(trainer.train_rows, text_hash)
             trained = np.union1d(own, trained_before(session))
             records = records_of(session, parts, trainer, trained)
-            training = trainer.train(records, resume=resume)
+            write = partial(write_adapter, parts.pipeline, trainer, config.output_path, resume)
+            # A run that is replayed up to a step writes checkpoints, but no adapter.
+            training = trainer.train(
+                records, resume=resume, write_adapter=write if stop_after is None else None
+            )
         if stop_after is not None:
             return result_of(training=None, adapter=None, peak_memory_gb=allocator.peak_gb())
         run = finish(session, parts, trainer, training, records[run_folder.ABOUT])
@@ -396,6 +401,7 @@ def check_run(session: RunSession, parts: RunParts, trainer: InstructTrainer) ->
     """
     written = parts.pipeline.lora.written_config
     check_beside(session.config.output_path, written, base_fingerprint(session.folder))
+    check_space(session.config.checkpoint_path, parts.pipeline.lora.checkpoint_bytes)
     if session.resume is not None:
         check_unchanged(session.resume, trainer)
     step = session.resume.progress.step if session.resume else 0
@@ -418,6 +424,9 @@ def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -
         plan_text.micro_batches_line(plan),
         plan_text.peak_line(plan),
         plan_text.free_line(plan, allocator.free_now()),
+        plan_text.disk_line(
+            parts.pipeline.lora.checkpoint_bytes, free_space(config.checkpoint_path)
+        ),
         *parts.notes,
     )
     for line in filter(None, lines):
@@ -429,16 +438,19 @@ def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -
 def write_adapter(
     pipeline: InstructPipeline,
     trainer: InstructTrainer,
-    result: InstructTrainResult,
     output: Path,
     resume: ResumePoint | None,
+    result: InstructTrainResult,
 ) -> None:
     """Write the best checkpoint's adapter or, without validation, the current adapter.
 
     Raises OutputError.
     """
-    if result.best_step is None:
+    unwritten = trainer.unwritten_best
+    if result.best_step is None or (unwritten and result.best_step == trainer.progress.step):
         pipeline.write(output)
+    elif unwritten is not None:
+        write_adapter_of(unwritten, output)
     elif resume is None or result.best_step > resume.progress.step:
         make_folder(output.parent)
         copy_mlx_lm(AdapterFile(trainer.best_folder / ADAPTER), output)
@@ -455,12 +467,11 @@ def finish(
     result: InstructTrainResult,
     about: Mapping[str, Any],
 ) -> Run:
-    """Write the adapter and the run's result, print a summary, and return the whole run.
+    """Write the run's result, print a summary, and return the whole run.
 
     `about` is the content of run.json. Raises OutputError.
     """
     config, console = session.config, session.console
-    write_adapter(parts.pipeline, trainer, result, config.output_path, session.resume)
     content = about_result(config, trainer, result)
     write_json(config.checkpoint_path / run_folder.RESULT, content)
     save_run_speed(config.cache_path, parts.plan, parts.base.dtype, result.steps)

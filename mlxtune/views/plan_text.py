@@ -41,6 +41,12 @@ def free_line(plan: MemoryPlan, free: int | None) -> str:
     return f"{line}, enough for this run"
 
 
+def disk_line(checkpoint: int, free: int | None) -> str:
+    """Return a line with the size of a checkpoint and the space on the disk, if it is known."""
+    line = f"a checkpoint takes about {byte_size(checkpoint)} of disk"
+    return line if free is None else f"{line}, and {byte_size(free)} are free"
+
+
 # Fewer steps than the first number teach an adapter little; after the second number of steps, most
 # adapters have learned.
 _FEWEST_STEPS, _ENOUGH_STEPS = 30, 100

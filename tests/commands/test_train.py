@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 import threading
@@ -21,11 +22,13 @@ from mlxtune import (
     DataError,
     MlxTuneError,
     ModelError,
+    OutputError,
     TrainConfig,
     TrainingInterrupted,
     TrainResult,
     train,
 )
+from mlxtune.backend.adapters import checkpoint_tensors
 from mlxtune.config import DataConfig
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.files.hashing import base_fingerprint
@@ -37,6 +40,7 @@ from mlxtune.core.run.summary import RunView, data_names
 from mlxtune.core.run.trained_rows import read_trained_rows
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.session.dataset import Dataset, DataSource, Reader, load_dataset
+from tests.command import Cli
 from tests.models import sums, write_chat
 
 ROWS, EPOCHS = 20, 3
@@ -589,3 +593,71 @@ def test_run_whose_folder_moves_stops_and_is_resumed_where_it_is(
     result = mlxtune.resume(moved)
     assert result.adapter is not None
     assert result.adapter.read_bytes() == (run[0] / ADAPTER).read_bytes()
+
+
+# A disk on which no checkpoint fits
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While this is set, the disk has room for an adapter, and none for an optimizer's state."""
+    event, write = threading.Event(), checkpoint_tensors.write_tensors
+
+    def write_if_it_fits(path: Path, *rest: Any) -> None:
+        if event.is_set() and path.name == "optimizer.safetensors":
+            raise OutputError(f"{path}: cannot be written: No space left on device")
+        write(path, *rest)
+
+    monkeypatch.setattr(checkpoint_tensors, "write_tensors", write_if_it_fits)
+    return event
+
+
+@pytest.mark.parametrize("best", ["last", "first"])
+def test_adapter_is_written_where_no_checkpoint_fits(
+    run: Run,
+    worsening_run: Run,
+    model: Path,
+    chat: Path,
+    gibberish: Path,
+    tmp_path: Path,
+    full: threading.Event,
+    best: str,
+) -> None:
+    whole, options = run[0], {}
+    if best == "first":
+        whole, options = worsening_run[0], {"val_data": str(gibberish), "schedule": "constant"}
+    given = config(model, chat, tmp_path, save_steps=1, keep=3, **options)
+
+    def fill(record: StepRecord) -> None:
+        if record.step == 3:
+            full.set()
+
+    with pytest.raises(OutputError) as error:
+        train(given, on_step=fill)
+    assert "the adapter is written; the last good checkpoint is" in str(error.value)
+    assert str(error.value).endswith(f"resume with mlxtune train --resume {tmp_path}")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {ADAPTER, "adapter_config.json", "checkpoints"}
+    assert (tmp_path / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
+    full.clear()
+    assert mlxtune.resume(tmp_path).adapter is not None
+    assert (tmp_path / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
+
+
+def test_space_for_a_checkpoint_is_checked_before_the_first_step(
+    model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=200_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    needed = ["train", "--model-path", model, "--data", chat, "--output", tmp_path / "a" / ADAPTER]
+    outcome = cli(*needed, "--rank", 64)
+    assert outcome.code == 1
+    assert re.search(r"a checkpoint takes about 3\d\d kB of disk, and 200 kB are free", outcome.err)
+    assert "cannot be written: a checkpoint takes 3" in outcome.err.splitlines()[-1]
+    assert not (tmp_path / "a").exists()
+    fits = cli(*needed, "--rank", 8, "--max-steps", 1)
+    assert fits.code == 0
+    best = tmp_path / "a" / "checkpoints" / "epoch-1"
+    size = sum(path.stat().st_size for path in best.iterdir())
+    (about,) = re.findall(r"a checkpoint takes about (.*) kB of disk", fits.err)
+    assert float(about) * 1000 <= size < float(about) * 1000 + 20_000

@@ -88,6 +88,15 @@ class LoRASummary:
         return {"fine_tune_type": self.kind, "lora_parameters": loaded}
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """The approximate size of a checkpoint: in float32, the adapter and AdamW's two moments.
+
+        If an adapter file has other tensors than those trained, the trained ones are beside it.
+        """
+        arrays = 3 if self.trained_as_written else 5
+        return arrays * 4 * self.trainable_parameters
+
+    @property
     def modules(self) -> int:
         """The number of modules with LoRA."""
         return sum(match.layers for match in self.matches if match.parameters)

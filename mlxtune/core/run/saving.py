@@ -1,13 +1,18 @@
 """When a run writes checkpoints, which checkpoints it keeps, and how it handles a failing disk."""
 
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.files.writing import BestEffort
+from mlxtune.core.files.ours import replace_file
+from mlxtune.core.files.scratch import scratch_folder
+from mlxtune.core.files.writing import BestEffort, as_output_error, make_folder
+from mlxtune.core.formatting import byte_size
 from mlxtune.core.run import checkpoint
+from mlxtune.errors import OutputError
 
 # After a failed save, the next attempt is at the next regular save or after this many seconds.
 _RETRY_SECONDS = 60.0
@@ -29,6 +34,42 @@ class CheckpointContent:
 def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:
     """Return whether to write `epoch-N/`: every `save_every` epochs, or always in a short run."""
     return epochs <= save_every or epoch % save_every == 0
+
+
+def write_adapter_of(snapshot: Snapshot, output: Path) -> None:
+    """Write the adapter of a state, and its config, without the rest. Raises OutputError."""
+    make_folder(output.parent)
+    with as_output_error(output, "--output"), scratch_folder(parent=output.parent) as folder:
+        try:
+            snapshot(folder)
+        except OutputError:
+            # The adapter comes first, and may fit where the optimizer does not.
+            if not (folder / checkpoint.ADAPTER_CONFIG).exists():
+                raise
+        config = output.with_name(checkpoint.ADAPTER_CONFIG)
+        replace_file(folder / checkpoint.ADAPTER, output)
+        replace_file(folder / checkpoint.ADAPTER_CONFIG, config)
+
+
+def free_space(folder: Path) -> int | None:
+    """Return the free bytes on a folder's disk; None if its file system does not count them.
+
+    The folder may not exist yet. Raises OutputError.
+    """
+    with as_output_error(folder, "--checkpoint-dir"):
+        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        usage = shutil.disk_usage(existing)
+    return usage.free if usage.total else None
+
+
+def check_space(folder: Path, size: int) -> None:
+    """Raise OutputError unless a checkpoint of this size fits on a folder's disk."""
+    free = free_space(folder)
+    if free is not None and free < size:
+        raise OutputError(
+            f"{folder}: cannot be written: a checkpoint takes {byte_size(size)}, and "
+            f"{byte_size(free)} are free: free space or choose another --checkpoint-dir"
+        )
 
 
 @dataclass
@@ -54,7 +95,7 @@ class CheckpointSaver:
         self._best_effort = BestEffort(self.on_problem, "the next save will try again")
         self._saved_at, self._saved_step = self.clock(), 0
         # The content of `best/`, until it can be written.
-        self._pending_best: CheckpointContent | None = None
+        self.pending_best: CheckpointContent | None = None
 
     def resume(self, kept: Sequence[Path], step: int) -> None:
         """Continue after `step` steps, with the checkpoints kept so far, the oldest first."""
@@ -92,7 +133,7 @@ class CheckpointSaver:
 
     def save_best(self, content: CheckpointContent) -> None:
         """Write `best/`, or leave it to the next save if it cannot be written now."""
-        self._pending_best = content
+        self.pending_best = content
         with self._best_effort.attempt():
             self._save_pending_best()
 
@@ -103,9 +144,9 @@ class CheckpointSaver:
             checkpoint.prune(self.folder, set(self._kept[-self.keep :]))
 
     def _save_pending_best(self) -> None:
-        if self._pending_best is not None:
-            self._write(checkpoint.BEST, self._pending_best)
-            self._pending_best = None
+        if self.pending_best is not None:
+            self._write(checkpoint.BEST, self.pending_best)
+            self.pending_best = None
 
     def _write(self, name: str, content: CheckpointContent) -> Path:
         target = self.folder / name

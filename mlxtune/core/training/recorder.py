@@ -119,11 +119,20 @@ class RunRecorder:
         saved = self.saver.save(f"step-{step}", self._checkpoint()) if step else None
         raise TrainingInterrupted(saved, step)
 
-    def finish(self, stopped_early: bool) -> InstructTrainResult:
-        """Write the files that are still due, and return the run's result."""
-        self.saver.finish()
+    def finish(
+        self, stopped_early: bool, write_adapter: Callable[[InstructTrainResult], None] | None
+    ) -> InstructTrainResult:
+        """Write the adapter and the files that are still due, and return the run's result."""
+        result = self.progress.result(stopped_early, _milliseconds_since(self._started))
+        # The adapter comes first: on a full disk, it may fit where no checkpoint does.
+        if write_adapter is not None:
+            write_adapter(result)
+        try:
+            self.saver.finish()
+        except OutputError as error:
+            raise OutputError(f"{error}; the adapter is written") from error
         self._metrics_file.write(self.progress)
-        return self.progress.result(stopped_early, _milliseconds_since(self._started))
+        return result
 
     @contextmanager
     def naming_checkpoint(self) -> Iterator[None]:
@@ -133,7 +142,7 @@ class RunRecorder:
         except (NonFiniteLossError, OutputError, MemoryLimitError, GpuError) as error:
             saved = self.saver.latest
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint was written"
-            if saved and isinstance(error, MemoryLimitError | GpuError):
+            if saved and not isinstance(error, NonFiniteLossError):
                 kept += f"; resume with {resume_command(self._folder)}"
             raise type(error)(f"{error}; {kept}") from error
 

@@ -33,6 +33,7 @@ from mlxtune.core.run.metrics import (
 from mlxtune.core.run.profile import StepProfiler
 from mlxtune.core.run.progress import Progress
 from mlxtune.core.run.run_folder import ResumePoint
+from mlxtune.core.run.saving import Snapshot
 from mlxtune.core.steps import order
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.pipeline import Pipeline, RunningStep, Step
@@ -125,6 +126,12 @@ class InstructTrainer:
         self._step_ended = time.perf_counter()
 
     @property
+    def unwritten_best(self) -> Snapshot | None:
+        """The state after the best validation while `best_folder` cannot be written, else None."""
+        pending = self._recorder.saver.pending_best
+        return None if pending is None else pending.snapshot
+
+    @property
     def metrics(self) -> TrainingMetrics:
         """The steps of the run so far."""
         return TrainingMetrics(self.total_steps, self.progress.steps)
@@ -152,12 +159,17 @@ class InstructTrainer:
         return {**self.pipeline.describe(), **self.data_hashes()}
 
     def train(
-        self, records: Mapping[str, Any] | None = None, *, resume: ResumePoint | None = None
+        self,
+        records: Mapping[str, Any] | None = None,
+        *,
+        resume: ResumePoint | None = None,
+        write_adapter: Callable[[InstructTrainResult], None] | None = None,
     ) -> InstructTrainResult:
         """Take all steps, or the steps after the checkpoint to resume from.
 
         `records` are JSON values or bytes by file name, written to the run's folder. An interrupt
-        before the first step removes these files.
+        before the first step removes these files. `write_adapter` writes the adapter of the run's
+        result, before the last checkpoints are written.
 
         Raises NonFiniteLossError, MemoryLimitError or GpuError if a step cannot be taken,
         OutputError if the best or last checkpoint cannot be written, ModelError if the checkpoint
@@ -192,7 +204,7 @@ class InstructTrainer:
                     self._running = RunningStep(step, started, pending)
                     self._stop_or_save(step, halved)
                     over = self._validate_and_end_epoch(step.number)
-                result = self._recorder.finish(self.progress.step < self.total_steps)
+                result = self._recorder.finish(self.progress.step < self.total_steps, write_adapter)
                 self._observer.on_result(result)
         finally:
             self._observer.on_end()
