@@ -35,12 +35,8 @@ from mlxtune.core.data.sources.datafiles import CHATGPT_FILE, reading
 from mlxtune.core.data.sources.text_rows import (
     UTF16,
     NumberedRow,
-    check_read_as_text,
-    is_plain_text,
-    is_table,
     is_text_file,
-    plain_text_rows,
-    table_rows,
+    text_rows,
 )
 from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
 from mlxtune.core.files.reading import is_lfs_pointer, open_regular, open_zipped, read_end
@@ -80,8 +76,8 @@ def read_objects(
     A row of JSON lines is a line that is neither blank nor a comment (`#` first), and its number
     is the line's. Lines end in LF or CRLF; a UTF-8 byte order mark is dropped. A row of CSV or TSV
     has the number of its first line. A row of a JSON array or of parquet is an element, and its
-    number is the element's. With `texts`, a file of plain text is a row, or several, as
-    `plain_text_rows` splits it. Objects in a row have no nulls: tables such as Arrow's give all
+    number is the element's. With `texts`, a file of plain text is a row, or several with
+    `split_at`. Objects in a row have no nulls: tables such as Arrow's give all
     objects the keys of all, and fill them with null; NaN, which pandas writes for an empty cell,
     is one of them.
 
@@ -119,11 +115,8 @@ def _read_objects(path: Path, texts: bool, split_at: str | None) -> Iterator[Num
         return _archive_rows(path)
     if is_zipped(path):
         _check_gzip(path)
-    if is_table(path, head):
-        return table_rows(path)
-    if texts and is_plain_text(path, head):
-        return plain_text_rows(path, split_at)
-    check_read_as_text(path, head)
+    if is_text_file(path) and (found := text_rows(path, head, texts, split_at)) is not None:
+        return found
     return _array_rows(path) if has_elements(head) else _line_rows(path)
 
 
@@ -142,7 +135,7 @@ def _head(path: Path) -> bytes:
         if is_text_file(path):
             return head
         raise DataError(f"{path}: is text in UTF-16: save it in UTF-8")
-    if is_lfs_pointer(head):
+    if is_lfs_pointer(head[:48]):
         raise DataError(f"{path}: is a Git LFS pointer: run git lfs pull in its folder")
     if b"\0" in head and not head.startswith(PARQUET):
         raise DataError(f"{path}: is a binary file: save it as JSON lines in UTF-8, or as parquet")

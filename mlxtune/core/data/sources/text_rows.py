@@ -66,6 +66,25 @@ def is_text_file(path: Path) -> bool:
     return path.name.lower().endswith((*TABLE_ENDINGS, *TEXT_ENDINGS))
 
 
+def text_rows(
+    path: Path, head: bytes, texts: bool, split_at: str | None
+) -> Iterator[NumberedRow] | None:
+    """Return the rows of a text file that starts with `head`; None for JSON under such a name.
+
+    Plain text has rows only with `texts`. Raises DataError.
+    """
+    if path.name.lower().endswith(TABLE_ENDINGS):
+        return None if head.lstrip().startswith((b"{", b"[")) else _table_rows(path)
+    # Files of JSON lines may start with comments, and Markdown with a heading.
+    every = head.removeprefix(UTF8_BOM).splitlines()
+    lines = (line for line in every if line.strip() and not line.startswith(b"#"))
+    if _JSON_START.match(next(lines, b"")) is not None:
+        return None
+    if not texts:
+        raise _refusal(path, head)
+    return _plain_text_rows(path, split_at)
+
+
 @contextmanager
 def _open_text(path: Path) -> Iterator[TextIO]:
     """Open a text file, whose lines end in LF. Raises DataError."""
@@ -93,12 +112,7 @@ def _lines(path: Path, text: TextIO) -> Iterator[str]:
 # Tables
 
 
-def is_table(path: Path, head: bytes) -> bool:
-    """Return whether a file is named as CSV or TSV, and does not start like JSON."""
-    return path.name.lower().endswith(TABLE_ENDINGS) and not head.lstrip().startswith((b"{", b"["))
-
-
-def table_rows(path: Path) -> Iterator[NumberedRow]:
+def _table_rows(path: Path) -> Iterator[NumberedRow]:
     """Yield the line number and the object of each row; empty cells are None. Raises DataError."""
     csv.field_size_limit(_MAX_LINE_BYTES)
     with _open_text(path) as file:
@@ -172,29 +186,19 @@ def _row_of_cells(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] 
 # Plain text
 
 
-def is_plain_text(path: Path, head: bytes) -> bool:
-    """Return whether a file is named as text or Markdown, and does not start like JSON."""
-    if not path.name.lower().endswith(TEXT_ENDINGS):
-        return False
-    # Files of JSON lines may start with comments, and Markdown with a heading.
-    every = head.removeprefix(UTF8_BOM).splitlines()
-    lines = (line for line in every if line.strip() and not line.startswith(b"#"))
-    return _JSON_START.match(next(lines, b"")) is None
-
-
-def check_read_as_text(path: Path, head: bytes) -> None:
-    """Raise DataError for plain text under a format that needs rows."""
-    if not is_plain_text(path, head):
-        return
+def _refusal(path: Path, head: bytes) -> DataError:
+    """Return the error for plain text under a format that needs rows."""
     rows = 'write JSON lines, such as {"text": "…"} or {"messages": […]}'
     if _WHATSAPP.match(head.removeprefix(UTF8_BOM).removeprefix(b"\xe2\x80\x8e")):
-        raise DataError(
+        return DataError(
             f"{path}: is a chat of WhatsApp, which does not say who answers whom: {rows}"
         )
-    raise DataError(f"{path}: is plain text: {rows}, or give --format text to train on it as it is")
+    return DataError(
+        f"{path}: is plain text: {rows}, or give --format text to train on it as it is"
+    )
 
 
-def plain_text_rows(path: Path, split_at: str | None) -> Iterator[NumberedRow]:
+def _plain_text_rows(path: Path, split_at: str | None) -> Iterator[NumberedRow]:
     """Yield the text of a file or, with `split_at`, each piece, with the number of its first line.
 
     `heading` starts a piece at each heading of Markdown, `paragraph` after blank lines.
