@@ -1,21 +1,43 @@
-"""`mlxtune generate`: answers one prompt or conversation, which may come from standard input."""
+"""`mlxtune generate`: answers a prompt, a conversation, or every row of a file."""
 
+import hashlib
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.text.generate import Answer, Sampling
+from mlxtune.backend.text.generate import Answer, Generator, Sampling, seed
 from mlxtune.config import GenerateConfig, as_path
-from mlxtune.core.data.prompt import MAX_BYTES, check_size, parse_content, prompt_of, text_prompt
-from mlxtune.core.files.reading import read_start
-from mlxtune.errors import DataError
+from mlxtune.config.limits import RECORD, parse_json
+from mlxtune.core.data.conversation import letters, role_of
+from mlxtune.core.data.problems import BadRow, where
+from mlxtune.core.data.prompt import (
+    MAX_BYTES,
+    Prompt,
+    check_size,
+    parse_content,
+    prompt_of,
+    text_prompt,
+)
+from mlxtune.core.data.sources.datafiles import find_data_files
+from mlxtune.core.data.sources.rows import read_objects
+from mlxtune.core.files.reading import file_hash, open_regular, read_start
+from mlxtune.core.files.writing import append_line, as_output_error, make_folder, write_file
+from mlxtune.core.formatting import count
+from mlxtune.errors import ConfigError, DataError, OutputError, shorten
 from mlxtune.session import trained_model
 from mlxtune.session.arguments import Resolved, takes_resolved
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_answer, print_json, print_line
 
 _STDIN = "standard input"
+# Keys of a prompt in rows of --data, in lower case and without punctuation.
+_PROMPTS = ("prompt", "question", "query", "instruction", "input", "message", "text")
+# Options that change no answer.
+_PLACES = {"model_path", "adapter", "data", "output", "overwrite", "quiet", "memory_limit"}
 
 
 @takes_resolved(GenerateConfig)
@@ -25,9 +47,12 @@ def generate(
 ) -> Answer:
     """Answer a prompt or a conversation; `on_text` gets each piece of the answer as it arrives.
 
-    Raises a subclass of MlxTuneError for errors in options, files or the model.
+    `answer_rows` answers the rows of a file. Raises a subclass of MlxTuneError for errors in
+    options, files or the model.
     """
     config = options.config
+    if config.data is not None:
+        raise ConfigError(["--data: call mlxtune.commands.generate.answer_rows"])
     with closing(RunConsole(quiet=config.quiet)) as console:
         session = trained_model.UseSession(config, console)
         reader = session.reader
@@ -66,7 +91,10 @@ def _completes_text(session: trained_model.UseSession[GenerateConfig], *, named:
 
 
 def show(config: GenerateConfig) -> None:
-    """Print the answer as it arrives, or as JSON once it is complete."""
+    """Print the answer as it arrives, or as JSON once it is complete; or answer --data."""
+    if config.data is not None:
+        answer_rows(config)
+        return
     if config.json:
         answer = generate(config)
         print_json(
@@ -91,6 +119,156 @@ def show(config: GenerateConfig) -> None:
     RunConsole(quiet=config.quiet).say("Done", rate + cut)
 
 
+# The rows of a file
+
+
+@takes_resolved(GenerateConfig)
+def answer_rows(options: Resolved[GenerateConfig]) -> Path:
+    """Answer every row of a file, in order, and return the file of answers.
+
+    Each answer is written once it is complete, and has the tokens that `generate` gives for its
+    prompt alone. Answers that the file has already are kept if prompts, model and options are the
+    same. Raises a subclass of MlxTuneError.
+    """
+    config = options.config
+    data, output = as_path(str(config.data)), as_path(str(config.output))
+    if data.is_dir():
+        raise DataError(f"{data}: is a folder: name a file in it")
+    find_data_files([data])
+    with closing(RunConsole(quiet=config.quiet)) as console:
+        session = trained_model.UseSession(config, console)
+        completes = _completes_text(session, named="template" in options.given)
+        if not completes:
+            session.reader.require_template()
+        prompts = list(_prompts(session, data, completes=bool(completes)))
+        written = [] if config.overwrite or not output.exists() else _written(output)
+        stamps = _stamps(session, [each for _, _, each in prompts])
+        if [line.get("stamp") for line in written] != stamps[: len(written)]:
+            raise OutputError(
+                f"{output}: has answers to other prompts, or of another model or other options: "
+                "choose another --output, or replace it with --overwrite"
+            )
+        make_folder(output.parent)
+        # Without the line that an interrupted command wrote in part.
+        lines = (json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in written)
+        write_file(output, lines)
+        if written:
+            console.say("Resume", f"{output} has the first {count(len(written), 'answer')}")
+        todo = list(zip(prompts, stamps, strict=True))[len(written) :]
+        _answer(session, output, todo, len(written))
+        console.say("Done", f"{count(len(prompts), 'answer')} in {output}")
+    return output
+
+
+def _prompts(
+    session: trained_model.UseSession[GenerateConfig], data: Path, *, completes: bool
+) -> Iterator[tuple[int, dict[str, Any], Prompt | str]]:
+    """Yield each row's number, its entries for the output, and its prompt or why it has none."""
+    system = session.config.system
+    for number, row in read_objects(data):
+        place = where(data, number)
+        try:
+            if isinstance(row, BadRow):
+                raise DataError(f"{place}: {row}")
+            content, shown = _conversation(row, place, system)
+            if completes and "prompt" in shown:
+                prompt = text_prompt(session.reader.encoder, shown["prompt"], place)
+            else:
+                prompt = prompt_of(session.reader.encoder, content, place)
+        except DataError as error:
+            yield number, {}, error.args[0]
+        else:
+            yield number, shown, prompt
+
+
+def _conversation(
+    row: Mapping[str, Any], place: str, system: str | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the conversation that a row asks to answer, and what the output repeats of it.
+
+    Raises DataError.
+    """
+    keys = {letters(key): key for key in reversed([*row]) if row[key] is not None}
+    messages = row.get("messages")
+    asked = next((keys[name] for name in _PROMPTS if name in keys), None)
+    if messages is None and asked is None:
+        found = ", ".join(map(shorten, [*row][:5])) or "none"
+        raise DataError(f"{place}: no 'prompt' or 'messages' (its keys: {found}): rename one")
+    text = messages if asked is None or messages is not None else row[asked]
+    if isinstance(messages := text, list):
+        while messages and role_of(messages[-1]) == "assistant":
+            messages = messages[:-1]
+        shown: dict[str, Any] = {"messages": messages}
+    else:
+        text = str(text)
+        if letters(str(asked)) == "instruction" and "input" in keys:
+            text += f"\n{row[keys['input']]}"
+        shown = {"prompt": text}
+        messages = [{"role": "user", "content": text}]
+    content = {name: row[name] for name in ("system", "tools") if name in row}
+    return _with_system({**content, "messages": messages}, system, place), shown
+
+
+def _stamps(
+    session: trained_model.UseSession[GenerateConfig], prompts: Sequence[Prompt | str]
+) -> list[str]:
+    """Return a hash of each prompt with the model and the options, to recognise its answer."""
+    every = asdict(session.config)
+    options = {name: every[name] for name in every.keys() - _PLACES}
+    adapter = None if session.adapter is None else file_hash(session.adapter.path)
+    common = [str(session.folder.resolve()), adapter, sorted(options.items())]
+    contents = (each if isinstance(each, str) else each.ids for each in prompts)
+    texts = (json.dumps([*common, content], default=str) for content in contents)
+    return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
+
+
+def _written(output: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of answers. Raises OutputError for other files."""
+    lines: list[dict[str, Any]] = []
+    with as_output_error(output, "--output"), open_regular(output) as file:
+        while (line := file.readline(RECORD.bytes + 1)).endswith(b"\n"):
+            try:
+                lines.append(parse_json(line, RECORD, output.name))
+            except ValueError:
+                lines.append({})
+    return lines
+
+
+def _answer(
+    session: trained_model.UseSession[GenerateConfig],
+    output: Path,
+    rows: Sequence[tuple[tuple[int, dict[str, Any], Prompt | str], str]],
+    done: int,
+) -> None:
+    """Answer prompts one after another, and append each answer to the output."""
+    if not rows:
+        return
+    config, console = session.config, session.console
+    loaded = session.load()
+    generator: Generator = trained_model.start_generator(session, loaded)
+    sampling = config.part(Sampling)
+    try:
+        for (number, shown, prompt), stamp in rows:
+            entry: dict[str, Any] = {"row": number, **shown}
+            if isinstance(prompt, str):
+                console.warn(f"{prompt}; row not answered")
+                entry["error"] = prompt
+            else:
+                trained_model.check_prompt_length(prompt, loaded.base, f"row {number}")
+                if config.seed is not None:
+                    # Answers do not depend on the row at which a command was interrupted.
+                    seed(config.seed + number)
+                # A cached prefix is computed in other pieces, so that tokens could differ.
+                generator.forget()
+                answer = generator.answer(prompt, sampling)
+                entry |= {"answer": answer.text, "finish_reason": answer.finish_reason}
+            append_line(output, json.dumps(entry | {"stamp": stamp}, ensure_ascii=False))
+            done += 1
+    except KeyboardInterrupt:
+        console.warn(f"{output} has {count(done, 'answer')}: the same command adds the others")
+        raise
+
+
 def _content(config: GenerateConfig) -> tuple[dict[str, Any], str]:
     """Return the conversation to answer, and its name for error messages. Raises DataError."""
     if config.messages is not None:
@@ -100,15 +278,19 @@ def _content(config: GenerateConfig) -> tuple[dict[str, Any], str]:
         where = "--prompt" if config.prompt is not None else _STDIN
         prompt = config.prompt if config.prompt is not None else _read_prompt()
         content = {"messages": [{"role": "user", "content": prompt}]}
+    return _with_system(content, config.system, where), where
+
+
+def _with_system(content: dict[str, Any], system: str | None, where: str) -> dict[str, Any]:
+    """Return a conversation with a system message before it, if one is given. Raises DataError."""
     messages = content.get("messages")
     # Messages that are not a list are rejected later, when the prompt is encoded.
-    if config.system is None or not isinstance(messages, list):
-        return content, where
+    if system is None or not isinstance(messages, list):
+        return content
     first = messages[0] if messages else None
     if content.get("system") or (isinstance(first, dict) and first.get("role") == "system"):
         raise DataError(f"{where}: already has a system message: leave out --system")
-    system = {"role": "system", "content": config.system}
-    return {**content, "messages": [system, *messages]}, where
+    return {**content, "messages": [{"role": "system", "content": system}, *messages]}
 
 
 def _read_prompt() -> str:

@@ -145,7 +145,7 @@ _ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     ("runs", "output out html", "mlxtune report writes a page"),
     ("bench", "output out", "--json FILE writes the figures"),
     (
-        "eval generate verify",
+        "eval verify",
         "output out html",
         "--json prints the result, and > FILE keeps it",
     ),
@@ -156,7 +156,8 @@ _ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     ),
     ("train plan inspect bench", "adapter", "--init-adapter continues training an adapter"),
     ("chat", "prompt messages", "mlxtune generate answers one prompt"),
-    ("generate chat", "data", "mlxtune eval --generate answers every row"),
+    ("generate", "out html", "--json prints the result, and > FILE keeps it"),
+    ("chat", "data", "mlxtune generate --data answers every row"),
     ("eval", "val_data val_split", "every row of --data is evaluated"),
     (
         "import report runs verify watch push",

@@ -59,7 +59,7 @@ class UseConfig(ModelConfig):
     def reading(self, **options: Any) -> DataConfig:
         """Return the options for reading data as `train` does, changed by `options`."""
         # Prompts need no data file, and EvalConfig has its own data.
-        changes = {"data": getattr(self, "data", ("none",)), "val_split": 0.0}
+        changes = {"data": getattr(self, "data", None) or ("none",), "val_split": 0.0}
         return self.part(DataConfig, **changes | options)
 
 
@@ -189,11 +189,32 @@ class GenerateConfig(AnswerConfig):
         "and optional 'tools'; - is standard input.",
         COMMAND,
     )
+    data: str | None = GENERATION.option(
+        None,
+        "File of prompts to answer: .jsonl, .json, .csv or .tsv (also .gz), or .parquet, with a "
+        "'prompt' or 'messages' in each row; a last answer is left out.",
+        COMMAND,
+    )
+    output: str | None = FILES.option(
+        None,
+        "With --data, the .jsonl file of answers; if it has some, the others are added.",
+        COMMAND,
+    )
+    overwrite: bool = FILES.option(False, "Answer all prompts of --data again.", COMMAND)
     json: bool = RUN.option(False, "Print the answer and its figures as JSON.", COMMAND)
 
     def contradictions(self) -> Iterator[str]:
-        if self.prompt is not None and self.messages is not None:
-            yield "--prompt and --messages are both given: leave out one"
+        sources = {"prompt": self.prompt, "messages": self.messages, "data": self.data}
+        given = [f"--{name}" for name, value in sources.items() if value is not None]
+        if len(given) > 1:
+            every = "both" if len(given) == 2 else "all"
+            yield f"{' and '.join(given)} are {every} given: keep one"
+        if self.data is not None and (self.output is None or not self.output.endswith(".jsonl")):
+            yield "--data needs a file for its answers: give --output answers.jsonl"
+        if self.data is None and (self.output is not None or self.overwrite):
+            yield "--output and --overwrite are for the answers to --data: give both"
+        if self.data is not None and self.json:
+            yield "--json is for one answer: leave it out with --data"
 
 
 @dataclasses.dataclass(frozen=True)

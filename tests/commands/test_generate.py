@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from mlxtune import GenerateConfig, TrainConfig, generate, train
+from mlxtune.backend.text.generate import Generator
 from mlxtune.core.files.writing import append_line
 from mlxtune.errors import OutputError
-from tests.command import Cli, Outcome
+from tests.command import Cli, Outcome, unless_given
 from tests.models import write_model
 from tests.paths import DATA
 from tests.waiting import SECONDS
@@ -35,8 +36,8 @@ def say(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(command: str, *arguments: object, stdin: str | bytes = "") -> Outcome:
         content = stdin.encode() if isinstance(stdin, str) else stdin
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
-        length = () if "--max-new-tokens" in arguments else ("--max-new-tokens", 20)
-        return cli(command, "--model-path", DEMO, *length, *arguments)
+        options = unless_given(arguments, model_path=DEMO, max_new_tokens=20)
+        return cli(command, *options, *arguments)
 
     return run
 
@@ -399,3 +400,106 @@ def test_ctrl_c_ends_generate_with_130() -> None:
     assert process.returncode == 130
     assert "Traceback" not in err
     assert err.splitlines()[-1] == "mlxtune: interrupted"
+
+
+# The rows of a file
+
+ASKED = [
+    "A table for two, Sunday at noon. Ida Park",
+    "Hello",
+    "Four on Friday, one o'clock.",
+]
+
+
+def prompts_file(folder: Path) -> Path:
+    path = folder / "prompts.jsonl"
+    message = {"role": "user", "content": ASKED[2]}
+    rows = [
+        {"Question": ASKED[0], "id": 7},
+        {"prompt": ASKED[1], "completion": "not this"},
+        {"wrong": "key"},
+        {"messages": [message, {"role": "assistant", "content": "left out"}]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_of_a_file_get_the_answers_of_single_prompts_in_order(
+    say: Any, tmp_path: Path
+) -> None:
+    output = tmp_path / "new" / "answers.jsonl"
+    outcome = say("generate", "--quiet", "--data", prompts_file(tmp_path), "--output", output)
+
+    assert (outcome.code, outcome.out) == (0, "")
+    assert "prompts.jsonl:3: no 'prompt' or 'messages'" in outcome.err
+    found = lines_of(output)
+    assert [line["row"] for line in found] == [1, 2, 3, 4]
+    assert found[2]["error"].endswith("(its keys: 'wrong'): rename one")
+    alone = [str(generate(model_path=DEMO, prompt=each, max_new_tokens=20)) for each in ASKED]
+    assert [line["answer"] for line in found if "answer" in line] == alone
+    assert found[3]["messages"][-1]["role"] == "user"
+
+
+def test_answers_to_rows_are_resumed_and_the_file_is_the_same(say: Any, tmp_path: Path) -> None:
+    command = ["generate", "--quiet", "--data", prompts_file(tmp_path), "--output"]
+    sampled = ["--temperature", 1, "--seed", 3]
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    assert say(*command, whole, *sampled).code == 0
+    content = whole.read_bytes()
+    for kept in (0, 1, 2, 4):
+        lines = content.splitlines(keepends=True)
+        part.write_bytes(b"".join(lines[:kept]) + b'{"row": 9, "ans'[: 15 * (kept < 4)])
+        assert say(*command, part, *sampled).code == 0
+        assert part.read_bytes() == content
+
+    refused = say(*command, part, "--temperature", 1, "--seed", 4).error
+    assert refused.startswith(f"{part}: has answers to other prompts")
+    assert part.read_bytes() == content
+    assert say(*command, part, "--temperature", 0, "--overwrite").code == 0
+    assert part.read_bytes() != content
+    part.write_text("a file of somebody else\n")
+    assert "has answers to other prompts" in say(*command, part, *sampled).error
+
+
+def test_interrupt_keeps_the_finished_answers(
+    say: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, output = Generator.answer, tmp_path / "answers.jsonl"
+
+    def answer(self: Generator, prompt: Any, *more: Any) -> Any:
+        if output.read_bytes():
+            raise KeyboardInterrupt
+        return whole(self, prompt, *more)
+
+    monkeypatch.setattr(Generator, "answer", answer)
+    outcome = say("generate", "--data", prompts_file(tmp_path), "--output", output)
+    assert outcome.code == 130
+    assert "answers.jsonl has 1 answer: the same command adds the others" in outcome.err
+    assert [line["row"] for line in lines_of(output)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data", "a"], "--data needs a file for its answers: give --output answers.jsonl"),
+        (["--data", "a", "--output", "b.csv"], "--data needs a file for its answers"),
+        (["--output", "b.jsonl", "--prompt", "a"], "--output and --overwrite are for the answers"),
+        (["--data", "a", "--output", "b.jsonl", "--json"], "--json is for one answer"),
+        (["--data", "a", "--output", "b.jsonl", "--prompt", "a"], "are both given: keep one"),
+        (["--data", "none.csv", "--output", "b.jsonl"], "none.csv: no such file: check --data"),
+        (["--data", ".", "--output", "b.jsonl"], ".: is a folder: name a file in it"),
+    ],
+)
+def test_options_of_a_file_of_prompts_are_checked(
+    say: Any, arguments: list[str], said: str
+) -> None:
+    assert said in say("generate", *arguments).error
+
+
+def test_answer_prints_as_its_text() -> None:
+    answer = generate(model_path=DEMO, prompt=ASKED[0], max_new_tokens=5)
+    assert f"{answer}" == answer.text != ""
