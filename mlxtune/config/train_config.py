@@ -131,6 +131,12 @@ class TrainConfig(_LoopConfig, LoraConfig, StepConfig):
     Raises ConfigError, which lists every problem.
     """
 
+    model_path: str = same(
+        StepConfig,
+        "model_path",
+        help="Model folder in MLX or Hugging Face layout, or owner/name to download; with "
+        "--init-adapter, its base is the default.",
+    )
     _: dataclasses.KW_ONLY
     output: str = FILES.option(
         "adapters.safetensors",
@@ -210,6 +216,9 @@ class TrainConfig(_LoopConfig, LoraConfig, StepConfig):
         several=True,
         choices=("trackio", "tensorboard", "wandb"),
     )
+
+    def is_found_later(self, name: str) -> bool:
+        return name == "model_path" and self.init_adapter is not None
 
     def contradictions(self) -> Iterator[str]:
         yield from self._tensor_problems()

@@ -60,7 +60,8 @@ class Resolved(Generic[C]):
 def resolve(config: C) -> Resolved[C]:
     """Return a config as its caller gave it, completed by the adapter in `init_adapter`, if any.
 
-    The adapter's rank, alpha, targets, layers and kind replace the defaults of these options.
+    The adapter's rank, alpha, targets, layers and kind replace the defaults of these options, and
+    its base model is the default of `model_path`.
     Raises ModelError if training cannot continue from the adapter.
     """
     given = given_options(config)
@@ -70,9 +71,14 @@ def resolve(config: C) -> Resolved[C]:
     # These imports load mlx, which --help must not do.
     from mlxtune.backend.adapters.adapter_file import AdapterFile
     from mlxtune.backend.adapters.initialise import with_adapter
+    from mlxtune.session.trained_model import base_name
 
     initial = AdapterFile.find(path, "--init-adapter")
     options = with_adapter({name: getattr(config, name) for name in given}, initial)
+    training: Any = config
+    if not training.model_path:
+        named, relative_to = initial.info.model, initial.origin.working_directory
+        options["model_path"] = base_name(training, initial, named, relative_to)
     return Resolved(type(config)(**options), frozenset(options), initial)
 
 

@@ -86,10 +86,33 @@ def find_named(
 ) -> Path:
     """Return the base model's folder, from --model-path or else by the name `named`.
 
-    The name may be a path relative to `relative_to`. A model is downloaded by this name only if
-    this user made the adapter's run. The model's config is checked.
+    The model's config is checked. Raises ModelError as `base_name` does.
+    """
+    path = base_name(config, adapter, named, relative_to)
+    try:
+        folder = find_folder(path)
+    except ModelError as error:
+        if config.model_path:
+            raise
+        why = error.args[0].removeprefix(f"{path}: ").removesuffix(": check --model-path")
+        why = "is not there" if why == "no such folder" else f"cannot be used: {why}"
+        raise ModelError(
+            f"{adapter.path}: its base model {path} {why}: give --model-path"
+        ) from error
+    read_config(folder, trust_remote_code=config.trust_remote_code)
+    return folder
 
-    Raises ModelError.
+
+def base_name(
+    config: ImportConfig | OutgoingConfig | TrainConfig | UseConfig,
+    adapter: AdapterFile,
+    named: str,
+    relative_to: str,
+) -> str:
+    """Return the path or name of the base model: --model-path, or else `named`.
+
+    The name may be a path relative to `relative_to`. A model to download is accepted by this name
+    only if this user made the adapter's run. Raises ModelError.
     """
     path = config.model_path or named
     if not path:
@@ -102,18 +125,7 @@ def find_named(
             f"{adapter.path}: its base model is not here, and you did not make the adapter on this "
             f"machine: to download the model, give --model-path {shlex.quote(path)}"
         )
-    try:
-        folder = find_folder(path)
-    except ModelError as error:
-        if config.model_path:
-            raise
-        why = str(error).removeprefix(f"{path}: ").removesuffix(": check --model-path")
-        why = "is not there" if why == "no such folder" else f"cannot be used: {why}"
-        raise ModelError(
-            f"{adapter.path}: its base model {path} {why}: give --model-path"
-        ) from error
-    read_config(folder, trust_remote_code=config.trust_remote_code)
-    return folder
+    return path
 
 
 def _is_own(adapter: AdapterFile) -> bool:

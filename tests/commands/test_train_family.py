@@ -141,6 +141,32 @@ def test_python_continues_from_an_adapter_as_the_command_line_does(
             assert (tmp_path / folder / name).read_bytes() == by_flags, folder
 
 
+def test_adapter_to_continue_from_names_its_base(
+    cli: Cli, model: Path, chat: Path, first: Path, tmp_path: Path
+) -> None:
+    options = {"data": chat, "max_steps": 1, "samples": 0, "quiet": True, "init_adapter": first}
+    train(**options, output=tmp_path / "named")
+    train(**options, output=tmp_path / "given", model_path=model)
+    named, given = (
+        (tmp_path / name / "adapters.safetensors").read_bytes() for name in ("named", "given")
+    )
+    assert named == given
+    assert cli("plan", "--init-adapter", first).code == 0
+    # Another user's adapter downloads nothing, and an adapter without a base needs one.
+    stray = tmp_path / "stray"
+    stray.mkdir()
+    weights = safetensors.numpy.load_file(first / "adapters.safetensors")
+    safetensors.numpy.save_file(weights, stray / "adapters.safetensors")
+    settings = json.loads((first / "adapter_config.json").read_text())
+    for base, problem in (
+        ("org/model", "to download the model, give --model-path org/model"),
+        ("", "names no base model: give --model-path"),
+    ):
+        (stray / "adapter_config.json").write_text(json.dumps(settings | {"model": base}))
+        assert cli("train", "--data", chat, "--init-adapter", stray).error.endswith(problem)
+    assert cli("train", "--data", chat).error.startswith("--model-path is required")
+
+
 def test_plan_counts_the_parameters_of_an_adapter_to_continue_from(
     cli: Cli, model: Path, first: Path
 ) -> None:
