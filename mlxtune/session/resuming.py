@@ -3,10 +3,12 @@
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mlxtune.backend.adapters.adapter_folder import find_adapter
 from mlxtune.backend.models.model_folder import is_local
@@ -21,8 +23,9 @@ from mlxtune.core.files.remembered import is_own
 from mlxtune.core.files.writing import same_place
 from mlxtune.core.formatting import count
 from mlxtune.core.run.checkpoint import Checkpoint
-from mlxtune.core.run.run_folder import ResumePoint, find_resume_point
-from mlxtune.core.run.stored_run import mapping, run_folder_at
+from mlxtune.core.run.run_folder import LEDGER, ResumePoint, find_resume_point
+from mlxtune.core.run.stored_run import mapping, read_ledgers, run_folder_at
+from mlxtune.core.run.trained_rows import read_trained_rows
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, OutputError, shorten
 from mlxtune.hub.dataset_name import data_value
@@ -35,13 +38,13 @@ _ASKED_AGAIN = ("model_path", "data", "val_data", "track")
 _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
     "data_hash": (
         DataError,
-        "--data: gives different examples from those that the run was trained on: "
-        "bring back the run's files, or start a new run",
+        "--data: gives different examples from those that the run was trained on{rows}: "
+        "bring back the run's files, or train on from its adapter: --init-adapter {checkpoint}",
     ),
     "validation_hash": (
         DataError,
         "--val-data: gives different examples from those that the run was validated with: "
-        "bring back the run's file, or start a new run",
+        "bring back the run's file, or train on from its adapter: --init-adapter {checkpoint}",
     ),
     "base_hash": (
         ModelError,
@@ -244,7 +247,36 @@ def check_unchanged(resume: ResumePoint, trainer: InstructTrainer) -> None:
     metadata, now = resume.checkpoint.metadata, trainer.describe()
     for name, (error, problem) in _UNCHANGED.items():
         if metadata.get(name) != now.get(name):
-            raise error(problem.format(now=now.get(name), before=metadata.get(name)))
+            checkpoint = resume.checkpoint.folder
+            raise error(
+                problem.format(
+                    now=now.get(name),
+                    before=metadata.get(name),
+                    rows="".join(f"; {each}" for each in _changes(checkpoint.parent, trainer)),
+                    checkpoint=shlex.quote(str(checkpoint)),
+                )
+            )
+
+
+def _changes(run: Path, trainer: InstructTrainer) -> Iterator[str]:
+    """Yield, for each file whose rows differ from those in a run's records, how many do."""
+    rows = trainer.train_rows
+    try:
+        before = [each.rows_kept for each in read_ledgers(run / LEDGER)]
+    except (OSError, ValueError):  # the records are damaged
+        return
+    trained = read_trained_rows(run, lambda warning: None)
+    now = np.bincount(rows.corpus.file_of_row, minlength=len(rows.corpus.files)).tolist()
+    # The rows that are held out depend on the number of rows.
+    new = np.bincount(rows.files[~np.isin(rows.identities, trained)], minlength=len(now)).tolist()
+    same = len(before) >= len(now) and before[: len(now)] == now
+    for path, count_before, count_now, changed in zip(
+        rows.corpus.paths, before, now, new, strict=False
+    ):
+        if count_before != count_now:
+            yield f"{path} had {count(count_before, 'row')} to use, and has {count_now:,}"
+        elif same and len(trained) and changed:
+            yield f"{count(changed, 'row')} of {path} changed"
 
 
 def print_resume(resume: ResumePoint, trainer: InstructTrainer, console: RunConsole) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -212,6 +213,40 @@ def test_other_data_is_an_error_and_moved_data_is_none(
     assert "chat.jsonl" in cli("train", "--resume", stopped).error
     assert cli("train", "--resume", stopped, "--data", moved).code == 0
     assert output.is_file()
+
+
+def test_change_of_data_is_counted_by_file_and_the_way_on_is_named(
+    cli: Cli, model: Path, tmp_path: Path
+) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    parts = sums(ROWS)[:12], sums(ROWS)[12:]
+    for file, rows in zip(files, parts, strict=True):
+        write_chat(file, rows)
+    run_training(
+        model_path=model, data=files, output=tmp_path / "out", samples=0, quiet=True, max_steps=2
+    )
+    checkpoint = tmp_path / "out" / "checkpoints" / "epoch-1"
+
+    def refused() -> str:
+        return cli("train", "--resume", tmp_path / "out", "--max-steps", 3).error
+
+    # All but the last rows of the file, which may be held out, differ.
+    changed = [row for row in sums(2 * ROWS) if row not in sums(ROWS)][: len(parts[1])]
+    write_chat(files[1], changed)
+    error = refused()
+    found = re.search(rf"trained on; (\d) rows of {files[1]} changed: bring back", error)
+    trained = json.loads((checkpoint.parent / "ledger.json").read_text())[1]["rows_train"]
+    assert found is not None and int(found[1]) == trained
+    assert error.endswith(f"--init-adapter {checkpoint}")
+    assert str(files[0]) not in error
+
+    write_chat(files[1], parts[1][:-1])
+    assert f"; {files[1]} had 8 rows to use, and has 7: bring back" in refused()
+    (checkpoint.parent / "ledger.json").write_text("damaged")
+    assert "that the run was trained on: bring back" in refused()
+
+    write_chat(files[1], parts[1])
+    assert cli("train", "--resume", tmp_path / "out", "--max-steps", 3).code == 0
 
 
 def test_other_weights_are_an_error(cli: Cli, stopped: Path, model: Path, tmp_path: Path) -> None:
