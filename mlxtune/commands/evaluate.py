@@ -60,14 +60,14 @@ def evaluate(options: Resolved[EvalConfig]) -> Evaluation:
         judged = judged_rows(use, session, dataset.rows.train, others)
         if judged.only_trained:
             console.warn("the adapter was trained on these rows: evaluate it on new ones")
-        tokenizer, start = session.reader.tokenizer, None
+        start = None
         for other in others:
-            start = measure_other(use, other, judged.rows, tokenizer, objective)
+            start = measure_other(use, other, judged.rows, session.reader, objective)
         loaded, generated = use.load(), None
         if config.generate:
             longest, texts = config.max_new_tokens, start.answers if start else None
             generated = answer_rows(
-                loaded, tokenizer, judged.rows, longest, console, config.match, texts
+                loaded, session.reader, judged.rows, longest, console, config.match, texts
             )
         sums = start.sums if start else None
         evaluation = compare_losses(

@@ -36,6 +36,7 @@ def export(config: ExportConfig) -> proof.ExportResult:
         if config.merge:
             return proof.certify(source, folder, _merge(config, source, folder))
         _write(config, source, folder)
+        proof.warn_of_end(source)
         load = partial(_load, config, source, folder)
         return proof.certify(source, folder, proof.prove_export(source, config.format, load))
 

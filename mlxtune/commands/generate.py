@@ -12,7 +12,7 @@ from typing import Any
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, seed
 from mlxtune.config import GenerateConfig, as_path
 from mlxtune.config.limits import RECORD, parse_json
-from mlxtune.core.data.conversation import letters, role_of
+from mlxtune.core.data.conversation import role_of
 from mlxtune.core.data.problems import BadRow, where
 from mlxtune.core.data.prompt import (
     MAX_BYTES,
@@ -23,6 +23,7 @@ from mlxtune.core.data.prompt import (
     text_prompt,
 )
 from mlxtune.core.data.sources.datafiles import find_data_files
+from mlxtune.core.data.sources.keys import letters
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.core.files.reading import file_hash, open_regular, read_start
 from mlxtune.core.files.writing import append_line, as_output_error, make_folder, write_file

@@ -4,6 +4,7 @@ import datetime
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -32,7 +33,15 @@ from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.near_copies import TextHash
-from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, SkippedRows, shown
+from mlxtune.core.data.problems import (
+    NO_END_OF_TURN,
+    UNKNOWN_END,
+    BadRow,
+    RowTally,
+    SkippedRows,
+    shown,
+)
+from mlxtune.core.data.prompt import Prompt, TurnEnds, prompt_of
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.core.data.sources.text_rows import encoding_of, is_text_file
 from mlxtune.core.data.template import END_OF_TURN, TEMPLATES, built_in_jinja
@@ -134,7 +143,13 @@ class Reader:
             merge_system=config.merge_system,
         )
         prompts = config.orpo_nll == "prompt"
-        return Encoder(template, tokenizer, start=template.start, trains_prompts=prompts)
+        return Encoder(
+            template,
+            tokenizer,
+            start=template.start,
+            source=template.source,
+            trains_prompts=prompts,
+        )
 
     @cached_property
     def template_source(self) -> dict[str, str]:
@@ -178,6 +193,39 @@ class Reader:
     def has_template(self) -> bool:
         """Whether there is a template for conversations: the model's own or another."""
         return bool(self.template_source) or self._built_in is not None
+
+    @cached_property
+    def _turn_end(self) -> Prompt | None:
+        """A short prompt, with the end that the template gives its answer; None without one."""
+        asked = {"messages": [{"role": "user", "content": "Hi"}]}
+        with suppress(DataError, ModelError):
+            return prompt_of(self.encoder, asked, str(self._folder)) if self.has_template else None
+        return None
+
+    @property
+    def turn_ends(self) -> TurnEnds:
+        """What may end a turn."""
+        tokenizer, text = self.tokenizer, "" if self._turn_end is None else self._turn_end.end_text
+        return TurnEnds(tokenizer.control_ids | tokenizer.eos_ids, text.rstrip(), tokenizer.spell)
+
+    @property
+    def unknown_end(self) -> int | None:
+        """The token that ends turns in the template, if it is not one of the model's end tokens."""
+        end = None if self._turn_end is None else self._turn_end.end
+        return None if end in self.tokenizer.eos_ids else end
+
+    @property
+    def unknown_end_note(self) -> dict[str, str]:
+        """A note on conversations whose end of turn other tools do not know, with the remedies."""
+        if (end := self.unknown_end) is None:
+            return {}
+        written = self.tokenizer.spell([end])[0].decode(errors="replace")
+        remedies = (
+            f"mlx_lm.generate --extra-eos-token '{written}'",
+            f"generate(eos_token_id={end}) of PEFT's model",
+            f"llama.cpp --override-kv tokenizer.ggml.eos_token_id=int:{end} for a GGUF",
+        )
+        return {UNKNOWN_END: f"{written}: {', '.join(remedies)}"}
 
     def require_template(self) -> None:
         """Raise ModelError if conversations cannot be rendered."""
@@ -227,7 +275,9 @@ class Reader:
         def encode(skipped: SkippedRows, notes: RowTally) -> Iterator[EncodedRows]:
             done = 0
             self._on_rows(path, done)
-            for rows in self.encoder.encode(self.rows(path, skipped), skipped, notes):
+            always = {**self.encoder.notes, **self.unknown_end_note}
+            encoder = replace(self.encoder, notes=always)
+            for rows in encoder.encode(self.rows(path, skipped), skipped, notes):
                 yield rows
                 done += len(rows)
                 self._on_rows(path, done)
@@ -535,4 +585,7 @@ def report_findings(dataset: Dataset, console: RunConsole) -> None:
     for finding in dataset.findings:
         if finding.level == "error":
             raise DataError(run_text.finding_line(finding))
-        console.warn(run_text.finding_line(finding))
+        if finding.level == "note":
+            console.say("Note", run_text.finding_line(finding))
+        else:
+            console.warn(run_text.finding_line(finding))

@@ -19,7 +19,7 @@ from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.backend.workers.workers import ALONE, Workers
 from mlxtune.config import EvalConfig, UseConfig
 from mlxtune.core.data.corpus import CorpusRows
-from mlxtune.core.data.prompt import LastTurn, last_turn
+from mlxtune.core.data.prompt import LastTurn, TurnEnds, last_turn
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.core.evaluation.matching import count_exact, count_matches, matcher
 from mlxtune.core.evaluation.outcome import Evaluation, Generated, Sample, StepSamples
@@ -32,6 +32,7 @@ from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.run_folder import EVALUATION, SAMPLES
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.errors import MlxTuneError
+from mlxtune.session.dataset import Reader
 from mlxtune.session.session import RunSession
 from mlxtune.session.trained_model import LoadedModel, UseSession, load_model
 from mlxtune.views.console import RunConsole
@@ -91,7 +92,7 @@ def _sums(
 
 def answer_rows(
     loaded: LoadedModel,
-    tokenizer: ModelTokenizer,
+    reader: Reader,
     rows: CorpusRows,
     max_new_tokens: int,
     console: RunConsole,
@@ -103,7 +104,8 @@ def answer_rows(
     Counts exact matches and, with another `match`, also the answers that match by that rule.
     `against` are the answers of another adapter to the same rows.
     """
-    asked = _asked(rows, tokenizer)
+    tokenizer = reader.tokenizer
+    asked = _asked(rows, reader.turn_ends)
     if not asked:
         console.warn(f"nothing is generated: {_NOTHING_TO_ANSWER}")
     generate = partial(_answers, loaded, tokenizer, asked, max_new_tokens, console)
@@ -114,7 +116,7 @@ def answer_rows(
     samples = []
     for number, (i, turn) in enumerate(asked):
         path, row = rows.place(i)
-        expected = text_of(tokenizer.spell(turn.answer))
+        expected = text_of(tokenizer.spell(turn.answer)).removesuffix(turn.prompt.end_text)
         answer = base[number] if adapted is None else adapted[number]
         other = None if against is None else against[number]
         samples.append(
@@ -134,9 +136,8 @@ def answer_rows(
     return Generated(len(samples), count_exact(samples), samples, by_rule)
 
 
-def _asked(rows: CorpusRows, tokenizer: ModelTokenizer) -> list[tuple[int, LastTurn]]:
+def _asked(rows: CorpusRows, ends: TurnEnds) -> list[tuple[int, LastTurn]]:
     """Return the rows that have a prompt and a whole answer, by their places, with the turn."""
-    ends = tokenizer.control_ids | tokenizer.eos_ids
     return [(i, turn) for i, row in enumerate(rows) if (turn := last_turn(row, ends)) is not None]
 
 
@@ -170,7 +171,7 @@ def measure_other(
     use: UseSession[EvalConfig],
     other: AdapterFile,
     rows: CorpusRows,
-    tokenizer: ModelTokenizer,
+    reader: Reader,
     objective: Objective,
 ) -> OtherAdapter:
     """Compute the losses of rows under another adapter and, with --generate, its answers.
@@ -183,8 +184,8 @@ def measure_other(
     (sums,) = _sums(loaded, rows, (True,), console, ALONE, objective)
     texts = None
     if config.generate:
-        asked, longest = _asked(rows, tokenizer), config.max_new_tokens
-        texts = _answers(loaded, tokenizer, asked, longest, console, with_adapter=True)
+        asked, longest = _asked(rows, reader.turn_ends), config.max_new_tokens
+        texts = _answers(loaded, reader.tokenizer, asked, longest, console, with_adapter=True)
     del loaded
     allocator.release()
     return OtherAdapter(sums, texts)
@@ -208,10 +209,10 @@ class ValidationAnswers(TrainingObserver):
             self._works = False
 
     def _answer(self, step: int) -> None:
-        config, tokenizer = self._session.config, self._session.reader.tokenizer
-        if drawn := _draw(self._rows, config.samples, config.seed, tokenizer):
+        config, reader = self._session.config, self._session.reader
+        if drawn := _draw(self._rows, config.samples, config.seed, reader):
             quiet = RunConsole(quiet=True)
-            generated = answer_rows(self._loaded, tokenizer, drawn, _LONGEST_LIVE, quiet)
+            generated = answer_rows(self._loaded, reader, drawn, _LONGEST_LIVE, quiet)
             content = asdict(StepSamples(step, generated.samples))
             write_json(config.checkpoint_path / SAMPLES, content)
 
@@ -247,10 +248,9 @@ def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     if not config.samples:
         return evaluation
     try:
-        tokenizer = session.reader.tokenizer
-        if drawn := _draw(judged.rows, config.samples, config.seed, tokenizer):
+        if drawn := _draw(judged.rows, config.samples, config.seed, session.reader):
             allocator.release()
-            generated = answer_rows(loaded, tokenizer, drawn, _LONGEST_SAMPLE, console)
+            generated = answer_rows(loaded, session.reader, drawn, _LONGEST_SAMPLE, console)
             evaluation = replace(evaluation, generated=generated)
             write_json(path, evaluation.as_dict())
             console.say("Samples", f"{count(generated.rows, 'row')} answered, for the report")
@@ -283,9 +283,9 @@ def _losses_before_training(session: RunSession, rows: CorpusRows, objective: Ob
     return sums
 
 
-def _draw(rows: CorpusRows, count: int, seed: int, tokenizer: ModelTokenizer) -> CorpusRows:
+def _draw(rows: CorpusRows, count: int, seed: int, reader: Reader) -> CorpusRows:
     """Draw random rows that have a prompt and a whole answer; return them in file order."""
-    ends = tokenizer.control_ids | tokenizer.eos_ids
+    ends = reader.turn_ends
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     answerable = (i for i in order if last_turn(rows[i], ends) is not None)
     return CorpusRows(rows.corpus, [rows.indices[i] for i in sorted(islice(answerable, count))])

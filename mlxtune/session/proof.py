@@ -28,6 +28,7 @@ from mlxtune.backend.models.loading import BaseModel, open_base
 from mlxtune.backend.models.quantize import format_name
 from mlxtune.config import DataConfig, OutgoingConfig, UseConfig, user_cache
 from mlxtune.config.data_config import BaseOptions
+from mlxtune.core.data.problems import advice_on
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.files.lock import Lock, LockHeldError, holder_of
 from mlxtune.core.files.ours import discard, is_folder, remove_file
@@ -239,17 +240,32 @@ def write_fused(
     return certificate, stored
 
 
-def _write_template(source: Source, folder: Path) -> None:
-    """Write the end token of training's chat template, and the template if the base model lacks it.
-
-    Raises OutputError.
-    """
+def _trained_reader(source: Source) -> tuple[UseConfig, Reader] | None:
+    """Return training's options and reader of conversations; None if it was on plain text."""
     trust = source.config.trust_remote_code
     use = UseConfig(str(source.folder), adapter=str(source.file.path), trust_remote_code=trust)
     trained = as_trained(use, source.file)
     reader = Reader(trained.reading(), source.folder)
     if trained_on_text(source.file) or not reader.has_template:
+        return None
+    return trained, reader
+
+
+def warn_of_end(source: Source) -> None:
+    """Warn if the tool that an adapter is exported to does not stop at the end of a turn."""
+    if (found := _trained_reader(source)) is not None:
+        for kind, detail in found[1].unknown_end_note.items():
+            source.console.warn(f"{kind} ({detail}): {advice_on(kind)}")
+
+
+def _write_template(source: Source, folder: Path) -> None:
+    """Write the end token of training's chat template, and the template if the base model lacks it.
+
+    Raises OutputError.
+    """
+    if (found := _trained_reader(source)) is None:
         return
+    trained, reader = found
     _write_end(source, reader, folder)
     if trained.merge_system:
         source.console.warn("no template merges system messages: generate with --merge-system")
@@ -264,14 +280,11 @@ def _write_template(source: Source, folder: Path) -> None:
 
 def _write_end(source: Source, reader: Reader, folder: Path) -> None:
     """Add the template's end of turn to the model's end tokens, if it is not one of them."""
-    asked = {"messages": [{"role": "user", "content": _PROMPTS[0]}]}
-    end = prompt_of(reader.encoder, asked, f"{source.folder}: a prompt of the proof").end
-    known = reader.tokenizer.eos_ids
-    if end is None or end in known:
+    if (end := reader.unknown_end) is None:
         return
     path = folder / "generation_config.json"
     values = read_json(path) if path.is_file() else {}
-    write_json(path, values | {"eos_token_id": [*sorted(known), end]})
+    write_json(path, values | {"eos_token_id": [*sorted(reader.tokenizer.eos_ids), end]})
     source.console.say("Template", f"answers end with token {end}, and so does generation")
 
 

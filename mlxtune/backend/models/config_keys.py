@@ -43,7 +43,7 @@ _HARMLESS = re.compile(
 )
 # Sizes, and flags of further tensors, show in the weights, which must fit the model.
 _IN_WEIGHTS = re.compile(
-    r"n_(?:embd|inner|head|layer)|.*(?:hidden_size|intermediate_size|ffn_size|vocab_size|_heads?"
+    r"n_(?:embd|inner|head|layer)|.*_size_per_layer_input|.*(?:hidden_size|intermediate_size|ffn_size|vocab_size|_heads?"
     r"|_layers|_experts|_ff_dim|block_dim|head_dim)|kv_channels|block_multiple_of|(?!attention_).*chunk_size"
     r"|(?:.*_)?expand|tie_word_embeddings|(?:.*_)?bias|use_(?:\w+_)?bias|(?:use_)?qk_(?:layer)?norm"
 )

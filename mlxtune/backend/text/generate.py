@@ -283,7 +283,7 @@ def answers(
 
     `on_progress` is called after each batch, with the number of finished answers and the total.
     After a fault of the GPU, the batch is retried, with fewer prompts if that helps. The `stop`
-    texts are ignored.
+    texts are ignored, but an answer stops at the text that ends turns in its prompt's template.
 
     Raises MemoryLimitError or GpuError if no retry helps, and ModelError if a logit is NaN or the
     model's embedding has no row for a token.
@@ -312,7 +312,10 @@ def answers(
                 sampler=sampler,
             ).texts
             sampler.finish()
-            return texts
+            return [
+                text.partition(each.end_text)[0] if each.end_text else text
+                for text, each in zip(texts, batch(), strict=True)
+            ]
         except ValueError:  # an architecture whose cache mlx-lm cannot batch
             generator = Generator(model, tokenizer, vocab_size)
             return [generator.answer(each, sampling).text for each in batch()]

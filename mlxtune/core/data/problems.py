@@ -39,6 +39,7 @@ REPLACED = "replacement character, where text was lost"
 TRUNCATED_ANSWER = "answer cut at --max-seq-len"
 TWO_PROMPTS = "sides whose prompts the template renders differently"
 UNCLOSED_THINKING = "thinking that is never closed"
+UNKNOWN_END = "end of turn that is not among the model's end tokens"
 FURTHER_KEYS = "further keys that are not read"
 UNREAD_METADATA = "keys beside the conversation that are not read"
 UNDECLARED_TOOL = "call of a tool that is not declared"
@@ -69,6 +70,8 @@ ADVICE = {
     TRUNCATED_ANSWER: "the model learns neither the answer's end nor to stop: raise --max-seq-len",
     TWO_PROMPTS: "each side keeps the prompt of inference, so the two share fewer tokens",
     UNCLOSED_THINKING: "the model learns to answer within its thinking: write </think> after it",
+    UNKNOWN_END: "mlxtune stops at it, but other tools write on: give them the token, or run "
+    "mlxtune fuse, which adds it to the model's end tokens",
     FURTHER_KEYS: "the model does not see it: put what it holds into the messages, or remove it",
     UNREAD_METADATA: "no model sees what they hold",
     UNDECLARED_TOOL: "the model learns to invent tools: add the tool to the row's tools",

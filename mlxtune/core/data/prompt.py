@@ -8,7 +8,7 @@ end                                                                             
 """
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from mlxtune.core.data.conversation import (
 )
 from mlxtune.core.data.encode import Encoder, Example
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows, json_type, parse_json
+from mlxtune.core.data.text_stream import text_of
 from mlxtune.errors import DataError
 
 # A placeholder for the answer; the prompt does not depend on it.
@@ -50,7 +51,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class LastTurn:
-    """The last turn of a row: its prompt, and the tokens of its answer without the end."""
+    """The last turn of a row: its prompt, and the tokens of its answer without the end token.
+
+    If the end is text, the answer includes it, as tokens may cross the end's edge.
+    """
 
     prompt: Prompt
     answer: tuple[int, ...]
@@ -119,8 +123,20 @@ def last_answer(example: Example) -> tuple[int, int]:
 _TO_GIVE = (ANSWER, CHOSEN, DESIRABLE, UNDESIRABLE)
 
 
-def last_turn(row: Sequence[Example], ends: frozenset[int]) -> LastTurn | None:
-    """Return the last supervised turn of a row; `ends` are the tokens that may end a turn.
+@dataclass(frozen=True)
+class TurnEnds:
+    """What may end a turn: one of the `tokens`, or `text` if the tokenizer has no token for it.
+
+    `spell` returns the bytes of tokens.
+    """
+
+    tokens: frozenset[int]
+    text: str = ""
+    spell: Callable[[Sequence[int]], Sequence[bytes]] = lambda ids: ()
+
+
+def last_turn(row: Sequence[Example], ends: TurnEnds) -> LastTurn | None:
+    """Return the last supervised turn of a row.
 
     Return None if the turn has no prompt, as in plain text, or its end was truncated.
     """
@@ -128,10 +144,15 @@ def last_turn(row: Sequence[Example], ends: frozenset[int]) -> LastTurn | None:
     tokens = example.tokens
     start, end = last_answer(example)
     last = int(tokens[end - 1])
-    if start < 2 or last not in ends:
+    before = tuple(tokens[:start].tolist())
+    if start < 2:
         return None
-    prompt = Prompt(tuple(tokens[:start].tolist()), last)
-    return LastTurn(prompt, tuple(tokens[start : end - 1].tolist()))
+    if last in ends.tokens:
+        return LastTurn(Prompt(before, last), tuple(tokens[start : end - 1].tolist()))
+    answer = tuple(tokens[start:end].tolist())
+    if not ends.text or not text_of(ends.spell(answer)).endswith(ends.text):
+        return None
+    return LastTurn(Prompt(before, None, ends.text), answer)
 
 
 def check_size(content: bytes, where: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxtune.config import DataConfig
-from mlxtune.core.data.prompt import last_turn, parse_content, prompt_of
+from mlxtune.core.data.prompt import TurnEnds, last_turn, parse_content, prompt_of
 from mlxtune.errors import DataError
 from mlxtune.session.dataset import Reader, load_dataset
 from tests.backend.text.turns import TEMPLATES, Folder, turns_of, write_folders
@@ -49,7 +49,7 @@ def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) 
             assert messages[position].get("tool_calls") or prompt.end == answer[-1]
             seen += 1
         # `--generate` answers a row's last turn.
-        asked = last_turn(row, reader.tokenizer.control_ids)
+        asked = last_turn(row, TurnEnds(reader.tokenizer.control_ids))
         assert asked is not None
         assert ([*asked.prompt.ids], [*asked.answer, asked.prompt.end]) == turns[-1]
     return seen
@@ -163,9 +163,9 @@ def test_row_whose_answer_was_cut_off_or_has_no_prompt_is_not_asked(tmp_path: Pa
     config = DataConfig(str(tmp_path), str(data), max_seq_len=24, val_split=0, no_cache=True)  # type: ignore[arg-type]
     reader = Reader(config, tmp_path)
     ends = reader.tokenizer.control_ids
-    found = [last_turn(row, ends) for row in load_dataset(config, reader).corpus.select()]
+    found = [last_turn(row, TurnEnds(ends)) for row in load_dataset(config, reader).corpus.select()]
     assert [each is None for each in found] == [True, False]
     text = write_chat(tmp_path / "text.jsonl", [{"text": "Once upon a time"}])
     config = DataConfig(str(tmp_path), str(text), val_split=0, no_cache=True)  # type: ignore[arg-type]
     (row,) = load_dataset(config, Reader(config, tmp_path)).corpus.select()
-    assert last_turn(row, ends) is None
+    assert last_turn(row, TurnEnds(ends)) is None
