@@ -282,7 +282,7 @@ class ModelTemplate:
             text = _continue_thinking(prompt, text, message, header, where)
         rest = text[len(prompt) :]
         if not prompt.endswith(header):
-            rest = rest.removeprefix(header)
+            rest = _without_header(rest, header, message)
         end, unknown_end = self._end(rest, message)
         answer = rest[:end]
         # The thinking and the content may also name the tool, so both are left out.
@@ -412,6 +412,12 @@ def _dropped(messages: Iterable[Message], prompt: str) -> int:
     return 0
 
 
+def _without_header(rest: str, header: str, message: Message) -> str:
+    """Return a turn without the header that its prompt lacks; the answer's own text stays."""
+    own = message.content.startswith(header) and not rest.startswith(2 * header)
+    return rest if own else rest.removeprefix(header)
+
+
 def _continue_thinking(prompt: str, text: str, message: Message, header: str, where: str) -> str:
     """Return the turn's text as the continuation of a prompt that has opened the thinking.
 
@@ -422,7 +428,7 @@ def _continue_thinking(prompt: str, text: str, message: Message, header: str, wh
     for opening, closing in _THINKING:
         head, opened, after = prompt.rpartition(opening)
         if opened and not after.strip() and text.startswith(head):
-            rest = text[len(head) :].removeprefix(header)
+            rest = _without_header(text[len(head) :], header, message)
             if rest.lstrip().startswith(opening):
                 return prompt + rest.lstrip()[len(opening) :].lstrip("\n")
             return prompt + message.thinking + closing + rest.lstrip("\n")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mlxtune.core.data import problems
+from mlxtune.core.data.conversation import to_json
 from mlxtune.core.data.problems import BadRow
 from tests.core.data.renderers import (
     END,
+    QWEN3_SOURCE,
     Messages,
+    Render,
     Renderer,
     answers,
     assistant,
@@ -105,3 +108,48 @@ def test_reason_names_a_few_of_many_end_tokens() -> None:
     with pytest.raises(BadRow) as raised:
         template(converse(("user", "Hi"), ("assistant", "Hello!")))
     assert raised.value.detail.startswith("looked for <0>, <1>, <2>, <3>: let")
+
+
+@pytest.mark.parametrize("template", [chatml, qwen3_like])
+@pytest.mark.parametrize("thinking", ["auto", "off", "on"])
+def test_answer_that_begins_like_a_turn_keeps_its_beginning(
+    template: Render, thinking: str
+) -> None:
+    content = "<|im_start|>assistant\nHello"
+    conversation = converse(("user", "Hi"), ("assistant", content))
+
+    rendering = render(template, conversation, source=QWEN3_SOURCE, thinking=thinking)
+
+    assert answers(rendering)[0].endswith(content + END)
+    assert rendering.notes == {}
+
+
+@pytest.mark.parametrize("left_out", ["user", "assistant", "tool"])
+@pytest.mark.parametrize("last", [True, False])
+def test_text_that_the_template_drops_is_noted_with_its_message(left_out: str, last: bool) -> None:
+    def drops(messages: Messages, **options: object) -> str:
+        """Writes only the last line of some messages."""
+        lines = [
+            {**m, "content": m["content"].rpartition("\n")[2]} if m["role"] == left_out else m
+            for m in messages
+        ]
+        return chatml(lines, **options)  # type: ignore[arg-type]
+
+    turns = [("user", "One.\nTwo?"), ("tool", "a\nb"), ("assistant", "Three.\nFour.")]
+    turns = turns if last else [*turns, ("user", "More?"), ("assistant", "Five.")]
+
+    notes = render(drops, converse(*turns)).notes
+
+    assert notes[problems.DROPPED_TEXT] == f"message {[r for r, _ in turns].index(left_out) + 1}"
+    assert render(chatml, converse(*turns)).notes == {}
+
+
+def test_result_that_the_template_writes_as_json_is_not_dropped() -> None:
+    def as_json(messages: Messages, **options: object) -> str:
+        written = [
+            {**m, "content": to_json(m["content"])} if m["role"] == "tool" else m for m in messages
+        ]
+        return chatml(written, **options)  # type: ignore[arg-type]
+
+    conversation = converse(("user", "Hi"), ("tool", 'a\n"b"'), ("assistant", "Yes."))
+    assert render(as_json, conversation).notes == {}
