@@ -128,7 +128,7 @@ def confirm(
     recorded: Measured | None = None,
     workers: Workers = ALONE,
 ) -> MemoryPlan:
-    """Choose the plan again from memory measured on the loaded model; apply and return the plan.
+    """Choose the plan again from memory measured on the loaded model.
 
     Only the loaded model shows whether its head can be split off and whether examples can be packed
     into one sequence. Memory is measured once and cached; a resumed run uses its `recorded` memory.
@@ -151,11 +151,9 @@ def confirm(
             key = memory_key(shapes, execution, config.dropout, base.dtype)
             save_measured(config.cache_path, key, known)
     shapes = replace(shapes, measured=known)
-    confirmed = plan
-    if (shapes, execution) != (plan.shapes, plan.execution):
-        confirmed = _choose(config, shapes, execution, work, plan.limit)
-    pipeline.run_as(confirmed.execution, confirmed.peak.total)
-    return confirmed
+    if (shapes, execution) == (plan.shapes, plan.execution):
+        return plan
+    return _choose(config, shapes, execution, work, plan.limit)
 
 
 def _agreed(measured: Measured | None, workers: Workers) -> Measured | None:

@@ -169,7 +169,9 @@ def build_pipeline(
         if problem:
             console.say(name, f"by MLX's operations, not our kernels: {problem}")
     recorded = None if resume is None else planning.recorded_memory(config.checkpoint_path)
-    return pipeline, planning.confirm(config, base, pipeline, work, plan, recorded, workers)
+    confirmed = planning.confirm(config, base, pipeline, work, plan, recorded, workers)
+    pipeline.run_as(confirmed.execution, confirmed.peak.total)
+    return pipeline, confirmed
 
 
 def about_run(session: RunSession, parts: RunParts, trainer: InstructTrainer) -> dict[str, Any]:
