@@ -102,13 +102,9 @@ class Engine:
     # The states of a step
 
     def start_step(
-        self,
-        examples: Sequence[Example],
-        number: int | None = None,
-        rate: float | None = None,
-        requests: Requests = NO_REQUESTS,
+        self, examples: Sequence[Example], number: int | None, rate: float, requests: Requests
     ) -> OptimizerStep:
-        """Build and launch a step, and return it without waiting for it.
+        """Build and launch a step at a learning rate, and return it without waiting for it.
 
         If possible, the step is built while the device computes the previous step, which is
         committed before this step is launched.
