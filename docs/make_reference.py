@@ -336,7 +336,7 @@ def modules() -> str:
         lines += [f"### `{folder.relative_to(DOCS.parent)}/`", "", _summary(own), ""]
         named = [f"`{path.name}`" for path in files if path != own]
         rows = list(zip(named, (_summary(path) for path in files if path != own), strict=True))
-        lines += _table(("module", "contents"), rows)
+        lines += _table(("module", "contents"), rows) if rows else []
     return "\n".join(lines)
 
 

@@ -72,6 +72,13 @@ def test_architecture_lists_every_module_once_and_no_other(maker: ModuleType) ->
     assert sorted(listed) == sorted(str(p.relative_to(ROOT)) for p in package.rglob("*.py"))
 
 
+def test_every_table_of_modules_has_whole_summaries(maker: ModuleType) -> None:
+    lines = maker.modules().splitlines()
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        assert not line.startswith("| --- ") or after.startswith("| `"), "a table without modules"
+        assert not line.endswith(": |"), line
+
+
 def test_every_module_has_a_docstring() -> None:
     for path in PACKAGE.rglob("*.py"):
         docstring = ast.get_docstring(tree_of(path))

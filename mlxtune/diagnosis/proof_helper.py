@@ -1,4 +1,4 @@
-"""The process of `mlxtune doctor --prove` that runs the checks which need a model in memory:
+"""Runs the checks of `mlxtune doctor --prove` that need a model in memory, in a process.
 
     python -m mlxtune.diagnosis.proof_helper RECORDS JOB PATH...
 

@@ -1,4 +1,4 @@
-"""Measures the device, for `mlxtune doctor`, which runs this module in a separate process:
+"""Measures the device for `mlxtune doctor`, which runs this module in a separate process.
 
     python -m mlxtune.backend.device.device_helper
 
