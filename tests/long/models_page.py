@@ -45,7 +45,7 @@ step of 4 rows of Alpaca, or 1 step of one example of 2,048 tokens. On an NVIDIA
 
 Figures are from one run of each trainer, or medians of several (`repeats` in the file). Most of the
 WikiSQL column was measured once, sometimes while other programs ran and the code was still
-changing: these figures show which trainer is faster, and roughly by how much. Qwen3 and Gemma 3 were
+changing: these figures show which trainer is faster, and roughly how much. Qwen3 and Gemma 3 were
 measured again with nothing else running: before, they had reached half of the efficiency shown.
 Architectures with experts, convolutions or recurrences were measured again, once, with little else
 running, after their CPU kernels were removed.
