@@ -213,7 +213,7 @@ class InstructTrainer:
     def _begin(
         self, records: Mapping[str, Any], resume: ResumePoint | None, previous: Path | None
     ) -> None:
-        """Write the run's records, find the reference and, if the run stopped, its progress."""
+        """Write the run's records, compute the reference, and restore a run that stopped."""
         for name, record in records.items():
             if isinstance(record, bytes):
                 write_file(self._folder / name, [record])
@@ -360,7 +360,11 @@ class InstructTrainer:
         return waited >= self.config.patience
 
     def _record_running_step(self) -> None:
-        """Wait for the step that is running, if any, and record it."""
+        """Wait for the step that is running, if any, and record it.
+
+        Called once the next step has started and, earlier, before anything that needs the result
+        or an idle device.
+        """
         taken, self._running = self._running, None
         if taken is None:
             return
