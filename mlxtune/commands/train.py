@@ -167,9 +167,12 @@ def train(
         judged = JudgedRows.of(trainer.val_rows, trained, candidates_of(training), text_hash)
         peak_gb = allocator.peak_gb()
         # Free the model: the adapter is read back from its file and judged on a new one.
+        planned = trainer.total_steps
         del parts, trainer
         allocator.release()
         evaluation = judge_and_report(session, judged)
+        if evaluation and (line := run_text.next_try_line(evaluation, config, result, planned)):
+            console.say("Next", line)
         usage = run_text.usage_line(config, plain_text=session.dataset.plain_text)
         console.say("Try it", usage, copyable=True)
         return result_of(

@@ -302,7 +302,7 @@ def load_model(
     if adapter is None:
         return LoadedModel(base, None)
     adapted = attach.load_adapted(base, adapter)
-    console.say("Adapter", f"{adapter.path}: {adapted.lora.describe()}")
+    console.say("Adapter", f"{adapter.path}: {adapted.describe()}")
     if config.quantize is None and base.quantize is not None:
         name = format_name(base.quantize, base.double_quant)
         console.say("Base", f"quantised to {name}, as in training")

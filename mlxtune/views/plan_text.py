@@ -49,7 +49,7 @@ def disk_line(checkpoint: int, free: int | None) -> str:
 
 # Fewer steps than the first number teach an adapter little; after the second number of steps, most
 # adapters have learned.
-_FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
+FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
 # Even the demo's small models learn best at a tenth of this rate.
 _LARGE_RATE = 0.05
 
@@ -61,7 +61,7 @@ def few_steps_line(
 
     `auto` has the options if --auto chose the epochs; more epochs would then overfit.
     """
-    if not 0 < steps < _FEWEST_STEPS:
+    if not 0 < steps < FEWEST_STEPS:
         return ""
     if auto is not None and max_steps != steps:
         rows = math.ceil(_ENOUGH_STEPS / auto.epochs) * auto.batch_size

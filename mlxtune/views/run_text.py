@@ -11,10 +11,12 @@ import numpy as np
 
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.config.fields import flag
+from mlxtune.config.objective_config import default_rate
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import where
 from mlxtune.core.evaluation.outcome import (
+    HELPED,
     PERPLEXITY_CAP,
     Evaluation,
     ExactMatch,
@@ -26,11 +28,12 @@ from mlxtune.core.evaluation.outcome import (
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.core.formatting import byte_size, count, duration, loss_text, short_duration
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
+from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
 from mlxtune.core.run.summary import NOT_BETTER, RunView, option_text
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
+from mlxtune.views.plan_text import FEWEST_STEPS
 from mlxtune.views.visible import escape, without_template_tokens
 
 # The maximum number of characters of a sample that are shown.
@@ -44,6 +47,8 @@ _FEWEST_LOSSES = 5
 _JUMP = 1.5
 # Nats per token by which chosen answers may become less likely without a warning.
 _LESS_LIKELY = 0.1
+# A rate below this fraction of the objective's default hardly trains.
+_TINY_RATE = 0.05
 
 
 def loss_and_perplexity(value: float, objective: str = "sft") -> str:
@@ -239,6 +244,33 @@ def less_likely_line(evaluation: Evaluation, objective: str) -> str | None:
         f"the chosen answers became less likely, by {difference.loss:.2f} nats per token, more "
         f"than {_LESS_LIKELY:g}: try {option}, or a lower --lr"
     )
+
+
+def next_try_line(
+    evaluation: Evaluation, config: TrainConfig, result: InstructTrainResult, planned: int
+) -> str | None:
+    """Return what to try after a verdict, if the run shows it; `planned` counts its steps.
+
+    The chosen answers of pairs became less likely; or the run learned little, because it was short
+    or its rate tiny; or its last validation was the best, so that it was still learning.
+    """
+    steps, last = len(result.steps), result.validations[-1:]
+    learned = evaluation.verdict == HELPED and not evaluation.hardly
+    difference, preference = evaluation.difference, evaluation.preference
+    weightless = config.objective == "dpo" and not config.sft_weight and preference is not None
+    if weightless and difference is not None and difference.low > 0:
+        return "the chosen answers became less likely: try --sft-weight 1"
+    tiny = config.rate < _TINY_RATE * default_rate(config.objective)
+    if not learned and not config.auto and (tiny or planned < FEWEST_STEPS):
+        why = f"--lr {config.rate:g} is tiny" if tiny else f"{count(steps, 'step')} are few"
+        return f"{why}: try --auto, which chooses the learning rate and the number of steps"
+    best = result.best_step
+    if best is not None and last and best == last[-1].step == steps and not result.stopped_early:
+        more = f"--epochs {2 * config.epochs}"
+        if config.max_steps is not None and steps >= config.max_steps:
+            more = f"--max-steps {2 * config.max_steps}"
+        return f"the last validation was the best, so more training may help: try {more}"
+    return None
 
 
 def _mean_loss(steps: Sequence[StepRecord]) -> float:

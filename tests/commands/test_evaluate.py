@@ -116,6 +116,16 @@ def test_adapter_that_does_nothing_or_harm_is_called_so(
     assert json.loads(judged("--adapter", adapter, "--json").out)["verdict"] == verdict
 
 
+@pytest.mark.parametrize("factor", [0.0, 1e-42])
+def test_adapter_of_zeros_changes_nothing(
+    judged: Cli, home: Path, tmp_path: Path, factor: float
+) -> None:
+    outcome = judged("--adapter", scaled(home, tmp_path / "other", factor))
+    assert "adapters.safetensors: changes nothing: all its updates are zero" in outcome.err
+    assert "trainable parameters" not in outcome.err
+    assert "changes nothing" not in judged().err
+
+
 def test_one_row_cannot_tell(judged: Cli, tmp_path: Path) -> None:
     one = write_chat(tmp_path / "one.jsonl", sums(ROWS + 1)[ROWS:])
     outcome = judged("--data", one, "--quiet")
@@ -278,7 +288,7 @@ def test_eval_of_the_validation_file_says_the_same(
     rows = write_chat(tmp_path / "valid.jsonl", sums(12)[3:])
     outcome = train("--val-data", rows, "--lr", 1e-2, "--model-path", home / "model", quiet=False)
     lines = outcome.err.splitlines()
-    assert [line.split()[0] for line in lines[-3:]] == ["Verdict", "Report", "Try"]
+    assert [line.split()[0] for line in lines[-4:]] == ["Verdict", "Report", "Next", "Try"]
     given = ["--model-path", home / "model", "--adapter", output, "--data", rows, "--json"]
     assert json.loads(cli("eval", *given).out) == evaluation(output.parent)
 

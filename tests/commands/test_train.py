@@ -175,6 +175,10 @@ def test_run_writes_these_files_and_no_others(run: Run) -> None:
 def test_adapter_config_is_mlx_lms_and_stands_beside_the_output(run: Run, model: Path) -> None:
     written = json.loads((run[0] / "adapter_config.json").read_text())
     keys = written["lora_parameters"].pop("keys")
+    trained = written["mlxtune"].pop("trained_rows")
+    held_out = {"val_split": 0.2, "seed": 42, "val_rows": 1000}
+    assert (trained["rows"], trained["held_out"]) == (16, held_out)
+    assert re.fullmatch("sha256:[0-9a-f]{64}", trained["hash"])
     assert written == {
         "fine_tune_type": "lora",
         "model": str(model),

@@ -15,13 +15,20 @@ from mlxtune.config import InstructTrainingConfig, TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord, ValidationRecord
+from mlxtune.core.evaluation.outcome import PreferenceDifference
+from mlxtune.core.run.metrics import (
+    InstructEpochMetrics,
+    InstructTrainResult,
+    StepRecord,
+    ValidationRecord,
+)
 from mlxtune.core.run.profile import Phase, StepProfile
 from mlxtune.core.run.progress import Progress, Record
 from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views import run_text
+from tests.core.evaluation.evaluations import evaluated
 from tests.core.training.fake_pipeline import FakePipeline
 from tests.core.training.records import epoch_metrics, step_record
 
@@ -255,3 +262,43 @@ def test_profile_of_a_run_is_a_table_of_means() -> None:
         "backward 650 ms 21.7% 5 MB 9 MB",
         "other 300 ms 10.0% 0 B 1 MB",
     ]
+
+
+def result_of(steps: int, losses: dict[int, float], early: bool = False) -> InstructTrainResult:
+    records: list[Any] = [record(step) for step in range(1, steps + 1)]
+    progress = Progress([*records, *(ValidationRecord(i, v, 1.0) for i, v in losses.items())])
+    return progress.result(early, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "losses", "changes", "expected"),
+    [
+        ({}, 60, {0: 3.0, 30: 2.0, 60: 1.0}, [-1.0], "may help: try --epochs "),
+        ({"max_steps": 60}, 60, {0: 3.0, 60: 1.0}, [-1.0], "may help: try --max-steps 120"),
+        ({}, 60, {0: 3.0, 30: 1.0, 60: 2.0}, [-1.0], None),
+        ({}, 10, {0: 3.0, 10: 2.9}, [0.1, -0.1], "10 steps are few: try --auto"),
+        ({"lr": 2e-6}, 60, {0: 3.0, 60: 2.99}, [0.1, -0.1], "--lr 2e-06 is tiny: try --auto"),
+        ({"lr": 2e-6, "auto": True}, 60, {0: 3.0, 30: 2.0, 60: 2.9}, [0.1, -0.1], None),
+    ],
+)
+def test_line_after_a_verdict_says_what_to_try(
+    options: dict[str, Any],
+    steps: int,
+    losses: dict[int, float],
+    changes: list[float],
+    expected: str | None,
+) -> None:
+    config = TrainConfig("m", data=("d",), **options)
+    found = evaluated(changes * 20)
+    line = run_text.next_try_line(found, config, result_of(steps, losses), steps)
+    assert line is None if expected is None else expected in str(line)
+
+
+def test_less_likely_chosen_answers_suggest_a_weight_for_them() -> None:
+    config = TrainConfig("m", data=("d",), objective="dpo")
+    preference = PreferenceDifference("dpo", True, 0.5, 0.9, 0.1, 0.6, 0.95, 0.0, 0.2)
+    found = dataclasses.replace(evaluated([0.5] * 39 + [0.4]), preference=preference)
+    result = result_of(60, {0: 3.0, 60: 1.0})
+    assert "try --sft-weight" in str(run_text.next_try_line(found, config, result, 60))
+    weighted = dataclasses.replace(config, sft_weight=1.0)
+    assert "--sft-weight" not in str(run_text.next_try_line(found, weighted, result, 60))

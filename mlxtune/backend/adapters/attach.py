@@ -1,14 +1,15 @@
 """Attaches a trained adapter to its base model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from mlxtune.backend.adapters.adapter_file import AdapterFile, training_options
+from mlxtune.backend.adapters.adapter_file import AdapterFile, AdapterInfo, training_options
 from mlxtune.backend.adapters.adapter_folder import check_shapes, layer_and_path, other_base_error
 from mlxtune.backend.adapters.checkpoint_tensors import trained_tensors
 from mlxtune.backend.lora.apply import LoRASummary, lora_layer, summarise
@@ -30,6 +31,9 @@ from mlxtune.core.files.hashing import base_fingerprint, is_same_base
 from mlxtune.core.files.reading import read_json
 from mlxtune.errors import ConfigError, ModelError, one_line
 
+# The smallest normal float32; adding less to a weight never changes it.
+_SMALLEST = 2.0**-126
+
 
 @dataclass(frozen=True)
 class Adapted:
@@ -39,6 +43,13 @@ class Adapted:
     file: AdapterFile
     lora: LoRASummary
     modules: Mapping[str, nn.Module]
+    changes_nothing: bool = False
+
+    def describe(self) -> str:
+        """Return a line on the trained parameters, or on the lack of any effect."""
+        if self.changes_nothing:
+            return "changes nothing: all its updates are zero"
+        return self.lora.describe()
 
     @property
     def model(self) -> nn.Module:
@@ -71,12 +82,25 @@ def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
     base.model.freeze()
     base.model.update_modules(tree_unflatten(list(modules.items())))
     check_shapes(adapter.path, adapter.tensors, trained_tensors(base.model), info.model)
-    base.model.update(tree_unflatten(list(adapter.read_tensors().items())))
+    tensors = adapter.read_tensors()
+    base.model.update(tree_unflatten(list(tensors.items())))
     for module in modules.values():
         if isinstance(module, DoRALinear):
             module.compute_magnitudes()
     base.model.eval()
-    return Adapted(base, adapter, summarise(base.model, config, dropout_keys), modules)
+    summary = summarise(base.model, config, dropout_keys)
+    return Adapted(base, adapter, summary, modules, _changes_nothing(info, tensors, names))
+
+
+def _changes_nothing(
+    info: AdapterInfo, tensors: Mapping[str, mx.array], names: Sequence[str]
+) -> bool:
+    """Return whether no entry of any update exceeds the smallest normal float32."""
+    if info.kind != "lora":  # the magnitudes of DoRA may differ from the weights'
+        return False
+    highest = {name: float(mx.abs(each).max()) for name, each in tensors.items()}
+    bounds = (highest[f"{name}.lora_a"] * highest[f"{name}.lora_b"] for name in names)
+    return all(info.scale * info.rank * bound < _SMALLEST for bound in bounds)
 
 
 def _config_of(adapter: AdapterFile, names: list[str]) -> InstructConfig:
