@@ -118,8 +118,11 @@ def _table_rows(path: Path) -> Iterator[NumberedRow]:
     with _open_text(path) as file:
         lines = _lines(path, file)
         start, names, delimiter = _table_header(path, lines)
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        separators = [0]
+        bounded = _bounded(path, start, lines, delimiter, separators)
+        reader = csv.reader(bounded, delimiter=delimiter, strict=True)
         while True:
+            separators[0] = 0
             number = start + reader.line_num + 1
             try:
                 cells = next(reader, None)
@@ -130,6 +133,21 @@ def _table_rows(path: Path) -> Iterator[NumberedRow]:
                 return
             if any(cells):
                 yield number, _row_of_cells(names, cells)
+
+
+def _bounded(
+    path: Path, start: int, lines: Iterator[str], delimiter: str, separators: list[int]
+) -> Iterator[str]:
+    """Yield lines, and count the separators of a row, which make cells unless they are quoted."""
+    for number, line in enumerate(lines, start=start + 1):
+        separators[0] += line.count(delimiter)
+        if separators[0] >= _MAX_COLUMNS:
+            raise _too_wide(path, number)
+        yield line
+
+
+def _too_wide(path: Path, number: int) -> DataError:
+    return DataError(f"{path}:{number}: has more than {_MAX_COLUMNS:,} columns: remove some")
 
 
 def _table_header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str]:
@@ -147,7 +165,7 @@ def _table_header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str
             continue
         # Counted before the line is split, since each cell takes far more memory than its text.
         if max(map(line.count, delimiters)) >= _MAX_COLUMNS:
-            raise DataError(f"{path}:{number}: has more than {_MAX_COLUMNS:,} columns: remove some")
+            raise _too_wide(path, number)
         tried = {each: _cells(line, each) for each in delimiters}
         delimiter = max(tried, key=lambda each: len(tried[each]))
         names = [name.strip() for name in tried[delimiter]]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.problems import BadRow, where
+from mlxtune.core.data.sources import text_rows
 from mlxtune.core.data.sources.datafiles import find_data_files
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.errors import DataError
@@ -156,3 +157,32 @@ def test_header_of_many_columns_is_read_at_once(tmp_path: Path) -> None:
     names = ",".join(f"c{i}" for i in range(100_000))
     found = rows_of(table(tmp_path, f"{names},prompt,completion\n{',' * 100_000}Hi,Hello\n"))
     assert [row for row, _ in found] == [2]
+
+
+@pytest.mark.parametrize(
+    ("before", "row"),
+    [
+        ("", "{}"),
+        ("prompt,completion\n", "a,b{}"),
+        ("prompt;completion\n", "a;b{}"),
+        # A quoted line break ends no row.
+        ("prompt,completion\n", 'a,"\n"{}"\n"{}'),
+    ],
+)
+def test_row_of_too_many_cells_is_refused_before_it_is_split(
+    tmp_path: Path, before: str, row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_rows, "_MAX_COLUMNS", 1000)
+    mark = ";" if ";" in before else ","
+    path = table(tmp_path, before + row.replace("{}", mark * (700 if "\n" in row else 1500)))
+    with pytest.raises(DataError, match="has more than 1,000 columns: remove some"):
+        rows_of(path)
+
+
+def test_text_with_many_separators_over_its_rows_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_rows, "_MAX_COLUMNS", 1000)
+    text = "one, two, " * 300
+    path = table(tmp_path, "prompt,completion\n" + f'"{text}",b\n' * 3)
+    assert [row for row, _ in rows_of(path)] == [2, 3, 4]
