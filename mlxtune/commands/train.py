@@ -171,7 +171,7 @@ def train(
         del parts, trainer
         allocator.release()
         evaluation = judge_and_report(session, judged)
-        if evaluation and (line := run_text.next_try_line(evaluation, config, result, planned)):
+        if evaluation and (line := run_text.next_try_line(evaluation, config, training, planned)):
             console.say("Next", line)
         usage = run_text.usage_line(config, plain_text=session.dataset.plain_text)
         console.say("Try it", usage, copyable=True)

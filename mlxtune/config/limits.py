@@ -61,6 +61,9 @@ RECORD = Limits(_MB, values=20_000, entries=20_000)
 RECORDS = Limits(256 * _MB)
 # The maximum number of validations, epochs and skipped steps; other steps are kept as columns.
 OTHER_RECORDS = 200_000
+# The values of one step, of all other lines together, and of the metrics of all steps together. A
+# preference run has about ten metrics a step.
+STEP_VALUES, OTHER_VALUES, METRIC_VALUES = 100, 2_000_000, 3_000_000
 HUB_RESPONSE = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
 # A config file: almost no limit on digits or nesting, because each option reports its own errors.
 OPTIONS = Limits(64 * 1024, values=40_000, entries=20_000, digits=100_000, depth=200)

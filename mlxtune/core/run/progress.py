@@ -14,7 +14,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.limits import OTHER_RECORDS, RECORD, TooLarge, parse_json
+from mlxtune.config.limits import (
+    METRIC_VALUES,
+    OTHER_RECORDS,
+    OTHER_VALUES,
+    RECORD,
+    STEP_VALUES,
+    TooLarge,
+    has_more_values,
+    parse_json,
+)
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.files.writing import (
@@ -47,6 +56,8 @@ _KINDS: dict[str, type] = {
 _SHORT_LINE = 4096
 # Only skipped steps, which name their rows, may have longer lines.
 _LONG_LINE, _KIND_SKIPPED = 65_536, b'"kind": "skipped"'
+# The start of a line that is a step, of which there are up to a million.
+_STEP = b'{"kind": "step"'
 _KIND_OF = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -214,16 +225,25 @@ def record_values(record: Record) -> dict[str, Any]:
 def parse_records(content: bytes) -> Iterator[Record | ValueError]:
     """Yield the record of each line of metrics.jsonl, or the problem with that line.
 
-    Raises TooLarge if there are more lines, not counting steps, than any run writes.
+    Raises TooLarge if there are more metrics, or more lines and values besides steps, than any run
+    writes.
     """
-    others = 0
+    others = values = metrics = 0
     for line in io.BytesIO(content):
         record: Record | ValueError
+        if not line.startswith(_STEP):
+            values += line.count(b",")
+            if values > OTHER_VALUES:
+                raise TooLarge(f"{METRICS} has more than {OTHER_VALUES:,} values besides steps")
         try:
             record = parse_record(line)
         except ValueError as error:
             record = error
-        if not isinstance(record, StepRecord):
+        if isinstance(record, StepRecord):
+            metrics += len(record.metrics)
+            if metrics > METRIC_VALUES:
+                raise TooLarge(f"{METRICS} has more than {METRIC_VALUES:,} metrics of steps")
+        else:
             others += 1 + (len(record.rows) if isinstance(record, SkippedStep) else 0)
             if others > OTHER_RECORDS:
                 raise TooLarge(f"{METRICS} has more than {OTHER_RECORDS:,} lines besides steps")
@@ -234,6 +254,8 @@ def parse_record(line: bytes) -> Record:
     """Parse a line of metrics.jsonl. Raises ValueError; the caller adds the line number."""
     if len(line) > _LONG_LINE and _KIND_SKIPPED not in line[:_SHORT_LINE]:
         raise ValueError("is not a record of a run: it is too long")
+    if line.startswith(_STEP) and has_more_values(line, STEP_VALUES):
+        raise ValueError(f"is not a record of a run: it has more than {STEP_VALUES} values")
     text = line.decode()
     try:
         short = len(line) < _SHORT_LINE

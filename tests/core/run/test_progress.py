@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from mlxtune.config.limits import TooLarge
 from mlxtune.core.run.metrics import SkippedStep, StepRecord, ValidationRecord
 from mlxtune.core.run.progress import (
     MetricsFile,
     Progress,
     Record,
     parse_record,
+    parse_records,
     same_except_measurements,
 )
 from tests.core.training.records import epoch_metrics, step_record
@@ -228,3 +230,37 @@ def test_record_longer_than_any_is_refused_before_it_is_parsed() -> None:
     line = f'{{"kind": "step", "step": 1, "metrics": {{{names}}}}}'.encode()
     with pytest.raises(ValueError, match="too long"):
         parse_record(line)
+
+
+# Files that only a stranger writes
+
+
+def many_metrics(number: int, metrics: int) -> bytes:
+    record = replace(step(number), metrics={str(i): 0.5 for i in range(metrics)})
+    return jsonl(Progress([record]))
+
+
+def test_step_of_many_metrics_is_refused_before_it_is_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = many_metrics(1, 5000)
+    monkeypatch.setattr(json, "loads", lambda *_: pytest.fail("was parsed"))
+    with pytest.raises(ValueError, match="it has more than 100 values"):
+        parse_record(line)
+
+
+def test_metrics_of_all_steps_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxtune.core.run.progress.METRIC_VALUES", 250)
+    lines = [many_metrics(number, 50) for number in range(1, 7)]
+    assert len(Progress.from_jsonl(b"".join(lines[:5]))) == 5
+    with pytest.raises(TooLarge, match=r"metrics\.jsonl has more than 250 metrics of steps"):
+        Progress.from_jsonl(b"".join(lines))
+
+
+def test_values_besides_steps_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxtune.core.run.progress.OTHER_VALUES", 250)
+    record = ValidationRecord(1, 1.0, 3.0, {str(i): 0.5 for i in range(90)})
+    lines = [jsonl(Progress([record]))] * 3
+    assert len(list(parse_records(b"".join(lines[:2])))) == 2
+    with pytest.raises(TooLarge, match="more than 250 values besides steps"):
+        list(parse_records(b"".join(lines)))
