@@ -186,14 +186,20 @@ class LimitedProcess:
 
     Libraries that read an untrusted file may run forever or exhaust memory, and cannot be
     interrupted in the middle of an operation. A separate process can be killed at any time.
-    `limited_helper.py` describes the script.
+    `limited_helper.py` describes the script. Raises HelperError if the process cannot be started.
     """
 
     def __init__(self, script: Path, memory: int, *arguments: str) -> None:
         self._memory = memory
         self._unread = bytearray()
         command = python(limited_helper.__file__, str(memory), str(script), *arguments)
-        self._process = start(command, stdin=PIPE, stdout=PIPE, stderr=None)
+        try:
+            self._process = start(command, stdin=PIPE, stdout=PIPE, stderr=None)
+        except OSError as error:
+            raise HelperError(
+                f"a helper process cannot be started: {error.strerror}: close other programs, or "
+                "allow more processes with ulimit -u"
+            ) from error
         self.pid = self._process.pid
 
     def write(self, lines: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,12 +17,15 @@ from mlxtune.core.files import limited_helper
 from mlxtune.core.files.processes import (
     HelperError,
     Helpers,
+    LimitedProcess,
     describe_end,
     end,
     own_environment,
     python,
     start,
 )
+from mlxtune.core.files.writing import as_output_error
+from tests.slow import slow
 from tests.sources import PACKAGE
 from tests.waiting import SECONDS, wait_until
 
@@ -123,9 +127,9 @@ HOSTILE = ("mlxtune/__init__.py", "click.py", "numpy.py", "json.py", "mlx/__init
     "command",
     [
         python("-m", "mlxtune", "watch", "--help"),
-        python("-m", "mlxtune.watch.answer_helper", "no json"),
-        bench.helper_command(Path("missing")),
-        python("-m", "mlxtune.backend.device.device_helper", "--help"),
+        slow(python("-m", "mlxtune.watch.answer_helper", "no json")),
+        slow(bench.helper_command(Path("missing"))),
+        slow(python("-m", "mlxtune.backend.device.device_helper", "--help")),
         python(limited_helper.__file__, "1000000", template_helper.__file__),
     ],
     ids=["page", "question", "bench", "device", "limited"],
@@ -149,3 +153,19 @@ def test_python_is_started_in_one_place() -> None:
     }
     assert found == {"core/files/processes.py"}
     assert (PACKAGE / "core/files/processes.py").read_text().count("sys.executable") == 1
+
+
+def test_process_that_cannot_start_is_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes to a folder meanwhile must not take it for an error of the folder."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("subprocess.Popen", fail)
+    with (
+        pytest.raises(HelperError, match=r"^a helper process cannot be started: .*ulimit -u$"),
+        as_output_error(tmp_path, "--cache-dir"),
+    ):
+        LimitedProcess(tmp_path / "script.py", 2**30)
