@@ -25,6 +25,7 @@ from mlxtune.errors import (
     TrainingInterrupted,
     printable,
 )
+from mlxtune.session.interrupt import end_in_order
 from mlxtune.start import unguard
 
 _STDIN, _STDOUT, _STDERR = range(3)
@@ -87,7 +88,7 @@ def _main(arguments: list[str]) -> NoReturn:
         sys.exit(shell_complete(command, {}, "mlxtune", _COMPLETE, request))
     try:
         # Bypass click's own main(), which turns every KeyboardInterrupt into click's Abort.
-        with command.make_context("mlxtune", arguments) as context:
+        with end_in_order(), command.make_context("mlxtune", arguments) as context:
             check_current_folder()
             passed = command.invoke(context)
         flush_results()

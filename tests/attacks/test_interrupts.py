@@ -22,7 +22,7 @@ from mlxtune.session.proof import noted, remove_unfinished
 from tests.command import Cli, finish, start
 from tests.models import sums, write_chat
 from tests.slow import slow
-from tests.waiting import SECONDS
+from tests.waiting import SECONDS, wait_until
 
 # During start-up: an interrupt while a module is imported.
 
@@ -239,3 +239,24 @@ def test_folder_of_another_inode_is_not_taken_for_a_leftover(tmp_path: Path) -> 
 
 def _notes() -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in (user_cache() / "unfinished").iterdir()}
+
+
+# Data
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signal_while_data_is_read_leaves_nothing(
+    tmp_path: Path, model: Path, number: signal.Signals
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(mode=0o700)
+    chat = write_chat(tmp_path / "chat.jsonl", sums(200_000))
+    arguments = ["inspect", "--model-path", model, "--data", chat, "--no-cache"]
+    process = start(*arguments, env=os.environ | {"TMPDIR": str(scratch)})
+    wait_until(lambda: bool(list(scratch.glob("mlxtune-data-*"))))
+    process.send_signal(number)
+    outcome = finish(process)
+    assert outcome.code == 128 + number
+    assert (outcome.out, outcome.err) == ("", "mlxtune: interrupted\n")
+    assert [path.name for path in scratch.iterdir() if path.name != "mlx"] == []

@@ -648,6 +648,7 @@ def test_adapter_is_written_where_no_checkpoint_fits(
     assert (tmp_path / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
 
 
+@pytest.mark.slow
 def test_space_for_a_checkpoint_is_checked_before_the_first_step(
     model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
