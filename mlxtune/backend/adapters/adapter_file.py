@@ -31,8 +31,8 @@ from mlxtune.core.formatting import join_few
 from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG, METADATA
 from mlxtune.errors import ModelError, one_line
 
-# The floating-point dtypes, as a safetensors header names them.
-_FLOATS = ("F16", "BF16", "F32", "F64")
+# The dtypes of adapters, as a safetensors header names them; MLX reads no 64-bit floats.
+_FLOATS = ("F16", "BF16", "F32")
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class AdapterFile:
         for name, info in tensors.items():
             if info.dtype not in _FLOATS or len(info.shape) > 3 or not all(info.shape):
                 raise ModelError(
-                    f"{self.path}: {name:.100} is {info.dtype} of shape {info.shape}, which no "
-                    "adapter has"
+                    f"{self.path}: {name:.100} is {info.dtype} of shape {info.shape}: an adapter "
+                    "has one to three dimensions of floats of 16 or 32 bits: save it again as such"
                 )
         return tensors
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -52,3 +53,25 @@ def test_removed_file_is_an_error(tmp_path: Path) -> None:
     adapter.path.unlink()
     with pytest.raises(ModelError, match="cannot be read"):
         adapter.read_tensors()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int8])
+def test_dtypes_that_mlx_cannot_read_are_refused_by_the_header(
+    tmp_path: Path, dtype: type[np.generic]
+) -> None:
+    path = tmp_path / "adapters.safetensors"
+    safetensors.numpy.save_file({"layers.0.q_proj.lora_a": np.ones((4, 2), dtype)}, path)
+    adapter = AdapterFile(path)
+    if np.issubdtype(dtype, np.floating) and loads(path):
+        assert adapter.read_tensors()
+        return
+    with pytest.raises(ModelError, match="floats of 16 or 32 bits: save it again as such"):
+        _ = adapter.tensors
+
+
+def loads(path: Path) -> bool:
+    """Return whether MLX reads a file."""
+    try:
+        return bool(mx.load(str(path)))
+    except RuntimeError:
+        return False
