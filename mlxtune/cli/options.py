@@ -196,8 +196,10 @@ class ConfigCommand(Command):
 
 def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
+        from mlxtune.views.output import print_line
+
         ctx.meta[_HELP_ALL] = True
-        click.echo(ctx.get_help())
+        print_line(ctx.get_help())
         ctx.exit()
 
 
