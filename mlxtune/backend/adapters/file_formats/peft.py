@@ -40,6 +40,10 @@ CONFIG = "adapter_config.json"
 # From `layers.N` on, a module has the same name in PEFT and mlx-lm.
 _TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
 _PREFIX = "base_model.model."
+# In models with images, files may name the language part as transformers 4 did. The modules of some
+# types still have these names.
+_LANGUAGE = re.compile(r"^(language_model\.model|model(?!\.language_model))\.")
+_NAMED_AS_STORED = ("llama4",)
 _MAGNITUDE = "lora_magnitude_vector"
 _PART = re.compile(rf"(.+?)\.(lora_A|lora_B|{_MAGNITUDE})(?:\.default)?(?:\.weight)?")
 # rank_pattern and alpha_pattern are untrusted regular expressions, which might never finish
@@ -57,7 +61,7 @@ _REFUSED = (
 
 
 def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
-    """Write a PEFT folder, with the module names that the base model's folder uses.
+    """Write a PEFT folder, with the names that transformers gives the base model's modules.
 
     Raises ModelError if PEFT cannot hold the adapter, and OutputError if writing fails.
     """
@@ -65,7 +69,9 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
     placed = model_type in peft_experts.PLACES
     adapter.check_plain(f"PEFT's format for {model_type}", dora=True, experts=placed)
     weights = weight_names(base)
-    present = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
+    stored = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
+    has_images = any(NOT_TEXT.search(name) or name.startswith("language_model.") for name in stored)
+    present = {_module_name(name, model_type) for name in stored} if has_images else stored
     # All-zero updates are padding: mlx-lm needs the same modules in every layer.
     kept = {path: each for path, each in adapter.modules.items() if each.a.any() or each.b.any()}
     kept = kept or dict(adapter.modules)
@@ -83,7 +89,8 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
             tensors[f"{name}.{_MAGNITUDE}"] = update.m
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     chosen = {names[path]: path_in_layer(path) for path in modules}
-    targets, layers = _shortest_targets(chosen, present)
+    # Without the files' weights for images, last names may match modules for images.
+    targets, layers = (sorted(chosen), None) if has_images else _shortest_targets(chosen, present)
     rank = max(ranks.values())
     patterns = {re.escape(name): each for name, each in sorted(ranks.items()) if each != rank}
     write_json(
@@ -108,6 +115,13 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
             "modules_to_save": None,
         },
     )
+
+
+def _module_name(name: str, model_type: str) -> str:
+    """Return the name in transformers 5 of a stored module of a model with images."""
+    if model_type in _NAMED_AS_STORED or NOT_TEXT.search(name):
+        return name
+    return _LANGUAGE.sub("model.language_model.", name)
 
 
 def _expert_tensors(
