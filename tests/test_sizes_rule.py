@@ -32,6 +32,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "mx.load": "after the header was checked",
         "json.loads": "the header of what this process has just made",
     },
+    "backend/adapters/fusing.py": {"mx.load": "lazily, after open_base has checked the headers"},
     "backend/models/model_folder.py": {"load_config": "after check_files has read the same files"},
     "hub/client.py": {"read": "through a stream with a limit, put in place just before"},
     "core/files/reading.py": {

@@ -41,6 +41,7 @@ from mlxtune.core.files.writing import (
     write_file,
     write_json,
 )
+from mlxtune.core.formatting import count
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
 from mlxtune.session.dataset import Reader
@@ -216,7 +217,11 @@ def write_fused(
     exact = not fusing.is_quantized(model, source.adapter)
     stored = fusing.stored_dtype(model)
     source.console.say("Writing", str(config.output_path))
-    fusing.write_model(model, model_config, source.folder, folder)
+    if left_out := fusing.write_model(model, model_config, source.folder, folder):
+        source.console.warn(
+            f"left out {count(left_out, 'tensor')} for images or sound, whose names differ from "
+            "those that mlx-lm gives to text: the folder and its config.json are of text alone"
+        )
     _write_template(source, folder)
     del model
     allocator.release()

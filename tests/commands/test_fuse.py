@@ -19,7 +19,7 @@ from mlxtune import EvalConfig, FuseConfig, TrainConfig, evaluate, fuse, train
 from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.core.files.remembered import MARK
 from tests.command import Cli
-from tests.models import sums, write_chat, write_model
+from tests.models import SHAPE, sums, write_chat, write_model
 from tests.paths import SHARED
 from tests.slow import slow
 
@@ -183,3 +183,56 @@ def test_real_model_of_four_bits_keeps_what_it_learned(tmp_path: Path) -> None:
     assert found.retention is not None
     assert found.retention.tried[0].lost > 0.1 > 0.02 > found.retention.chosen.lost
     mx.clear_cache()
+
+
+# Models with images
+
+TOWER = {
+    "vision_tower.layers.0.self_attn.q_proj.weight": (8, 8),
+    "multi_modal_projector.linear.weight": (8, 4),
+}
+
+
+def with_images(folder: Path, stored_as: str) -> tuple[Path, Path]:
+    """Write a model with parts for images, stored under a prefix, and train on it for a step."""
+    text = {"model_type": "llama", "tie_word_embeddings": False, **SHAPE}
+    model = write_model(folder / "model", "mistral3", text_config=text, vision_config={"depth": 1})
+    file = str(model / "model.safetensors")
+    weights = mx.load(file)
+    assert isinstance(weights, dict)
+    named = {
+        name.replace("language_model.model.", stored_as): value for name, value in weights.items()
+    }
+    images = {name: mx.random.normal(shape) for name, shape in TOWER.items()}
+    mx.save_safetensors(file, {**named, **images}, metadata={"format": "mlx"})
+    output = folder / "out" / "adapters.safetensors"
+    data = write_chat(folder / "chat.jsonl", sums(8))
+    train(TrainConfig(str(model), (str(data),), output=str(output), max_steps=1, samples=0))
+    return model, output
+
+
+def test_weights_for_images_are_kept_to_the_bit(tmp_path: Path) -> None:
+    model, adapter = with_images(tmp_path, "language_model.model.")
+    fused = fuse(adapter=str(adapter), output=str(tmp_path / "fused"), quiet=True).output
+
+    before, after = (mx.load(str(each / "model.safetensors")) for each in (model, fused))
+    assert isinstance(before, dict) and isinstance(after, dict)
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[name], after[name]) for name in TOWER)
+    config = json.loads((fused / "config.json").read_text())
+    assert config["vision_config"] == {"depth": 1}
+
+
+def test_weights_for_images_that_fit_no_more_are_left_out_and_the_config_agrees(
+    cli: Cli, tmp_path: Path
+) -> None:
+    _, adapter = with_images(tmp_path, "model.language_model.")
+    outcome = cli("fuse", "--adapter", adapter, "--output", tmp_path / "fused")
+
+    assert outcome.code == 0, outcome.err
+    assert "warning: left out 2 tensors for images or sound" in outcome.err
+    written = mx.load(str(tmp_path / "fused" / "model.safetensors"))
+    assert isinstance(written, dict) and written.keys().isdisjoint(TOWER)
+    config = json.loads((tmp_path / "fused" / "config.json").read_text())
+    assert "vision_config" not in config and config["model_type"] == "mistral3"
+    load(str(tmp_path / "fused"))

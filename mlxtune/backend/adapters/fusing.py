@@ -7,6 +7,7 @@ written and freed afterwards, so that at most one file's weights are in memory.
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from mlxtune.backend.adapters.storage import (
 )
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models.loading import load_lazily
-from mlxtune.backend.models.model_folder import read_config
+from mlxtune.backend.models.model_folder import NOT_TEXT, json_object, read_config, weight_names
 from mlxtune.backend.models.quantize import quantize_lazily, quantized_config
 from mlxtune.backend.models.stored_layers import dequantized_weight
 from mlxtune.config.data_config import AS_STORED, BaseOptions
@@ -47,6 +48,8 @@ _COPIED = (
     *("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"),
     *("additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
+# Entries of a config that describe parts for images or sound.
+_OF_IMAGES = re.compile(r"(vision|visual|image|video|audio|speech|mm|multi_?modal|projector)_")
 _WRITTEN_ANEW = ("config.json", "adapter_config.json", "certificate.json", "hf_quant_config.json")
 # A factor and an addend that allow for float32 rounding before the rounding to the dtype.
 _SLACK = 1.02
@@ -131,14 +134,26 @@ def _weight(name: str, module: nn.Module) -> mx.array:
     return dequantized_weight(module)
 
 
-def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder: Path) -> None:
+def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder: Path) -> int:
     """Write a model's config, and its weights one file at a time; copy the base folder's other
     files.
+
+    The base's weights for images or sound are copied if they fit the written ones. Otherwise, they
+    are left out, the config describes a model of text alone, and their number is returned.
 
     The model cannot be used afterwards: its weights are freed as they are written. Raises
     OutputError.
     """
     weights = dict(tree_flatten(model.parameters()))
+    config, left_out = dict(config), 0
+    if others := _other_parts(base, weights):
+        if _fit(weights, others, base):
+            weights |= others
+        else:
+            left_out = len(others)
+            config = {name: value for name, value in config.items() if not _OF_IMAGES.match(name)}
+    else:
+        config.pop("vision_config", None)
     size = sum(value.nbytes for value in weights.values())
     shards = make_shards(weights, max_file_size_gb=_SHARD_GB)
     weights.clear()
@@ -156,12 +171,40 @@ def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder:
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
         content = json.dumps(index, indent=4) + "\n"
         write_file(folder / "model.safetensors.index.json", [content.encode()])
-        save_config(dict(config), config_path=folder / "config.json")
+        path = folder / "config.json"
+        save_config(dict(config), config_path=path)
+        if "vision_config" in config:  # which save_config leaves out
+            written = json_object(path) | {"vision_config": config["vision_config"]}
+            write_file(path, [json.dumps(dict(sorted(written.items())), indent=4).encode()])
         check_copied(base)
         for path in filter(Path.is_file, _copied_files(base)):
             target = folder / path.relative_to(base)
             make_folder(target.parent)
             copy_file(path, target)
+    return left_out
+
+
+def _other_parts(base: Path, weights: Collection[str]) -> dict[str, mx.array]:
+    """Return the tensors of a model folder that are not text's, without reading their data."""
+    files = (mx.load(str(path)) for path in sorted(base.glob("model*.safetensors")))
+    return {
+        name: value
+        for file in files
+        if isinstance(file, dict)
+        for name, value in file.items()
+        if NOT_TEXT.search(name) and name not in weights
+    }
+
+
+def _fit(weights: Collection[str], others: Collection[str], base: Path) -> bool:
+    """Return whether weights have the names of the base's, so that one program reads all parts.
+
+    Parts that are quantised need the base's quantisation, which the written config may lack.
+    """
+    stored = {name.rpartition(".")[0] for name in weight_names(base)}
+    quantized = any(name.endswith(".scales") for name in others)
+    kept = any(name.endswith(".scales") for name in weights) or not quantized
+    return kept and {name.rpartition(".")[0] for name in weights} <= stored
 
 
 def _save(path: Path, tensors: Mapping[str, mx.array]) -> None:
