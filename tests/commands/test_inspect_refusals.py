@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.command import ROWS, Cli, Outcome, files_in
+from tests.command import ROWS, Cli, Outcome, files_in, unless_given
 from tests.models import CHATML, sums, write_chat, write_model, write_tokenizer
 
 WITHOUT_END = CHATML.replace("<|im_end|>\\n", "\\n")
@@ -90,7 +90,7 @@ def test_inspect_refuses_what_train_refuses(
     file = write_chat(tmp_path / "data.jsonl", rows)
     change(broken)
     options = [str(option).format(file=file) for option in options]
-    arguments = ["--model-path", broken, "--data", file, *options]
+    arguments = [*unless_given(options, model_path=broken), "--data", file, *options]
     found = [
         cli("train", *arguments, "--output", output, "--quiet"),
         cli("inspect", *arguments, "--quiet"),
