@@ -37,7 +37,7 @@ _MEANT = {
     **dict.fromkeys(("question", "query", "user"), "prompt"),
     **dict.fromkeys(("answer", "response", "assistant"), "completion"),
 }
-TEMPLATES = ("auto", "chatml", "qwen3", "gemma")
+TEMPLATES = ("auto", "chatml", "qwen3", "gemma", "plain")
 FORMATS = ("4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4")
 
 
@@ -87,10 +87,11 @@ class _Source(Checked):
     template: str = DATA.option(
         "auto",
         "Chat template: auto (the model's own, else the built-in one for its type), a built-in "
-        "(chatml, qwen3, gemma), or the path of a Jinja file.",
+        "(chatml, qwen3, gemma; plain ends answers with the model's own end token), or the path of "
+        "a Jinja file.",
         RESULT,
         encodes=True,
-        metavar="auto|chatml|qwen3|gemma|FILE.jinja",
+        metavar="auto|chatml|qwen3|gemma|plain|FILE.jinja",
     )
     thinking: str = DATA.option(
         "auto",

@@ -44,7 +44,7 @@ from mlxtune.core.data.problems import (
 from mlxtune.core.data.prompt import Prompt, TurnEnds, prompt_of
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.core.data.sources.text_rows import encoding_of, is_text_file
-from mlxtune.core.data.template import END_OF_TURN, TEMPLATES, built_in_jinja
+from mlxtune.core.data.template import END_OF_TURN, PLAIN, TEMPLATES, built_in_jinja
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.formatting import count
 from mlxtune.errors import DataError, ModelError
@@ -157,6 +157,8 @@ class Reader:
         template = self._config.template
         if template == "auto":
             return read_chat_template(self._folder)
+        if template == PLAIN:
+            return {"default": built_in_jinja(PLAIN)}
         return {} if template in TEMPLATES else {"default": template_text(template)}
 
     @cached_property
@@ -253,10 +255,16 @@ class Reader:
         first = {end: name for name, end in reversed(END_OF_TURN.items())}
         known = [name for end, name in reversed(first.items()) if _is_token(tokenizer, end)]
         ends = f" that ends answers with {tokenizer.end_tokens[0]}" if tokenizer.end_tokens else ""
-        return " or ".join(f"--template {name}" for name in [*known, f"FILE.jinja{ends}"])
+        # Other tools stop at the tokenizer's own end token alone.
+        own = any(END_OF_TURN[name] in tokenizer.end_tokens for name in known)
+        plain = [PLAIN] if tokenizer.end_tokens and not own else []
+        named = [*plain, *known, f"FILE.jinja{ends}"]
+        return " or ".join(f"--template {name}" for name in named)
 
     def describe(self) -> str:
         named = self._config.template != "auto"
+        if self._config.template == PLAIN:
+            return f"built-in {PLAIN}"
         if self.template_source:
             return "from a file" if named else "the model's own"
         if self._built_in is None:

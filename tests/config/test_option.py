@@ -173,7 +173,7 @@ def test_all_problems_are_named_at_once() -> None:
         ("schedule", "cosine", "must be one of warmup-cosine, linear-warmup, constant"),
         ("order", "sorted", "must be one of shuffle, length, not 'sorted'"),
         ("dtype", "int8", "must be one of auto, float32, bfloat16, float16, not 'int8'"),
-        ("template", "llama3", "must be one of auto, chatml, qwen3, gemma or FILE.jinja, "),
+        ("template", "llama3", "must be one of auto, chatml, qwen3, gemma, plain or FILE.jinja, "),
     ],
 )
 def test_value_out_of_bounds_is_named_with_its_option_and_its_bound(

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from mlxtune import ConfigError, ModelError, TrainConfig, train
+from mlxtune import ConfigError, DataError, ModelError, TrainConfig, fuse, train
 from mlxtune.commands.inspect import inspect as run_inspect
 from mlxtune.config import DataConfig, InspectConfig
 from mlxtune.config import data_config as config_data
@@ -533,3 +534,39 @@ def test_cut_at_the_start_keeps_the_answer(own_template: Path, tmp_path: Path) -
     (text,) = texts(both(own_template, file, tmp_path, **options))
     assert text.endswith("long <|im_end|>\n<|im_start|>assistant\n⟦a<|im_end|>⟧\n")
     assert "user" not in text
+
+
+def test_plain_template_ends_answers_with_the_models_own_end_token(tmp_path: Path) -> None:
+    """The model that is fused from it renders the same prompts, in transformers too."""
+    folder = write_model(tmp_path / "model", "llama")
+    (folder / "chat_template.jinja").unlink()
+    write_tokenizer(folder, bos=True, eos_token="</s>")
+    data = write_chat(tmp_path / "chat.jsonl", [{"messages": [SYSTEM, *MESSAGES]}])
+    found = both(folder, str(data), tmp_path, template="plain")
+    (text,) = texts(found)
+    assert text.endswith("Be kind.\n\n### User:\nq\n\n### Assistant:\n⟦a</s>⟧\n\n")
+    assert found.template == "built-in plain"
+
+    options = {"quiet": True, "max_steps": 1, "val_split": 0, "samples": 0, "template": "plain"}
+    output = tmp_path / "out"
+    train(model_path=str(folder), data=str(data), output=str(output), **options)
+    fused = fuse(adapter=str(output), output=str(tmp_path / "fused"), quiet=True).output
+    asked = [SYSTEM, MESSAGES[0]]
+    ours = prompt_of(
+        Reader(DataConfig(str(fused), ("none",), turns="last"), fused).encoder,
+        {"messages": asked},
+        "",
+    )
+    tokenizer = AutoTokenizer.from_pretrained(fused)
+    theirs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    assert list(ours.ids) == list(theirs)
+    assert tokenizer.eos_token == "</s>"
+
+
+def test_tools_are_refused_by_the_plain_template(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    (folder / "chat_template.jinja").unlink()
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    data = write_chat(tmp_path / "chat.jsonl", [{"messages": [MESSAGES[0], call]}])
+    with pytest.raises(DataError, match="the plain template has no tools: use another template"):
+        train(model_path=str(folder), data=str(data), template="plain", quiet=True)

@@ -189,7 +189,14 @@ TEMPLATES: dict[str, Callable[..., Rendering]] = {
 END_OF_TURN = {"chatml": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}
 
 
+# The built-in template for base models, which ends answers with the model's own end token.
+PLAIN = "plain"
+
+
 def built_in_jinja(name: str) -> str:
-    """Return a built-in template as Jinja text, which renders BOS and then as this module does."""
-    file = "gemma.jinja" if name == "gemma" else "chatml.jinja"
+    """Return a built-in template as Jinja text, which renders BOS and then as this module does.
+
+    There is no function for the plain template: its Jinja text renders it.
+    """
+    file = f"{name}.jinja" if name in (PLAIN, "gemma") else "chatml.jinja"
     return resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
