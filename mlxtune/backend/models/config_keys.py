@@ -12,6 +12,8 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
+from mlx_lm.utils import MODEL_REMAPPING
+
 # The keys under which configs of multimodal models keep the language model's part.
 PARTS = ("text_config", "llm_config", "language_config")
 _MODELS = "mlx_lm.models."
@@ -49,6 +51,9 @@ _IN_WEIGHTS = re.compile(
 )
 # Names that a class may have instead of its own, as the reference implementation ignores them.
 _OTHER_NAMES = re.compile(r".*(?:eps|epsilon)|rope_theta")
+# The older names of a rope's theta, and of the part of each head that it turns.
+_THETA = ("rope_theta", "rotary_emb_base")
+_PARTIAL = ("partial_rotary_factor", "rotary_pct")
 # Factors that change nothing if they are 1.
 _FACTOR = re.compile(
     r".*(?:multiplier|scale|scaling|factor|alpha|ratio|interval|groups?|freq|step|beta|mod)"
@@ -96,7 +101,8 @@ def _with_imports(module: ModuleType) -> Iterator[ModuleType]:
             )
             if name.startswith(_MODELS) and name not in found:
                 found.add(name)
-                left.append(sys.modules[name])
+                if hasattr(sys.modules[name], "ModelArgs"):
+                    left.append(sys.modules[name])
 
 
 def with_known_keys(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -105,12 +111,20 @@ def with_known_keys(config: Mapping[str, Any], architecture: str) -> dict[str, A
     transformers 5 writes them as `rope_parameters` alone: one object, or one for each kind of
     layer.
     """
-    keys, _ = _sources(_MODELS + architecture)
     renamed = dict(config)
     for part in PARTS:
         if isinstance(inner := config.get(part), Mapping):
-            renamed[part] = _with_rope_keys(inner, keys)
-    return _with_rope_keys(renamed, keys)
+            renamed[part] = _with_rope_keys(inner, _sources_of_part(inner, architecture)[0])
+    return _with_rope_keys(renamed, _sources(_MODELS + architecture)[0])
+
+
+def _sources_of_part(part: Mapping[str, Any], architecture: str) -> tuple[frozenset[str], str]:
+    """Return the keys and the source of a language model's part, which may have its own module."""
+    kind = str(part.get("model_type"))
+    try:
+        return _sources(_MODELS + MODEL_REMAPPING.get(kind, kind))
+    except (ImportError, SystemExit):  # the module asks for another package, or does not exist
+        return _sources(_MODELS + architecture)
 
 
 def _with_rope_keys(config: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
@@ -121,23 +135,38 @@ def _with_rope_keys(config: Mapping[str, Any], keys: frozenset[str]) -> dict[str
     whole = layers.get("full_attention", given)
     sliding = layers.get("sliding_attention", {})
     values: dict[str, Any] = {
-        "rope_theta": whole.get("rope_theta"),
-        "partial_rotary_factor": whole.get("partial_rotary_factor"),
+        **dict.fromkeys(_THETA, whole.get("rope_theta")),
+        **dict.fromkeys(_PARTIAL, whole.get("partial_rotary_factor")),
         "rope_local_base_freq": sliding.get("rope_theta"),
         "original_max_position_embeddings": whole.get("original_max_position_embeddings"),
     }
-    if whole.get("rope_type", whole.get("type", "default")) != "default":
+    if _scaled(whole):
         values["rope_scaling"] = {k: v for k, v in whole.items() if k != "rope_theta"}
-    for key, value in values.items():
-        if value is not None and key in keys:
-            # The newer name is the one that transformers reads.
-            renamed[key] = value
-    return renamed
+    # The newer name is the one that transformers reads.
+    return renamed | {k: v for k, v in values.items() if v is not None and k in keys}
+
+
+def _scaled(rope: Mapping[str, Any]) -> bool:
+    return rope.get("rope_type", rope.get("type", "default")) != "default"
+
+
+def _reads_rope(given: Any, keys: frozenset[str]) -> bool:
+    """Return whether a class that lacks `rope_parameters` reads what stands in them elsewhere."""
+    if not isinstance(given, Mapping):
+        return False
+    layers = [each for each in given.values() if isinstance(each, Mapping)] or [given]
+    thetas = {each.get("rope_theta") for each in layers}
+    partial = {each.get("partial_rotary_factor", 1) for each in layers}
+    return (
+        not keys.isdisjoint(_THETA)
+        and (partial <= {1, None} or not keys.isdisjoint(_PARTIAL))
+        and (not any(map(_scaled, layers)) or "rope_scaling" in keys)
+        and (len(thetas) == 1 or "rope_local_base_freq" in keys)
+    )
 
 
 def unread_keys(config: Mapping[str, Any], architecture: str) -> list[str]:
     """Return the keys, with their values, that change the model but that mlx-lm does not read."""
-    keys, source = _sources(_MODELS + architecture)
     found: list[str] = []
     parts = {"": config}
     parts |= {f"{name}.": inner for name in PARTS if isinstance(inner := config.get(name), Mapping)}
@@ -145,6 +174,10 @@ def unread_keys(config: Mapping[str, Any], architecture: str) -> list[str]:
         # What stands beside the language model's part is about images and sound.
         if not prefix and len(parts) > 1:
             continue
+        keys, source = _sources(_MODELS + architecture)
+        if prefix:  # a wrapper may use the module of its part
+            inner_keys, inner_source = _sources_of_part(part, architecture)
+            keys, source = keys | inner_keys, source + inner_source
         kind = str(part.get("model_type", config.get("model_type")))
         unread = {
             key: value
@@ -181,7 +214,7 @@ def _is_harmless(
     if _HARMLESS.fullmatch(key) or _IN_WEIGHTS.fullmatch(key) or key in PARTS:
         return True
     if key == "rope_parameters":
-        return "rope_theta" in keys
+        return _reads_rope(value, keys)
     if _ACTIVATION.fullmatch(key):
         family = _FAMILIES.get(str(value).lower())
         return family is not None and re.search(family, source, re.IGNORECASE) is not None

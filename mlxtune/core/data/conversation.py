@@ -22,12 +22,14 @@ from mlxtune.core.data.problems import (
     parse_json,
 )
 from mlxtune.core.data.sources.keys import (
+    OPTIONS_OBJECTS,
+    TEMPLATE_OPTIONS,
     THINKING_FIELDS,
     is_learned,
     is_mark,
+    is_thinking,
     letters,
     template_options,
-    thinking_key,
 )
 from mlxtune.errors import shorten
 
@@ -167,7 +169,12 @@ def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
         {"type": "function", "function": function}
         for function in _objects(content.get("functions"), "functions")
     )
-    return Conversation(row, messages, tools, options=template_options(content))
+    return Conversation(row, messages, tools, options=_options(content))
+
+
+def _options(content: Mapping[str, Any]) -> dict[str, Any]:
+    names = (*TEMPLATE_OPTIONS, *OPTIONS_OBJECTS)
+    return template_options({name: content[name] for name in names if name in content})
 
 
 def field_option(name: str, key: str) -> str:
@@ -209,7 +216,7 @@ def _whole_turns(messages: Iterable[Any]) -> list[tuple[str, Any]]:
         }
         if turns and role_of(turns[-1][1]) == "assistant":
             before, earlier = turns.pop()
-            if is_learned(earlier, before) != is_learned(calls, where):
+            if is_learned(marks_of(earlier), before) != is_learned(marks_of(calls), where):
                 raise BadRow("a turn whose calls are marked differently", where)
             listed = earlier.get("tool_calls") or []
             listed = listed if isinstance(listed, list) else [listed]
@@ -217,6 +224,11 @@ def _whole_turns(messages: Iterable[Any]) -> list[tuple[str, Any]]:
             where = before
         turns.append((where, calls))
     return turns
+
+
+def marks_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the marks of a row or a message, which say whether it is learned."""
+    return {key: value for key, value in content.items() if value is not None and is_mark(key)}
 
 
 def _calls_alone(message: Mapping[str, Any]) -> bool:
@@ -251,7 +263,7 @@ def _parse_message(where: str, message: Any) -> Message:
         # mlx_lm.server joins text parts the same way.
         content = fields["content"] = "".join([_part(part, where) for part in content])
     if role == "assistant":
-        answer = _parse_answer(fields, is_learned(message, where), where)
+        answer = _parse_answer(fields, is_learned(marks_of(message), where), where)
         return replace(answer, removed=tuple(sorted(removed))) if removed else answer
     if not isinstance(content, str):
         problem = _other_content(fields) or json_type(content)
@@ -308,8 +320,10 @@ def _part(part: Any, where: str) -> str:
 
 
 def _parse_answer(fields: dict[str, Any], trained: bool, where: str) -> Message:
-    if not any(fields.get(name) for name in THINKING_FIELDS) and (key := thinking_key(fields)):
-        fields[THINKING_FIELDS[0]] = fields.pop(key)
+    if not any(fields.get(name) for name in THINKING_FIELDS):
+        rare = (key for key, value in fields.items() if value and isinstance(value, str))
+        if (key := next(filter(is_thinking, rare), None)) is not None:
+            fields[THINKING_FIELDS[0]] = fields.pop(key)
     thinking = _thinking_field(fields, where)
     if "tool_calls" not in fields and "function_call" in fields:
         function = fields.pop("function_call")

@@ -293,7 +293,11 @@ class Encoder:
                 if not reads_variable(self.source, name):
                     found[unread_key("the template's options", name)] = ""
             for position, message in enumerate(each.messages, start=1):
-                for level, key in unread_in_message(message.fields, message.removed, self.source):
+                removed = (("a message", key) for key in message.removed)
+                unread = unread_in_message(
+                    message.role, message.fields.keys(), message.tool_calls, self.source
+                )
+                for level, key in chain(removed, unread):
                     if is_metadata(key):
                         metadata.add(key)
                     else:

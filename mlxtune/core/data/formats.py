@@ -13,7 +13,7 @@ conversions.py has the conversions, and the keys of preference rows.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from mlxtune.core.data.conversation import (
     Document,
     Pair,
     field_option,
+    marks_of,
     parse_conversation,
     role_of,
 )
@@ -73,14 +74,14 @@ class Format:
 
     def read(self, row: int, content: JsonObject) -> Row:
         """Convert a row, and note the keys that this does not read. Raises BadRow."""
-        check_row_is_learned(content)
+        check_row_is_learned(marks_of(content))
         converted = self.convert(row, content)
         texts, known = _texts(converted), (*self.keys, *self.optional)
-        unread = tuple(unread_in_row(content, known, texts, _advise_system))
+        unread = tuple(_unread(content, known, texts))
         given = content.get("input") if "preferred_output" in self.keys else None
         if isinstance(given, Mapping):  # OpenAI's pairs, whose prompt is an object
             known = ("messages", *_OPTIONAL)
-            unread += tuple(unread_in_row(given, known, texts, _advise_system))
+            unread += tuple(_unread(given, known, texts))
         if not unread:
             return converted
         if isinstance(converted, Pair):
@@ -98,6 +99,25 @@ def _texts(row: Row) -> list[str]:
         return [row.text]
     answers = row.answers if isinstance(row, Pair) else (row,)
     return [each.content + each.thinking for answer in answers for each in answer.messages]
+
+
+def _unread(
+    content: JsonObject, known: Sequence[str], texts: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield a note for each key with a value that is not among the known keys."""
+    unread = {
+        key: content[key]
+        for key in sorted(content.keys() - {*known})
+        if content[key] is not None and content[key] not in ("", [], {})
+    }
+    repeated = {
+        key
+        for key, value in unread.items()
+        # A single word is more likely a label that stands in a text by chance.
+        if isinstance(value, str) and len(value.split(maxsplit=1)) > 1
+        if any(value.strip() in text for text in texts)
+    }
+    return unread_in_row(unread, repeated, _advise_system)
 
 
 def _advise_system(key: str) -> str:

@@ -265,7 +265,7 @@ class ModelTemplate:
             if message.thinking and not any(message.thinking in part for part in parts[::2]):
                 notes[DROPPED_THINKING] = where
             yield turn
-        if dropped := _dropped(messages[chat.first : chosen[-1]], turn.prompt):
+        if dropped := _dropped(messages[chat.first : chosen[-1]], turn.text):
             notes.setdefault(DROPPED_TEXT, f"message {chat.first + dropped}")
         tool = function_name(conversation.tools[0]) if conversation.tools else None
         if tool is not None and tool not in turn.prompt:
@@ -398,16 +398,20 @@ def _without_tags(content: str) -> str:
     return answer.lstrip("\n") if tag else content
 
 
-def _dropped(messages: Iterable[Message], prompt: str) -> int:
-    """Return the 1-based place of the first message whose text is not in a prompt; 0 if all are.
+def _dropped(messages: Iterable[Message], rendered: str) -> int:
+    """Return the 1-based place of the first message whose text is not rendered; 0 if all are.
 
     Other notes name calls and system messages. Some templates write results as JSON.
     """
+    end = 0
     for place, message in enumerate(messages, start=1):
         text = _content_after_thinking(message)
-        if message.role == "system" or message.tool_calls or text in prompt:
+        if message.role == "system" or message.tool_calls:
             continue
-        if to_json(text)[1:-1] not in prompt:
+        # Messages stand in order, so that a long conversation is searched once.
+        if (start := rendered.find(text, end)) >= 0:
+            end = start + len(text)
+        elif text not in rendered and to_json(text)[1:-1] not in rendered:
             return place
     return 0
 

@@ -43,6 +43,11 @@ ROPE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", {"rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 500.0}),
     "qwen3": ("qwen3", {"rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 500.0}),
+    "older names": (
+        "gpt_neox",
+        {"rotary_emb_base": 500.0, "rotary_pct": 0.5},
+        {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    ),
     "kinds of layers": (
         "gemma3_text",
         {"rope_theta": 500.0, "rope_local_base_freq": 50.0},
@@ -69,20 +74,21 @@ def rewrite(folder: Path, remove: Any = (), **keys: Any) -> None:
 @pytest.mark.parametrize("name", ROPE)
 def test_rope_parameters_give_the_same_model_as_the_older_keys(tmp_path: Path, name: str) -> None:
     kind, old, new = ROPE[name]
-    folder = write_model(tmp_path / "model", kind, **old)
+    folder = write_model(tmp_path / "model", kind, **ARCHITECTURES.get(kind, {}) | old)
     before = logits(folder)
 
     rewrite(folder, remove=old, rope_parameters=new)
     assert mx.array_equal(logits(folder), before).item()
 
-    rewrite(folder, rope_parameters={}, rope_theta=7.0)
+    other = json.loads(json.dumps(new).replace("500.0", "7.0"))
+    rewrite(folder, rope_parameters=other)
     assert not mx.array_equal(logits(folder), before).item()
 
 
 def test_rope_parameters_of_a_language_part_are_renamed_too() -> None:
     text = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
     renamed = with_known_keys({"model_type": "mistral3", "text_config": text}, "mistral3")
-    assert renamed["text_config"].get("rope_parameters") == text["rope_parameters"]
+    assert renamed["text_config"]["rope_theta"] == 5.0
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -175,7 +181,16 @@ def test_keys_of_published_models_are_harmless(name: str) -> None:
         ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}),
         ("qwen2_moe", {"norm_topk_prob": True}),
         ("llama", {"clip_qkv": 8.0}),
-        ("gpt_neox", {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}),
+        ("llama", {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 500.0},
+                    "sliding_attention": {"rope_theta": 50.0},
+                }
+            },
+        ),
     ],
 )
 def test_key_that_changes_the_model_is_an_error_that_names_it(

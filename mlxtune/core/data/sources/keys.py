@@ -4,7 +4,7 @@ Whatever stands under another key is noted by name, so that no key is left unrea
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from functools import lru_cache
 from typing import Any
 
@@ -67,7 +67,7 @@ TEMPLATE_OPTIONS = (
     *("enable_thinking", "thinking_budget", "reasoning_effort", "preserve_thinking"),
     *("clear_thinking", "documents", "date_string", "builtin_tools", "tools_in_user_message"),
 )
-OPTIONS_OBJECT = ("chat_template_kwargs", "chat_template_args", "template_kwargs")
+OPTIONS_OBJECTS = ("chat_template_kwargs", "chat_template_args", "template_kwargs")
 _RESERVED = re.compile(
     r"messages|conversations?|tools|chat_template|add_generation_prompt|continue_final_message"
     r"|\w+_token|return_\w+|strftime_now|raise_exception"
@@ -94,17 +94,16 @@ def _verdict(value: Any) -> bool | None:
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
+@lru_cache(4096)
 def is_mark(key: str) -> bool:
     """Return whether a key of a message says whether its turn is learned."""
-    return key not in _MESSAGE and letters(key) in _LEARNED | _MASKED | _AMBIGUOUS
+    return letters(key) in _LEARNED | _MASKED | _AMBIGUOUS
 
 
-def is_learned(message: Mapping[str, Any], where: str) -> bool:
-    """Return whether a message's marks allow to learn it. Raises BadRow for unclear marks."""
+def is_learned(marks: Mapping[str, Any], where: str) -> bool:
+    """Return whether the marks of a message allow to learn it. Raises BadRow for unclear marks."""
     found: dict[str, bool] = {}
-    for key, value in message.items():
-        if value is None or not is_mark(key):
-            continue
+    for key, value in marks.items():
         name, verdict = letters(key), _verdict(value)
         if name in _AMBIGUOUS:
             raise BadRow(f"{shorten(key)} of a turn has two meanings", f"{where}: write 'weight'")
@@ -117,29 +116,28 @@ def is_learned(message: Mapping[str, Any], where: str) -> bool:
     return all(found.values())
 
 
-def check_row_is_learned(row: Mapping[str, Any]) -> None:
+def check_row_is_learned(marks: Mapping[str, Any]) -> None:
     """Raise BadRow for a row that is marked not to be learned.
 
     Numbers such as a row's measured loss are no marks.
     """
-    for key, value in row.items():
+    for key, value in marks.items():
         name, verdict = letters(key), _verdict(value)
         if verdict is (name in _MASKED) and name in _LEARNED | _MASKED:
             raise BadRow("a row that is marked not to be learned", f"{shorten(key)}: {value!r}")
 
 
-def thinking_key(message: Mapping[str, Any]) -> str | None:
-    """Return the first key with thinking under a rare name, if there is one."""
-    keys = (key for key, value in message.items() if isinstance(value, str) and value.strip())
-    return next((key for key in keys if key not in _MESSAGE and letters(key) in _THINKING), None)
+def is_thinking(key: str) -> bool:
+    """Return whether a key holds thinking under a rare name."""
+    return key not in _MESSAGE and letters(key) in _THINKING
 
 
-def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables that a row sets for its template."""
-    options = {name: row[name] for name in TEMPLATE_OPTIONS if row.get(name) is not None}
-    for key in OPTIONS_OBJECT:
-        if isinstance(given := row.get(key), Mapping):
-            options |= given
+def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables that keys of a row set for its template."""
+    options = {name: given[name] for name in TEMPLATE_OPTIONS if given.get(name) is not None}
+    for key in OPTIONS_OBJECTS:
+        if isinstance(several := given.get(key), Mapping):
+            options |= several
     return {
         name: value
         for name, value in options.items()
@@ -148,33 +146,24 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unread_in_row(
-    row: Mapping[str, Any], read: Iterable[str], texts: Sequence[str], advise: Callable[[str], str]
+    unread: Mapping[str, Any], repeated: Collection[str], advise: Callable[[str], str]
 ) -> Iterator[Note]:
-    """Yield a note for each key of a row that no code reads; `read` has the other keys.
+    """Yield a note for each key of a row that its format does not read, with the key's value.
 
-    The detail of metadata is its key. A text that `texts`, the conversation, repeat counts as
-    metadata. `advise` returns the advice on a key that holds a system prompt.
+    The detail of metadata is its key. `repeated` has the keys whose text the conversation repeats,
+    which count as metadata. `advise` returns the advice on a key that holds a system prompt.
     """
-    options = template_options(row)
-    for key in sorted(row.keys() - {*read, *TEMPLATE_OPTIONS}):
-        value, name = row[key], letters(key)
-        if value is None or value in ("", [], {}):
-            continue
-        if key in OPTIONS_OBJECT and isinstance(value, Mapping):
+    options = template_options(unread)
+    for key, value in unread.items():
+        if key in OPTIONS_OBJECTS and isinstance(value, Mapping):
             left_out = sorted(value.keys() - options.keys())
             yield from ((unread_key("the template's options", each), "") for each in left_out)
-        elif name in _LEARNED | _MASKED and _verdict(value) is not None:
+        elif key in TEMPLATE_OPTIONS or (is_mark(key) and _verdict(value) is not None):
             continue
-        elif is_metadata(key) or (isinstance(value, str) and _stands_in(value, texts)):
+        elif is_metadata(key) or key in repeated:
             yield UNREAD_METADATA, key
         else:
-            yield unread_key("a row", key), advise(key) if name in SYSTEMS else ""
-
-
-def _stands_in(value: str, texts: Sequence[str]) -> bool:
-    """Return whether a text stands in the conversation; a label may stand there by chance."""
-    text = value.strip()
-    return len(text.split(maxsplit=1)) > 1 and any(text in each for each in texts)
+            yield unread_key("a row", key), advise(key) if letters(key) in SYSTEMS else ""
 
 
 @lru_cache(4096)
@@ -189,27 +178,25 @@ def reads_variable(template: str, name: str) -> bool:
 
 
 def unread_in_message(
-    fields: Mapping[str, Any], removed: Iterable[str], template: str
+    role: str, keys: Set[str], calls: Iterable[Mapping[str, Any]], template: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield the level and the name of each key of a message that nothing reads.
+    """Yield the level and the name of each key of a message and its calls that nothing reads.
 
-    `fields` is the message for the template, and `removed` has its keys that the template never
-    gets. `template` is the source of the model's own template, or empty.
+    `template` is the source of the model's own template, or empty.
     """
-    read = _MESSAGE if fields.get("role") != "assistant" else _ANSWER
-    yield from (("a message", key) for key in sorted(removed))
-    for key in sorted(fields.keys() - read):
+    for key in sorted(keys - (_ANSWER if role == "assistant" else _MESSAGE)):
         if not reads_key(template, key):
             yield "a message", key
-    for call in () if _WHOLE_CALL.search(template) else fields.get("tool_calls") or ():
+    for call in () if _WHOLE_CALL.search(template) else calls:
         function = call.get("function")
-        keys = call.keys() if isinstance(function, Mapping) else set()
+        outer = call.keys() if isinstance(function, Mapping) else set()
         inner = function.keys() if isinstance(function, Mapping) else call.keys()
-        for key in sorted({*(keys - _CALL), *(inner - _FUNCTION - _CALL)}):
+        for key in sorted({*(outer - _CALL), *(inner - _FUNCTION - _CALL)}):
             if not reads_key(template, key):
                 yield "a tool call", key
 
 
+@lru_cache(4096)
 def is_metadata(key: str) -> bool:
     """Return whether a key usually holds a fact that no model is shown."""
     return letters(key) in _METADATA
