@@ -165,13 +165,14 @@ def train(
             return result_of(training=None, adapter=None, peak_memory_gb=allocator.peak_gb())
         run = finish(session, parts, trainer, training, records[run_folder.ABOUT])
         judged = JudgedRows.of(trainer.val_rows, trained, candidates_of(training), text_hash)
-        peak_gb = allocator.peak_gb()
+        peak_gb, total_steps = allocator.peak_gb(), trainer.total_steps
         # Free the model: the adapter is read back from its file and judged on a new one.
-        planned = trainer.total_steps
         del parts, trainer
         allocator.release()
         evaluation = judge_and_report(session, judged)
-        if evaluation and (line := run_text.next_try_line(evaluation, config, training, planned)):
+        if evaluation and (
+            line := run_text.next_try_line(evaluation, config, training, total_steps)
+        ):
             console.say("Next", line)
         usage = run_text.usage_line(config, plain_text=session.dataset.plain_text)
         console.say("Try it", usage, copyable=True)

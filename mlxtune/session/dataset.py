@@ -24,7 +24,7 @@ from mlxtune.config.data_config import is_jinja, parse_fields
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation
-from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.corpus import Corpus, TextHash
 from mlxtune.core.data.encode import EncodedRows, Encoder, Row
 from mlxtune.core.data.encoded_file import EncodedFile, ExampleArrays
 from mlxtune.core.data.findings import Finding
@@ -32,7 +32,6 @@ from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.model_template import ModelTemplate
-from mlxtune.core.data.near_copies import TextHash
 from mlxtune.core.data.problems import (
     NO_END_OF_TURN,
     UNKNOWN_END,

@@ -247,9 +247,9 @@ def less_likely_line(evaluation: Evaluation, objective: str) -> str | None:
 
 
 def next_try_line(
-    evaluation: Evaluation, config: TrainConfig, result: InstructTrainResult, planned: int
+    evaluation: Evaluation, config: TrainConfig, result: InstructTrainResult, total_steps: int
 ) -> str | None:
-    """Return what to try after a verdict, if the run shows it; `planned` counts its steps.
+    """Return what to try after a verdict, if the run shows it.
 
     The chosen answers of pairs became less likely; or the run learned little, because it was short
     or its rate tiny; or its last validation was the best, so that it was still learning.
@@ -261,7 +261,7 @@ def next_try_line(
     if weightless and difference is not None and difference.low > 0:
         return "the chosen answers became less likely: try --sft-weight 1"
     tiny = config.rate < _TINY_RATE * default_rate(config.objective)
-    if not learned and not config.auto and (tiny or planned < FEWEST_STEPS):
+    if not learned and not config.auto and (tiny or total_steps < FEWEST_STEPS):
         why = f"--lr {config.rate:g} is tiny" if tiny else f"{count(steps, 'step')} are few"
         return f"{why}: try --auto, which chooses the learning rate and the number of steps"
     best = result.best_step
@@ -380,17 +380,17 @@ def evaluation_lines(evaluation: Evaluation) -> list[str]:
         "files": file_lines(evaluation),
         "last": partial(_short, from_end=True),
         "line": escape,
-        "sides": sides_line,
+        "matches": matches_line,
         "most": _MOST_LISTED,
     }
     return render_lines("evaluation.txt", str, seen=evaluation, **functions)
 
 
-def sides_line(match: ExactMatch | KeyMatches | Matches, of: int) -> str:
+def matches_line(match: ExactMatch | KeyMatches | Matches, of: int) -> str:
     """Return how many answers of each compared model match, with the fraction of `of` answers."""
     first = ("base", match.base) if match.against is None else ("against", match.against)
-    sides = [first, *([] if match.adapted is None else [("adapted", match.adapted)])]
-    return ", ".join(f"{name} {number:,} ({number / of:.1%})" for name, number in sides)
+    compared = [first, *([] if match.adapted is None else [("adapted", match.adapted)])]
+    return ", ".join(f"{name} {number:,} ({number / of:.1%})" for name, number in compared)
 
 
 def _short(text: str, *, from_end: bool = False) -> str:

@@ -4,7 +4,6 @@ Each function returns its result in words, or raises OSError, or ValueError for 
 """
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from mlxtune.config import OPTIONS, as_path
 from mlxtune.config.data_config import weighted
 from mlxtune.config.fields import flag
+from mlxtune.config.limits import OWN_JSON, parse_json
 from mlxtune.config.lora_config import scale_of
 from mlxtune.config.option import Affects
 from mlxtune.config.train_config import adapter_file
@@ -106,7 +106,8 @@ def _check_scale(checkpoint: Checkpoint) -> None:
 
 def _configs(adapter: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the config in an adapter's metadata, and the config beside it if there is one."""
-    own = json.loads(_metadata(adapter, adapter.stat().st_mtime_ns).get(_OWN_CONFIG, "{}"))
+    text = _metadata(adapter, adapter.stat().st_mtime_ns).get(_OWN_CONFIG, "{}")
+    own = parse_json(text.encode(), OWN_JSON, adapter.name)
     if isinstance(own, Mapping) and own:
         yield adapter.name, own
     if (beside := adapter.with_name(ADAPTER_CONFIG)).is_file():

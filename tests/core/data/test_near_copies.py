@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mlxtune.core.data.corpus import TextHash, normalise
 from mlxtune.core.data.encode import Example
-from mlxtune.core.data.near_copies import TextHash, normalise
 
 END = 256
 
