@@ -249,7 +249,8 @@ def less_likely_line(evaluation: Evaluation, objective: str) -> str | None:
 def next_try_line(
     evaluation: Evaluation, config: TrainConfig, result: InstructTrainResult, total_steps: int
 ) -> str | None:
-    """Return what to try after a verdict, if the run shows it.
+    """Return what to try after a verdict, if the run shows it; `total_steps` is the
+    length of the schedule.
 
     The chosen answers of pairs became less likely; or the run learned little, because it was short
     or its rate tiny; or its last validation was the best, so that it was still learning.
@@ -380,17 +381,17 @@ def evaluation_lines(evaluation: Evaluation) -> list[str]:
         "files": file_lines(evaluation),
         "last": partial(_short, from_end=True),
         "line": escape,
-        "matches": matches_line,
+        "models": models_line,
         "most": _MOST_LISTED,
     }
     return render_lines("evaluation.txt", str, seen=evaluation, **functions)
 
 
-def matches_line(match: ExactMatch | KeyMatches | Matches, of: int) -> str:
+def models_line(match: ExactMatch | KeyMatches | Matches, of: int) -> str:
     """Return how many answers of each compared model match, with the fraction of `of` answers."""
     first = ("base", match.base) if match.against is None else ("against", match.against)
-    compared = [first, *([] if match.adapted is None else [("adapted", match.adapted)])]
-    return ", ".join(f"{name} {number:,} ({number / of:.1%})" for name, number in compared)
+    models = [first, *([] if match.adapted is None else [("adapted", match.adapted)])]
+    return ", ".join(f"{name} {number:,} ({number / of:.1%})" for name, number in models)
 
 
 def _short(text: str, *, from_end: bool = False) -> str:

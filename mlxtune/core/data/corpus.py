@@ -23,8 +23,8 @@ from mlxtune.core.data.problems import where
 RowExamples = tuple[Example, ...]
 HashOf = Callable[[Example], int]
 
-_END_PUNCTUATION = re.compile(r"[.!?…。！？]+(?=\s|$)")
-
+# Punctuation at the end of a sentence or a message.
+_END = re.compile(r"[.!?…。！？]+(?=\s|$)")
 # Roles of examples that repeat an answer of their row, or have another row's answer.
 _COPIES = (WHOLE, MISMATCHED)
 _NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i4", "i8", "u1", "u8"))
@@ -298,14 +298,11 @@ class CorpusRows:
         return drawn
 
 
-# Near copies
-
-
 def normalise(text: str) -> str:
     """Return the text that near copies share."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text)
-    return " ".join(_END_PUNCTUATION.sub("", text.casefold()).split())
+    return " ".join(_END.sub("", text.casefold()).split())
 
 
 class TextHash:

@@ -14,13 +14,15 @@ from typing import Any
 from mlxtune.config import OPTIONS, as_path
 from mlxtune.config.data_config import weighted
 from mlxtune.config.fields import flag
-from mlxtune.config.limits import OWN_JSON, parse_json
+from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
+from mlxtune.config.limits import parse_json
 from mlxtune.config.lora_config import scale_of
 from mlxtune.config.option import Affects
 from mlxtune.config.train_config import adapter_file
 from mlxtune.core.data.corpus import rows_used
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import shown
+from mlxtune.core.evaluation.matching import count_exact
 from mlxtune.core.evaluation.outcome import CANNOT_TELL, Evaluation, Loss, perplexity
 from mlxtune.core.evaluation.verdict import is_hardly, preference_verdict, verdict_of
 from mlxtune.core.files.reading import file_hash, read_json
@@ -106,12 +108,12 @@ def _check_scale(checkpoint: Checkpoint) -> None:
 
 def _configs(adapter: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the config in an adapter's metadata, and the config beside it if there is one."""
-    text = _metadata(adapter, adapter.stat().st_mtime_ns).get(_OWN_CONFIG, "{}")
-    own = parse_json(text.encode(), OWN_JSON, adapter.name)
+    own_config = _metadata(adapter, adapter.stat().st_mtime_ns).get(_OWN_CONFIG, "{}")
+    own = parse_json(own_config.encode(), CONFIG_LIMITS, adapter.name)
     if isinstance(own, Mapping) and own:
         yield adapter.name, own
     if (beside := adapter.with_name(ADAPTER_CONFIG)).is_file():
-        yield ADAPTER_CONFIG, read_json(beside)
+        yield ADAPTER_CONFIG, read_json(beside, CONFIG_LIMITS)
 
 
 @lru_cache(16)  # several checks read an adapter's config
@@ -414,17 +416,13 @@ def _check_difference(found: Evaluation, before: Loss, adapted: Loss) -> None:
             raise ValueError(f"has {name} {own:.6g}, but its losses give {again:.6g}")
     if difference.low > difference.high:
         raise ValueError(f"has an interval from {difference.low:.6g} to {difference.high:.6g}")
-    generated = found.generated
-    if generated is not None:
-        exact = sum(each.base == each.expected for each in generated.samples)
-        _equal(
-            "it",
-            "its samples",
-            {
-                "answers": (generated.rows, len(generated.samples)),
-                "exact matches": (generated.exact_match.base, exact),
-            },
-        )
+    if (generated := found.generated) is not None and generated.samples:
+        samples = generated.samples
+        facts = {
+            "answers": (generated.rows, len(samples)),
+            "exact matches": (generated.exact_match, count_exact(samples)),
+        }
+        _equal("it", "its samples", facts)
 
 
 def _check_verdict(found: Evaluation) -> None:
