@@ -32,6 +32,7 @@ from mlxtune.core.files import processes, writing
 from mlxtune.core.files.scratch import scratch_file, scratch_folder
 from mlxtune.core.files.writing import check_outputs
 from mlxtune.core.formatting import byte_size, count, short_duration
+from mlxtune.core.machine.conditions import busy
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import MlxTuneError
@@ -59,6 +60,8 @@ def bench(config: BenchConfig) -> Benchmark:
     mlxtune's own process reports an error or is killed.
     """
     with closing(RunConsole(quiet=config.quiet)) as console, prepared(config, console) as job:
+        if problem := busy():
+            console.warn(problem)
         result = measured(config, job, console)
     if config.json_path is not None:
         writing.make_folder(config.json_path.parent)

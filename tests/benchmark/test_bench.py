@@ -28,6 +28,7 @@ from mlxtune.benchmark.bench import first_steps
 from mlxtune.benchmark.result import BenchmarkRun, TimedStep
 from mlxtune.cli import main
 from mlxtune.config import BenchConfig, TrainConfig
+from mlxtune.core.machine import conditions
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.dataset import Reader, load_dataset
@@ -38,6 +39,13 @@ from tests.paths import DOCS
 from tests.waiting import SECONDS, wait_until
 
 PAGE = DOCS / "bench.md"
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests run meanwhile, which would be warned of."""
+    monkeypatch.setattr(conditions, "_BUSY", 101.0)
+    monkeypatch.setattr(conditions, "_BUSY_SECONDS", None)
 
 
 @pytest.fixture
@@ -495,3 +503,12 @@ def test_preferences_are_timed_with_their_reference(
     assert run["steps"][0]["tokens_run"] < run["steps"][0]["tokens"]
     refused = cli("bench", *given, "--against", "mlx-lm")
     assert "--against mlx-lm has no dpo" in refused.err
+
+
+def test_busy_machine_is_warned_of(
+    bench: Cli, in_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: 63.0)
+    assert "warning" not in bench("--quiet").err
+    monkeypatch.setattr(conditions, "_BUSY", 25.0)
+    assert "warning: other programs use 63% of the processors" in bench("--quiet").err

@@ -36,8 +36,23 @@ _INHIBIT = (
     *("systemd-inhibit", "--what=idle:sleep", "--mode=block"),
     *("--who=mlxtune", "--why=training", "cat"),
 )
+# The percentage of all processors from which other programs disturb a measurement.
+_BUSY, _BUSY_SECONDS = 25.0, 0.5
 # Seconds between two readings of the memory pressure, and of conditions that are slow to read.
 _SECONDS, _SLOW_SECONDS = 3.0, 12.0
+
+
+def busy() -> str | None:
+    """Return a warning with its remedy if other programs use many of this machine's processors."""
+    import psutil
+
+    used = psutil.cpu_percent(interval=_BUSY_SECONDS)
+    if used < _BUSY:
+        return None
+    return (
+        f"other programs use {used:.0f}% of the processors, so that times vary and are too long: "
+        "close them, and measure again"
+    )
 
 
 class Pressure(IntEnum):
