@@ -13,6 +13,10 @@ OBJECTIVES = ("sft", *PAIRED, *LABELLED)
 DEFAULT_RATE, PREFERENCE_RATE = 1e-4, 5e-6
 
 
+class DefaultRate(float):
+    """A rate that nobody chose, so that a copy with another objective takes that one's default."""
+
+
 def default_rate(objective: object) -> float:
     """Return the default peak learning rate of an objective."""
     return PREFERENCE_RATE if objective in (*PAIRED, *LABELLED) else DEFAULT_RATE

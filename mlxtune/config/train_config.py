@@ -9,7 +9,12 @@ from typing import Any, ClassVar
 from mlxtune.config.data_config import BaseOptions, DataConfig, ModelConfig
 from mlxtune.config.fields import Checked, as_path, former_names, options_of, same
 from mlxtune.config.lora_config import LoraConfig, LoraShapeConfig
-from mlxtune.config.objective_config import DEFAULT_RATE, PREFERENCE_RATE, ObjectiveConfig
+from mlxtune.config.objective_config import (
+    DEFAULT_RATE,
+    PREFERENCE_RATE,
+    DefaultRate,
+    ObjectiveConfig,
+)
 from mlxtune.config.option import EXECUTION, FILES, LENGTH, LORA, PLACES, RESULT, RUN, TRAINING
 from mlxtune.errors import shorten
 
@@ -47,9 +52,11 @@ class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.lr, DefaultRate):  # `dataclasses.replace` passes each field
+            object.__setattr__(self, "lr", None)
         super().__post_init__()
         # Record a number, even for the objective's default rate.
-        object.__setattr__(self, "lr", self.rate)
+        object.__setattr__(self, "lr", DefaultRate(self.rate) if self.lr is None else self.lr)
 
     @property
     def rate(self) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlxtune.config import InstructConfig, InstructTrainingConfig
+from mlxtune.config import BenchConfig, InstructConfig, InstructTrainingConfig, TrainConfig
 from mlxtune.config.fields import given_options
 from mlxtune.errors import ConfigError
 from tests.configs import config, problems
@@ -310,3 +312,16 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
 
 def test_trainer_of_a_run_without_validation_is_made_all_the_same() -> None:
     assert config(val_split=0).training().val_split == 0
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, BenchConfig])
+def test_copy_with_another_objective_has_the_rate_of_that(kind: Any) -> None:
+    first = kind("m", ("d",))
+    other = dataclasses.replace(first, objective="dpo")
+    assert (first.lr, other.lr) == (1e-4, 5e-6)
+    assert other == kind("m", ("d",), objective="dpo")
+    assert dataclasses.replace(other, objective="sft") == first
+    chosen = kind("m", ("d",), lr=1e-4)
+    assert dataclasses.replace(chosen, objective="dpo").lr == 1e-4
+    assert json.loads(json.dumps(dataclasses.asdict(other)))["lr"] == 5e-6
+    assert pickle.loads(pickle.dumps(other)) == other
