@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from mlxtune.core.formatting import (
     short_duration,
     short_number,
 )
+from tests.sources import PACKAGE
 
 
 @pytest.mark.parametrize(
@@ -114,3 +117,10 @@ def test_minute_of_a_time() -> None:
 def test_join_few_counts_the_rest() -> None:
     assert join_few("abc", 2) == "a, b and 1 more"
     assert join_few("abc") == "a, b, c"
+
+
+def test_counted_noun_has_no_verb_of_the_plural() -> None:
+    """`count` may write "1 row", so that "1 row that were" could follow."""
+    plural = re.compile(r"count\([^{}]*\)\}(?: that| which)? (?:are|were|have|do|differ|agree)\b")
+    found = {path.name: plural.findall(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    assert {name: texts for name, texts in found.items() if texts} == {}

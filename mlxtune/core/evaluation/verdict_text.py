@@ -62,7 +62,7 @@ def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> li
     """Return the verdict with the change in preferences, and the good answers' change in loss."""
     rows = count(evaluation.rows, "pair" if found.pairs else "answer")
     if evaluation.left_out:
-        rows += f" (without {count(evaluation.left_out, 'row')} that were also trained on)"
+        rows += f" (without {count(evaluation.left_out, 'row')} that training also used)"
     before, after = f"{found.before:.0%}", f"{found.after:.0%}"
     interval = (
         f"{100 * (found.after - found.before):+.0f} points, {found.confidence:.0%} interval "
