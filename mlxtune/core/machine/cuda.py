@@ -32,6 +32,8 @@ RUNTIME, CRT = "cuda_fp16.h", "crt/mma.h"
 _MISSING = re.compile(r'cannot open source file "([^"]+)"')
 # MLX reads this variable when it first needs a kernel (ptx_cache_dir in mlx/backend/cuda).
 VARIABLE = "MLX_PTX_CACHE_DIR"
+# The same folder's problem, for the processes that this one starts.
+_PROBLEM = "MLXTUNE_KERNELS_PROBLEM"
 _GPUS = Path("/proc/driver/nvidia/gpus")
 # The longest name of a folder of kernels; any file system takes it.
 _LONGEST = 120
@@ -101,7 +103,8 @@ def _folder(library: str) -> Path | None:
     """Return the folder where MLX looks; None if it finds none."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     tried = (_site(library) / PACKAGES[library].folder, Path(home, "include"))
-    return next((folder for folder in tried if folder.exists()), None)
+    # Unlike Path.exists, this returns False for a path that the system refuses.
+    return next((folder for folder in tried if os.path.exists(folder)), None)  # noqa: PTH110
 
 
 def _site(library: str) -> Path:
@@ -143,7 +146,7 @@ def keep_kernels() -> None:
     Call this before mlx is imported. A folder that the user chose stays chosen.
     """
     if (kept := kernel_cache()) is not None:
-        os.environ[VARIABLE] = kept.path
+        os.environ |= {VARIABLE: kept.path, _PROBLEM: kept.problem}
 
 
 @cache
@@ -156,7 +159,7 @@ def kernel_cache() -> KernelCache | None:
     if sys.platform != "linux" or not has_nvidia():
         return None
     if chosen := os.environ.get(VARIABLE):
-        return KernelCache(chosen)
+        return KernelCache(chosen, os.environ.get(_PROBLEM, ""))
     # MLX names a kernel after neither, and machines with other GPUs may share this folder.
     # Without metadata, the files of mlx were copied.
     name = "-".join([_version("mlx") or "mlx", *_gpus()])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxtune.core.machine import cuda
 from mlxtune.core.machine.cuda import header_in, header_remedy, missing_headers
 
 # The log of NVIDIA's compiler for a 4-bit product on an H200.
@@ -83,3 +84,28 @@ def test_header_is_read_from_the_compilers_log(site: Path) -> None:
     assert header_remedy(header_in(LOG)) == "pip install nvidia-cuda-crt"
     missed = "Can not find locations of CUDA headers, please set environment variable CUDA_HOME"
     assert header_in(missed) == "cuda_fp16.h"
+
+
+def test_folder_that_the_system_refuses_is_none(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(site, "mlx-cuda-13", "0.32.4")
+    monkeypatch.setenv("CUDA_HOME", "/c" * 2500)
+    assert set(cuda.missing_headers()) == {cuda.RUNTIME, cuda.CRT}
+
+
+def test_started_process_knows_the_problem_of_the_folder_of_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = cuda.KernelCache("/tmp/kernels", "mlxtune's folder: Permission denied")
+    monkeypatch.setattr(cuda, "kernel_cache", lambda: kept)
+    for name in (cuda.VARIABLE, cuda._PROBLEM):
+        monkeypatch.setenv(name, "")
+    cuda.keep_kernels()
+    monkeypatch.undo()
+    # The environment of a process that this one starts.
+    for name, value in ((cuda.VARIABLE, kept.path), (cuda._PROBLEM, kept.problem)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cuda, "has_nvidia", lambda: True)
+    monkeypatch.setattr("sys.platform", "linux")
+    assert cuda.kernel_cache.__wrapped__() == kept
