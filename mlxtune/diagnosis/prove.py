@@ -5,9 +5,11 @@ table, and JSON without names to share.
 """
 
 import getpass
+import os
 import platform
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -117,11 +119,22 @@ def show(*, as_json: bool, anonymous: Path | None = None) -> bool:
         proof = prove(console.show, say, lambda: console.say("Kernels", COMPILING))
         if as_json:
             print_json(proof.as_dict())
-        show_proof(proof, result_console(stderr=as_json))
+        # Without a live line, stderr has each check already.
+        table = console.is_live or not (as_json or _is_one_output())
+        show_proof(proof, result_console(stderr=as_json), table=table)
         if anonymous is not None:
             writing.write_json(anonymous, shareable(proof, _names()))
             console.say("Share", f"{anonymous} has no names or paths: attach it to an issue")
     return proof.passed
+
+
+def _is_one_output() -> bool:
+    """Return whether stdout and stderr are the same file or pipe."""
+    try:
+        out, err = (os.fstat(stream.fileno()) for stream in (sys.stdout, sys.stderr))
+    except (OSError, ValueError):  # a stream of a program that calls this
+        return False
+    return (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)
 
 
 def _names() -> list[str]:
@@ -214,8 +227,16 @@ def carry_out(
 # The result
 
 
-def show_proof(proof: MachineProof, console: Console) -> None:
-    """Print a line for each check, the advice on failures, and a summary."""
+def show_proof(proof: MachineProof, console: Console, *, table: bool = True) -> None:
+    """Print a line for each check if `table`, the advice on failures, and a summary."""
+    if table:
+        _show_checks(proof, console)
+    for check in proof.failures:
+        console.print(shown(check.advice), soft_wrap=True)
+    console.print(shown(summary(proof), "bold"), soft_wrap=True)
+
+
+def _show_checks(proof: MachineProof, console: Console) -> None:
     table = plain_table(["check", "expected", "found", "", "s"])
     for column in table.columns[1:3]:
         column.justify = "left"
@@ -226,9 +247,6 @@ def show_proof(proof: MachineProof, console: Console) -> None:
             result = shown(_WORDS[check.passed], _STYLES[check.passed])
             table.add_row(*cells, result, f"{check.seconds:.1f}")
     console.print(table)
-    for check in proof.failures:
-        console.print(shown(check.advice), soft_wrap=True)
-    console.print(shown(summary(proof), "bold"), soft_wrap=True)
 
 
 def check_line(check: ProofCheck) -> str:

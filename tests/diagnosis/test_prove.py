@@ -156,7 +156,26 @@ def test_json_is_as_documented_and_the_table_goes_to_stderr(cli: Cli) -> None:
     }
     assert proof["passed"] is True
     assert "nothing failed" in outcome.err
-    assert "demo-gemma3: gpu" in outcome.err
+    lines = outcome.err.splitlines()
+    assert sum("demo-gemma3: gpu: 1e-07" in line for line in lines) == 1
+    assert not any(line.split()[:2] == ["check", "expected"] for line in lines)
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("one", [True, False])
+def test_checks_are_printed_once_where_stdout_and_stderr_are_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: bool
+) -> None:
+    paths = [tmp_path / name for name in (("both", "both") if one else ("out", "err"))]
+    with paths[0].open("a") as out, paths[1].open("a") as err:
+        monkeypatch.setattr("sys.stdout", out)
+        monkeypatch.setattr("sys.stderr", err)
+        recipe.show(as_json=False)
+    lines = [line for path in {*paths} for line in path.read_text().splitlines()]
+    headers = [line for line in lines if line.split()[:2] == ["check", "expected"]]
+    assert len(headers) == (0 if one else 1)
+    assert sum("demo-gemma3: gpu: 1e-07" in line for line in lines) == 1
+    assert sum("nothing failed" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize(
