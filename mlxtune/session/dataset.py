@@ -586,12 +586,14 @@ def _check_vocabulary(config: DataConfig, reader: Reader, rows: RunRows) -> None
 
 def report_findings(dataset: Dataset, console: RunConsole) -> None:
     """Warn of problems in the data. Raises DataError for a problem that rules out training."""
+    # Warnings would hide the one problem that has to be fixed.
+    for finding in dataset.findings:
+        if finding.level == "error":
+            raise DataError(run_text.finding_line(finding))
     for file in dataset.files:
         for warning in file.skipped.warnings():
             console.warn(warning)
     for finding in dataset.findings:
-        if finding.level == "error":
-            raise DataError(run_text.finding_line(finding))
         if finding.level == "note":
             console.say("Note", run_text.finding_line(finding))
         else:

@@ -6,6 +6,7 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from mlxtune import ConfigError, DataError, ModelError, TrainConfig, fuse, train
 from mlxtune.commands.inspect import inspect as run_inspect
 from mlxtune.config import DataConfig, InspectConfig
 from mlxtune.config import data_config as config_data
+from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.inspection import Inspection
-from mlxtune.core.data.problems import NO_END_OF_TURN
+from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, SkippedRows
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.data.template import TEMPLATES, built_in_jinja
 from mlxtune.session import dataset
@@ -570,3 +572,18 @@ def test_tools_are_refused_by_the_plain_template(tmp_path: Path) -> None:
     data = write_chat(tmp_path / "chat.jsonl", [{"messages": [MESSAGES[0], call]}])
     with pytest.raises(DataError, match="the plain template has no tools: use another template"):
         train(model_path=str(folder), data=str(data), template="plain", quiet=True)
+
+
+def test_error_of_the_data_is_not_hidden_behind_warnings() -> None:
+    skipped = SkippedRows(Path("a.jsonl"))
+    skipped.add(1, BadRow("no 'completion'"))
+    findings = [Finding("warning", "duplicate row", 1, ""), Finding("error", "BOS twice", 1, "fix")]
+    found = SimpleNamespace(files=[SimpleNamespace(skipped=skipped)], findings=findings)
+    warned: list[str] = []
+    console = SimpleNamespace(warn=warned.append)
+    with pytest.raises(DataError, match="BOS twice"):
+        dataset.report_findings(found, console)  # type: ignore[arg-type]
+    assert warned == []
+    findings.pop()
+    dataset.report_findings(found, console)  # type: ignore[arg-type]
+    assert len(warned) == 2
