@@ -63,7 +63,7 @@ def _merge(config: ExportConfig, source: proof.Source, folder: Path) -> Certific
     quantized = is_quantized(model) or source.base_options.quantize is not None
     merged = folder if converter is None else folder / "merged"
     make_folder(merged)
-    certificate, stored = proof.write_fused(source, merged, dequantize=quantized)
+    certificate, stored = proof.write_fused(source, merged, dequantize=quantized, text_alone=True)
     if converter is not None:
         proof.convert(source, converter, merged, stored, "use mlxtune fuse to write a model folder")
         certificate = replace(certificate, format="gguf")

@@ -59,7 +59,12 @@ def fuse(config: FuseConfig) -> proof.ExportResult:
         dequantize = _dequantizes(config, source)
         storage, retention = (AS_BASE, None) if dequantize else _choose_storage(config, source)
         certificate, stored = proof.write_fused(
-            source, folder, dequantize=dequantize, storage=storage, retention=retention
+            source,
+            folder,
+            dequantize=dequantize,
+            text_alone=config.gguf,  # llama.cpp's converter knows few names of other parts
+            storage=storage,
+            retention=retention,
         )
         if config.gguf:
             _write_gguf(source, folder, stored)

@@ -203,12 +203,14 @@ def write_fused(
     folder: Path,
     *,
     dequantize: bool,
+    text_alone: bool,
     storage: str = AS_BASE,
     retention: Retention | None = None,
 ) -> tuple[Certificate, str]:
     """Write the fused model into a folder; return its certificate and the dtype of its weights.
 
-    For `dequantize` and `storage`, see `fused_model`. Raises a subclass of MlxTuneError.
+    For `dequantize` and `storage`, see `fused_model`; for `text_alone`, `write_model`. Raises a
+    subclass of MlxTuneError.
     """
     config, base_options = source.config, source.base_options
     model, model_config = fusing.fused_model(
@@ -217,10 +219,11 @@ def write_fused(
     exact = not fusing.is_quantized(model, source.adapter)
     stored = fusing.stored_dtype(model)
     source.console.say("Writing", str(config.output_path))
-    if left_out := fusing.write_model(model, model_config, source.folder, folder):
+    left_out = fusing.write_model(model, model_config, source.folder, folder, text_alone=text_alone)
+    if left_out:
         source.console.warn(
-            f"left out {count(left_out, 'tensor')} for images or sound, whose names differ from "
-            "those that mlx-lm gives to text: the folder and its config.json are of text alone"
+            f"left out {count(left_out, 'tensor')} for images or sound: the written model and its "
+            "config.json are of text alone"
         )
     _write_template(source, folder)
     del model

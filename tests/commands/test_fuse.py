@@ -211,8 +211,12 @@ def with_images(folder: Path, stored_as: str) -> tuple[Path, Path]:
     return model, output
 
 
-def test_weights_for_images_are_kept_to_the_bit(tmp_path: Path) -> None:
+def test_weights_for_images_are_kept_to_the_bit(tmp_path: Path, cli: Cli) -> None:
     model, adapter = with_images(tmp_path, "language_model.model.")
+    merged = cli(
+        "export", "--format", "gguf", "--merge", "--adapter", adapter, "--output", tmp_path / "m"
+    )
+    assert "left out 2 tensors for images or sound: the written model" in merged.err
     fused = fuse(adapter=str(adapter), output=str(tmp_path / "fused"), quiet=True).output
 
     before, after = (mx.load(str(each / "model.safetensors")) for each in (model, fused))

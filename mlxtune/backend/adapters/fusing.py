@@ -134,12 +134,15 @@ def _weight(name: str, module: nn.Module) -> mx.array:
     return dequantized_weight(module)
 
 
-def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder: Path) -> int:
+def write_model(
+    model: nn.Module, config: Mapping[str, Any], base: Path, folder: Path, *, text_alone: bool
+) -> int:
     """Write a model's config, and its weights one file at a time; copy the base folder's other
     files.
 
-    The base's weights for images or sound are copied if they fit the written ones. Otherwise, they
-    are left out, the config describes a model of text alone, and their number is returned.
+    The base's weights for images or sound are copied if they fit the written ones. Otherwise, or
+    for `text_alone`, they are left out, the config describes a model of text, and their number is
+    returned.
 
     The model cannot be used afterwards: its weights are freed as they are written. Raises
     OutputError.
@@ -147,7 +150,7 @@ def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder:
     weights = dict(tree_flatten(model.parameters()))
     config, left_out = dict(config), 0
     if others := _other_parts(base, weights):
-        if _fit(weights, others, base):
+        if not text_alone and _fit(weights, others, base):
             weights |= others
         else:
             left_out = len(others)
