@@ -587,3 +587,29 @@ def test_error_of_the_data_is_not_hidden_behind_warnings() -> None:
     findings.pop()
     dataset.report_findings(found, console)  # type: ignore[arg-type]
     assert len(warned) == 2
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-8"])
+def test_encoding_other_than_utf_8_is_named(
+    own_template: Path, tmp_path: Path, encoding: str
+) -> None:
+    file = tmp_path / "a.csv"
+    file.write_bytes("prompt,completion\né,è\nü,ö\n".encode(encoding))
+    found = both(own_template, str(file), tmp_path)
+    assert texts(found) == [chatml("é", "è"), chatml("ü", "ö")]
+    kinds = [finding.kind for finding in found.findings if "read as" in finding.kind]
+    assert kinds == ([] if encoding == "utf-8" else [f"text read as {encoding}"])
+
+
+def test_folder_of_texts_trains_on_each_part(own_template: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "b.md").write_text("# One\na\n\n# Two\nb\n")
+    (folder / "a.txt").write_text("c\n")
+    whole = both(own_template, str(folder), tmp_path, format="text")
+    assert [file["path"] for file in whole.files] == [str(folder / n) for n in ("a.txt", "b.md")]
+    assert [file["rows_read"] for file in whole.files] == [1, 1]
+    parts = both(own_template, str(folder), tmp_path, format="text", split_at="heading")
+    assert [file["rows_read"] for file in parts.files] == [1, 2]
+    with pytest.raises(ConfigError, match="--split-at is for plain text: add --format text"):
+        both(own_template, str(folder), tmp_path, split_at="heading")
