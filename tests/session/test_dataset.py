@@ -20,7 +20,7 @@ from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.inspection import Inspection
 from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, SkippedRows
 from mlxtune.core.data.prompt import prompt_of
-from mlxtune.core.data.template import TEMPLATES, built_in_jinja
+from mlxtune.core.data.template import PLAIN, TEMPLATES, built_in_jinja
 from mlxtune.session import dataset
 from mlxtune.session.dataset import Reader, load_dataset
 from mlxtune.views.run_text import finding_line
@@ -454,7 +454,7 @@ def test_base_model_without_a_template_stops_with_what_there_is_to_choose(
     ("known", "remedy"),
     [
         ("<|im_end|>", "--template chatml or"),
-        ("", "--template FILE.jinja that ends answers with <"),
+        ("", "--template plain or --template FILE.jinja that ends answers with <"),
     ],
 )
 def test_template_of_another_model_is_answered_with_one_remedy(
@@ -488,7 +488,7 @@ def test_template_of_a_file_is_used_and_decides_the_cache(tmp_path: Path) -> Non
 
 
 def test_template_of_another_name_is_refused() -> None:
-    assert ("auto", *TEMPLATES) == config_data.TEMPLATES
+    assert ("auto", *TEMPLATES, PLAIN) == config_data.TEMPLATES
     with pytest.raises(
         ConfigError, match=r"--template must be one of auto, chatml, .* not 'llama3'"
     ):
