@@ -167,7 +167,7 @@ def train(
         judged = JudgedRows.of(trainer.val_rows, trained, candidates_of(training), text_hash)
         peak_gb, total_steps = allocator.peak_gb(), trainer.total_steps
         # Free the model: the adapter is read back from its file and judged on a new one.
-        del parts, trainer
+        del parts, trainer, write
         allocator.release()
         evaluation = judge_and_report(session, judged)
         if evaluation and (
