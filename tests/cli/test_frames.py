@@ -21,7 +21,7 @@ from tests.models import sums, write_chat, write_model
 from tests.paths import DOCS
 
 # The maximum number of frames from the command line's `train` to the caller of cross_entropy.
-MOST = 11
+MOST = 10
 
 
 def test_cross_entropy_is_few_frames_from_the_command(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mlxtune.backend.device import allocator
 from mlxtune.backend.device.retry import Attempt
-from mlxtune.backend.forward.forward import Forward, StepInputs
+from mlxtune.backend.forward.forward import Forward, Reduce, StepInputs
 from mlxtune.backend.lora.apply import LoRASummary
 from mlxtune.backend.lora.lora_layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer
@@ -173,12 +173,19 @@ class Engine:
             forward.model.train()
         parameters = self.vectors.matrices_of_step(vectors)
         total = StepGradients(self._loss(step))
+        compute = self.phases.gradients if self.phases.timer else forward.gradients
         try:
             for micro_batch, batch in self.batches.of(step.own, step.lengths):
                 if total.micro_batches:
                     # The device computes a micro-batch while the next one is built.
                     self.runner.start(total.graph)
-                self.build(step, total, parameters, micro_batch, batch)
+                arguments = self._arguments(step, total, micro_batch, batch.counts)
+                self.runner.note_outputs(micro_batch.tokens)
+                inputs = self.inputs(batch, step.number)
+                # NumPy need not warn: `commit` reports a loss that is not finite.
+                with np.errstate(all="ignore"):
+                    values, gradients = compute(parameters, inputs, *arguments)
+                self._add(step, total, micro_batch, values, gradients)
         finally:
             # Tracing has replaced the model's parameters with arrays of the trace.
             forward.trained.assign(own)
@@ -192,32 +199,31 @@ class Engine:
             )
         step.built = total
 
-    def build(
+    def _arguments(
         self,
         step: OptimizerStep,
         total: StepGradients,
-        parameters: Mapping[str, mx.array],
         micro_batch: MicroBatch,
-        batch: PaddedBatch | Pack,
-    ) -> None:
-        """Build the graph of a micro-batch's gradients, and add them to the step's `total`."""
-        inputs = self.inputs(batch, step.number)
+        counts: Sequence[int],
+    ) -> tuple[mx.array, Reduce]:
+        """Return the scale of a micro-batch's loss, and what reduces its tokens' losses to it."""
+        examples = [step.places[i] for i in micro_batch.examples]
         scale = mx.array(self.forward.loss_scale / total.step_loss.divisor)
-        reduce = total.step_loss.reduce(
-            [step.places[i] for i in micro_batch.examples], batch.counts
-        )
-        self.runner.note_outputs(micro_batch.tokens)
-        compute = self.phases.gradients if self.phases.timer else self.forward.gradients
-        # NumPy need not warn: `commit` reports a loss that is not finite.
-        with np.errstate(all="ignore"):
-            values, gradients = compute(parameters, inputs, scale, reduce)
-        padding = micro_batch.padding(step.lengths.forward)
-        total.add(values, self.vectors.join_gradients(gradients), micro_batch.tokens, padding)
-        total.compute_by(
-            self.runner.graph(
-                micro_batch.tokens, gradients, total.loss, total.gradients, total.values
-            )
-        )
+        return scale, total.step_loss.reduce(examples, counts)
+
+    def _add(
+        self,
+        step: OptimizerStep,
+        total: StepGradients,
+        micro_batch: MicroBatch,
+        values: Sequence[mx.array],
+        gradients: Mapping[str, mx.array],
+    ) -> None:
+        """Add a micro-batch's values and gradients to the step's, and set the graph to compute."""
+        tokens, padding = micro_batch.tokens, micro_batch.padding(step.lengths.forward)
+        total.add(values, self.vectors.join_gradients(gradients), tokens, padding)
+        graph = self.runner.graph(tokens, gradients, total.loss, total.gradients, total.values)
+        total.compute_by(graph)
         allocator.relieve_pressure()
 
     def launch(self, step: OptimizerStep) -> None:

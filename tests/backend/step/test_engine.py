@@ -76,20 +76,23 @@ def test_micro_batch_is_launched_when_the_next_one_is_built(
 ) -> None:
     pipeline = fresh(model_folder("qwen3"), PACKED, 30)
     events: list[str] = []
-    for owner, name in ((Engine, "build"), (GraphRunner, "start")):
+    for owner, name in ((Engine, "inputs"), (Engine, "_add"), (GraphRunner, "start")):
         real = getattr(owner, name)
 
         def noted(*given: Any, name: str = name, real: Any = real) -> Any:
             events.append(f"{name} begins")
-            real(*given)
+            result = real(*given)
             events.append(f"{name} ends")
+            return result
 
         monkeypatch.setattr(owner, name, noted)
     count = pipeline.train_batch(fixed_step()).micro_batches
     assert count > 1
     # No micro-batch is launched within the building of another.
-    each = ["build begins", "build ends", "start begins", "start ends"]
-    assert events == each * count
+    calls = [
+        f"{name} {when}" for name in ("inputs", "_add", "start") for when in ("begins", "ends")
+    ]
+    assert events == calls * count
 
 
 @pytest.mark.parametrize("tokens", [10_000, 60])
@@ -103,8 +106,10 @@ def test_steps_built_ahead_equal_sequential_steps(execution: Any, tokens: int) -
 def test_next_step_is_built_while_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = fresh(model_folder("qwen3"), PACKED, 10_000)
     events: list[str] = []
-    build, finish = Engine.build, type(pipeline._engine.runner).finish
-    monkeypatch.setattr(Engine, "build", lambda *given: (events.append("build"), build(*given))[1])
+    inputs, finish = Engine.inputs, type(pipeline._engine.runner).finish
+    monkeypatch.setattr(
+        Engine, "inputs", lambda *given: (events.append("build"), inputs(*given))[1]
+    )
     monkeypatch.setattr(
         type(pipeline._engine.runner),
         "finish",
@@ -122,7 +127,7 @@ def test_time_of_a_step_ends_before_the_next_one_is_computed(
     started: list[float] = []
     # The CPU's kernels compute a step while it is built, MLX once it is started.
     runner = type(pipeline._engine.runner)
-    place, name = (Engine, "build") if operations is CPU else (runner, "start")
+    place, name = (Engine, "inputs") if operations is CPU else (runner, "start")
     whole = getattr(place, name)
     monkeypatch.setattr(
         place, name, lambda *given: (started.append(time.perf_counter()), whole(*given))[1]
