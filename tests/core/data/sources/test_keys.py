@@ -357,7 +357,8 @@ def test_calls_of_one_turn_have_one_mark(tmp_path: Path) -> None:
 # Nulls
 
 
-def test_nulls_of_tables_are_absent_in_every_object(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lines", "array"])
+def test_nulls_of_tables_are_absent_in_every_object(tmp_path: Path, kind: str) -> None:
     clean = {"messages": CALLS, "tools": [{"type": "function", "function": {"name": "add"}}]}
 
     def filled(value: Any) -> Any:
@@ -368,11 +369,10 @@ def test_nulls_of_tables_are_absent_in_every_object(tmp_path: Path) -> None:
             }
         return [filled(each) for each in value] if isinstance(value, list) else value
 
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(map(json.dumps, (clean, filled(clean)))))
-    skipped = SkippedRows(path)
+    rows, path = [clean, filled(clean)], tmp_path / "data.jsonl"
+    path.write_text(json.dumps(rows) if kind == "array" else "\n".join(map(json.dumps, rows)))
 
-    one, other = read_rows(path, skipped)
+    one, other = read_rows(path, SkippedRows(path))
 
     assert isinstance(one, Conversation) and isinstance(other, Conversation)
     assert (one.messages, one.tools) == (other.messages, other.tools)
@@ -394,3 +394,102 @@ def test_null_in_arguments_as_text_is_meant(tmp_path: Path) -> None:
 
     assert isinstance(one, Conversation)
     assert one.messages[-1].tool_calls == ({"name": "f", "arguments": {"unit": None}},)
+
+
+# Further rows as other tools write them, and what they are read as
+
+QUESTION = {"role": "user", "content": "Sum?"}
+SUM = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    ("row", "learned"),
+    [
+        # ms-swift, with a call that is not learned
+        (
+            {
+                "messages": [
+                    USER,
+                    {"role": "tool_call", "content": json.dumps(CALL["function"]), "loss": False},
+                    {"role": "tool_response", "content": "1"},
+                    ANSWER | {"loss": True},
+                ]
+            },
+            [False, True],
+        ),
+        # axolotl's names in ShareGPT's turns
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "Hi", "train": False},
+                    {"from": "gpt", "value": "Hello!", "train": "false"},
+                    {"from": "human", "value": "Well?", "train": 0},
+                    {"from": "gpt", "value": "Well.", "train": "true"},
+                ]
+            },
+            [False, True],
+        ),
+        # NeMo's, torchtune's and tinker's marks
+        ({"messages": [USER, ANSWER | {"masked": True}, USER, ANSWER]}, [False, True]),
+        ({"messages": [USER, ANSWER | {"trainable": False}, USER, ANSWER]}, [False, True]),
+        # Gemini's marks beside the parts
+        (
+            {
+                "contents": [
+                    *GEMINI["contents"][:1],
+                    {"role": "model", "parts": [{"text": "A."}], "weight": 0},
+                    *GEMINI["contents"],
+                ]
+            },
+            [False, True],
+        ),
+        # a table that went through Arrow, with a mark for every turn
+        (
+            {
+                "messages": [
+                    USER | {"loss_mask": None, "tool_calls": None},
+                    ANSWER | {"loss_mask": 0.0, "tool_calls": None},
+                    USER | {"loss_mask": None, "tool_calls": None},
+                    ANSWER | {"loss_mask": 1.0, "tool_calls": None},
+                ]
+            },
+            [False, True],
+        ),
+        # marks of a prompt of messages, which is context anyway
+        ({"prompt": [USER, ANSWER | {"loss": True}, USER], "completion": [ANSWER]}, [False, True]),
+        # calls with arguments as JSON text beside calls of a role of their own
+        (
+            {
+                "messages": [
+                    QUESTION,
+                    SUM | {"tool_calls": [{"name": "add", "arguments": '{"a": 1}'}]},
+                    {"role": "function_call", "content": json.dumps(CALL["function"])},
+                    {"role": "observation", "content": "1"},
+                    ANSWER,
+                ]
+            },
+            [True, True],
+        ),
+        # OpenAI's older functions
+        (
+            {
+                "messages": [
+                    QUESTION,
+                    {"role": "assistant", "content": None, "function_call": CALL["function"]},
+                    {"role": "function", "name": "add", "content": "1"},
+                    ANSWER,
+                ]
+            },
+            [True, True],
+        ),
+        # a system prompt as a message of OpenAI's, beside ShareGPT's turns
+        (SHAREGPT | {"system": {"role": "system", "content": "Be brief."}}, [True]),
+    ],
+)
+def test_rows_of_other_tools_are_learned_as_these_tools_do(
+    tmp_path: Path, row: dict[str, Any], learned: list[bool]
+) -> None:
+    said = told(tmp_path, row)
+    assert [trained for role, _, trained in said if role == "assistant"] == learned
+    quiet = {problems.UNDECLARED_TOOL, problems.UNREAD_METADATA}
+    assert notes(tmp_path, row).keys() <= quiet
