@@ -37,8 +37,10 @@ _HARMLESS = re.compile(
     r"|model_max_length|initial_context_length|max_window_layers|use_sliding_window|ep_size"
     r"|pretraining_tp|tp_size|pad_vocab_size_multiple|attn_implementation|use_flash_attn\w*"
     r"|use_mamba_kernels|fused?_\w+|use_fused?_\w+|.*parallel_?(?:mode|size)|num_nextn_\w+|mtp_\w+"
-    r"|num_mtp_\w+|bf16|fp16|fp32|use_bfloat16|onnx_safe|rms_norm|softmax_in_fp32"
+    r"|num_mtp_\w+|bf16|fp16|fp32|use_bfloat16|onnx_safe|rms_norm|.*softmax_in_fp32"
     r"|time_step_\w+|residual_in_fp32|use_associative_scan|num_logits_to_keep|is_llama_config"
+    r"|experts_per_token|layer_switch|use_embedding_sharing|use_gated_activation|use_parallel_block"
+    r"|use_rotary_pos_emb|predict_special_tokens|weight_share_add_bias|use_rmsnorm|use_recompute\w*"
     r"|.*_cache_dtype|original_max_position_embeddings|disable_exllama"
     r"|tokenizer_class|(?:vocab|tokenizer)_\w*(?:type|name|version)|pretrained_\w+|conversation\w*"
     r"|non_linearity_\w*|use_return_dict|cross_attention\w*|add_cross_attention|router_jitter_noise"
@@ -54,9 +56,11 @@ _OTHER_NAMES = re.compile(r".*(?:eps|epsilon)|rope_theta")
 # The older names of a rope's theta, and of the part of each head that it turns.
 _THETA = ("rope_theta", "rotary_emb_base")
 _PARTIAL = ("partial_rotary_factor", "rotary_pct")
+# Examples within the window are computed the same; Phi-3's window is the shortest that is ignored.
+_LONG_WINDOW = 2047
 # Factors that change nothing if they are 1.
 _FACTOR = re.compile(
-    r".*(?:multiplier|scale|scaling|factor|alpha|ratio|interval|groups?|freq|step|beta|mod)"
+    r".*(?:multiplier|scale|scaling|factor|alpha|ratio|interval|groups?|freq|step|beta|mod|pct)"
 )
 # Several keys give the kinds of layers, and a class reads one of them.
 _KINDS_OF_LAYERS = frozenset(["layer_types", "sliding_window_pattern", "full_attention_interval"])
@@ -227,7 +231,8 @@ def _is_harmless(
     if key in ("sliding_window", "attention_chunk_size"):
         longest = config.get("max_position_embeddings")
         unused = config.get("use_sliding_window") is False
-        return unused or (isinstance(longest, int) and isinstance(value, int) and value >= longest)
+        most = min(longest, _LONG_WINDOW) if isinstance(longest, int) else _LONG_WINDOW
+        return unused or (isinstance(value, int) and value >= most)
     return value == 1 and _FACTOR.fullmatch(key) is not None
 
 

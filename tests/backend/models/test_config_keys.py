@@ -155,6 +155,19 @@ HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
             "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
         },
     ),
+    "Phi-3-mini-4k": ("phi3", {"sliding_window": 2047, "max_position_embeddings": 4096}),
+    "Command R7B": (
+        "cohere2",
+        {
+            **{"rotary_pct": 1.0, "use_parallel_block": True, "use_gated_activation": True},
+            **{
+                "use_embedding_sharing": True,
+                "layer_switch": 4,
+                "order_of_interleaved_layers": "x",
+            },
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {"experts_per_token": 4, "initial_context_length": 4096}),
     "DeepSeek-V2": (
         "deepseek_v2",
         {"aux_loss_alpha": 0.001, "ep_size": 1, "seq_aux": True, "pretraining_tp": 1},
