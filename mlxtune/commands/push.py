@@ -99,7 +99,10 @@ def write_package(
             f"the base model is known only by its local name {base}: give --base-model owner/name, "
             "so that others can find the model"
         )
-    known = ("base", "prompt", "objective", "rank", "alpha", "rslora", "init", "target_ranks")
+    known = (
+        *("base", "prompt", "objective", "rank", "alpha", "rslora", "init", "target_ranks"),
+        "trained_rows",
+    )
     own = source.adapter.settings.get("mlxtune", {})
     settings = {"mlxtune": {name: own[name] for name in known if name in own}}
     adapter = replace(source.adapter, model=base, settings=settings)

@@ -268,7 +268,8 @@ def test_good_run_is_plain_lines_on_stderr_when_piped(
     order = ["Memory", "Model", "LoRA", "Data", "Template", "Plan", "Validation", "Training"]
     # A GPU that cannot use the package's kernels says so.
     stages = [stage for stage in stages if stage not in ("SwiGLU", "Attention")]
-    assert list(dict.fromkeys(stages)) == [*order, "Done", "Verdict", "Samples", "Report", "Try"]
+    ends = ["Done", "Verdict", "Samples", "Report", "Next", "Try"]
+    assert list(dict.fromkeys(stages)) == [*order, *ends]
     assert "step 2/2  loss " in outcome.err
     assert outcome.err.splitlines()[-1].endswith(f"mlxtune chat --adapter {output.parent}")
 
