@@ -15,6 +15,7 @@ from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.reading import file_hash, read_json, read_own
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.files.writing import copy_file, make_folder
+from mlxtune.core.formatting import join_few
 from mlxtune.core.run.checkpoint import (
     ADAPTER,
     METADATA,
@@ -105,6 +106,17 @@ def _verify_model(result: Verification, config: TrainConfig, good: list[Checkpoi
             result.add(name, None, f"{count} tensors with the model's names and shapes")
 
 
+def _differing(good: list[Checkpoint], again: Path, last: int) -> list[str]:
+    """Return the checkpoints before the last step whose adapters differ from those in `again`."""
+    trained = {each.step: file_hash(each.folder / ADAPTER) for each in find_checkpoints(again)[0]}
+    return [
+        each.folder.name
+        for each in good
+        if each.step < last and each.step in trained
+        if file_hash(each.folder / ADAPTER) != trained[each.step]
+    ]
+
+
 def _resume_point(checkpoint: Checkpoint) -> ResumePoint:
     return ResumePoint(checkpoint, Progress.from_jsonl(checkpoint.metrics), [], {})
 
@@ -174,6 +186,7 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
         same = file_hash(again / ADAPTER) == file_hash(newest.folder / ADAPTER)
         records = list(Progress.from_jsonl(read_own(again / METRICS)))
         data = read_json(again / METADATA).get("data_hash")
+        between = _differing(good, scratch / "checkpoints", newest.step)
     before = islice(Progress.from_jsonl(newest.metrics), len(records))
     start = f"trained again from step {first.step if resumed else 0} to {newest.step}"
     problem = None
@@ -185,4 +198,6 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
             )
         elif not on_cpu():
             problem += ", perhaps by rounding: see docs/reliability.md on GPUs"
+    elif between:
+        problem = f"{start}: the same bytes, but not at {join_few(between)}"
     result.add("replay", problem, f"{start}: the same bytes")

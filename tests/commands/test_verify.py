@@ -259,6 +259,21 @@ def test_replay_of_an_extended_run_follows_the_schedule_of_each_stretch(
     assert f"extended after step {first['step']}" in (run / "report.html").read_text()
 
 
+def test_replay_finds_other_weights_in_a_checkpoint_on_its_way(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"epochs": 3, "lr": 1e-2, "keep": 9, "samples": 0, "quiet": True}
+    output = str(tmp_path / "out")
+    train(TrainConfig(str(model), str(chat), output=output, val_split=0.0, **options))
+    run = tmp_path / "out" / "checkpoints"
+    shutil.copy(run / "epoch-1" / "adapters.safetensors", run / "epoch-2")
+    sealed(run / "epoch-2")
+    assert verify(run).ok
+    replay = {check.name: check for check in verify(run, replay=True).checks}["replay"]
+    assert not replay.ok
+    assert replay.detail.endswith("the same bytes, but not at epoch-2")
+
+
 def newest(run: Path) -> str:
     found = [path.read_text() for path in run.glob("*/metadata.json")]
     return max(found, key=lambda each: json.loads(each)["step"])
