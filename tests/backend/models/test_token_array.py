@@ -119,7 +119,8 @@ def test_tokens_become_an_array_in_one_place() -> None:
         (str(path.relative_to(PACKAGE)), argument)
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "mx.array" and node.args
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
+        if node.func.attr == "array" and ast.unparse(node.func) == "mx.array"
         for argument in [ast.unparse(node.args[0])]
         if re.search("token|ids|prompt|labels|inputs", argument) and "row_ids" not in argument
     }
