@@ -60,8 +60,9 @@ _PIECE = 2**20
 _PARQUET_MEMORY, _MAX_ROW = 2**30, 2**26
 # Spreadsheets by their first bytes: .xlsx, .ods and .numbers are zip archives; .xls is older.
 _SPREADSHEETS = {ZIP: "a spreadsheet or another archive", b"\xd0\xcf\x11\xe0": "an Excel file"}
-# The record at the end of an archive, its length without a comment, and the longest list of files.
-_ZIP_END, _ZIP_END_BYTES, _MAX_ZIP_LIST = b"PK\x05\x06", 22, 2**24
+# The record at the end of an archive, the length of all records there without a comment, and the
+# longest list of files.
+_ZIP_END, _ZIP_END_BYTES, _MAX_ZIP_LIST = b"PK\x05\x06", 98, 2**24
 _EXPORT = (
     "save it as CSV: in Excel, File > Save As > CSV UTF-8; in Numbers, File > Export To > CSV; in "
     "LibreOffice or Google Sheets likewise"
@@ -208,9 +209,7 @@ def _exported(path: Path) -> list[zipfile.ZipInfo]:
     """
     try:
         with reading(path):
-            end = read_end(path, _ZIP_END_BYTES + 2**16)
-            _, found, record = end.rpartition(_ZIP_END)
-            if not found or int.from_bytes(record[8:12], "little") > _MAX_ZIP_LIST:
+            if _zip_list_size(read_end(path, _ZIP_END_BYTES + 2**16)) > _MAX_ZIP_LIST:
                 return []
             with open_regular(path) as file, zipfile.ZipFile(file) as archive:
                 files = archive.infolist()
@@ -220,6 +219,20 @@ def _exported(path: Path) -> list[zipfile.ZipInfo]:
         (each for each in files if CHATGPT_FILE.fullmatch(each.filename.rpartition("/")[2])),
         key=lambda each: each.filename,
     )
+
+
+def _zip_list_size(end: bytes) -> float:
+    """Return the size of an archive's list of files, from the records at its end, as zipfile does.
+
+    Large archives have another record before the last.
+    """
+    at = end.rfind(_ZIP_END)
+    large = end[max(at - 76, 0) : max(at, 0)]
+    if at < 0:
+        return math.inf
+    if large[-20:].startswith(b"PK\x06\x07") and large.startswith(b"PK\x06\x06"):
+        return int.from_bytes(large[40:48], "little")
+    return int.from_bytes(end[at + 12 : at + 16], "little")
 
 
 def _archive_rows(path: Path) -> Iterator[NumberedRow]:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import math
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,21 @@ def test_archive_that_is_no_export_or_unpacks_to_too_much_is_refused(
     monkeypatch.setattr(rows, "_MAX_ZIP_LIST", 10)
     with pytest.raises(DataError, match="spreadsheet or another archive"):
         read(bomb)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_list_of_an_archive_has_the_size_that_zipfile_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    if large:
+        monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 1)
+    path = archive(tmp_path, {f"{i}.json": b"[]" for i in range(5)})
+    content = path.read_bytes()
+    assert (b"PK\x06\x06" in content) == large
+    size = rows._zip_list_size(content[-(2**16) - rows._ZIP_END_BYTES :])
+    listed = content.index(b"PK\x01\x02")
+    assert content[listed + int(size) :].startswith(b"PK\x06\x06" if large else b"PK\x05\x06")
+    assert rows._zip_list_size(b"no archive") == math.inf
 
 
 # Git LFS
