@@ -66,7 +66,7 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
             _replay(result, config, good)
     except DataError as problem:
         # Drop advice on options such as --data, which `verify` does not have.
-        text, advised, _ = str(problem).partition(": check --")
+        text, advised, _ = str(problem.args[0]).partition(": check --")
         result.add("data", f"{text}: bring it back" if advised else text, "")
     except MlxTuneError as problem:
         result.add("model", str(problem), "")

@@ -16,6 +16,7 @@ import safetensors.numpy
 from mlxtune import TrainConfig, train, verify
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.run.checkpoint import _manifest
+from mlxtune.errors import MlxTuneError
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model
 
@@ -204,6 +205,9 @@ def test_replay_on_other_data_names_the_data(
     assert problem in outcome.out
     chat.unlink()
     assert f"{chat}: no such file: bring it back" in cli("verify", run, "--replay").out
+    monkeypatch.setattr(MlxTuneError, "names_flags", False)
+    found = verify(str(run), replay=True).as_dict()
+    assert f"{chat}: no such file: bring it back" in json.dumps(found)
 
 
 def test_replay_finds_a_run_that_was_not_trained_as_it_says(

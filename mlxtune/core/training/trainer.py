@@ -375,7 +375,8 @@ class InstructTrainer:
             rows = [self.train_rows.where(i) for i in step.row_indices]
             if self._profiler:
                 self._profiler.discard()
-            skipped = SkippedStep(step.number, step.epoch, step.learning_rate, str(error), rows)
+            problem = str(error.args[0])  # with flags, whoever started the run
+            skipped = SkippedStep(step.number, step.epoch, step.learning_rate, problem, rows)
             self._skip(skipped, error)
             return
         finally:
