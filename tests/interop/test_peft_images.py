@@ -16,6 +16,7 @@ import transformers  # noqa: E402
 
 from mlxtune.backend.adapters.file_formats.adapter import Adapter, WeightUpdate  # noqa: E402
 from mlxtune.backend.adapters.file_formats.peft import write_peft  # noqa: E402
+from tests.slow import slow_except  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 VISION = {
@@ -84,7 +85,7 @@ def adapter_of(model: Any) -> Adapter:
 
 
 @pytest.mark.parametrize("stored", ["as saved", "by mlx-lm", "text alone"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, "gemma3", "llama4", "qwen2_vl"))
 def test_peft_finds_the_modules_of_a_model_with_images(
     tmp_path: Path, kind: str, stored: str
 ) -> None:
