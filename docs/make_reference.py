@@ -83,7 +83,7 @@ def reference() -> str:
             *_contents(),
             "## Commands",
             "",
-            *(line for each in COMMANDS for line in _command(each)),
+            *(line for command in COMMANDS for line in _command(command)),
             "### `mlxtune --version`",
             "",
             "Prints mlxtune's version; `mlxtune doctor` also prints other packages' versions.",
@@ -111,7 +111,7 @@ def reference() -> str:
 
 
 def _contents() -> Iterator[str]:
-    names = ", ".join(f"[{each.name}](#mlxtune-{each.name})" for each in COMMANDS)
+    names = ", ".join(f"[{command.name}](#mlxtune-{command.name})" for command in COMMANDS)
     yield f"- [Commands](#commands): {names}"
     yield "- [Exit codes](#exit-codes)"
     yield "- [Files of a run](#files-of-a-run)"

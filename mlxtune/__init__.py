@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from mlxtune.core.training.trainer import InstructTrainer
     from mlxtune.diagnosis.doctor import doctor
     from mlxtune.diagnosis.prove import prove
-    from mlxtune.session.proof import ExportResult
+    from mlxtune.session.verified_output import ExportResult
 
 __all__ = [
     "BenchConfig",
@@ -134,7 +134,7 @@ _COMMANDS = (
 _LAZY = {
     "Evaluation": "mlxtune.core.evaluation.outcome",
     "Example": "mlxtune.core.data.encode",
-    "ExportResult": "mlxtune.session.proof",
+    "ExportResult": "mlxtune.session.verified_output",
     "Inspection": "mlxtune.core.data.inspection",
     "InstructPipeline": "mlxtune.backend.step.pipeline",
     "InstructTrainResult": "mlxtune.core.run.metrics",

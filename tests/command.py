@@ -38,7 +38,7 @@ Cli = Callable[..., Outcome]
 
 def unless_given(arguments: Sequence[object], **defaults: object) -> list[object]:
     """Return default options as arguments, without those that the arguments give."""
-    names = {str(each).partition("=")[0] for each in arguments}
+    names = {str(argument).partition("=")[0] for argument in arguments}
     flags = {"--" + name.replace("_", "-"): value for name, value in defaults.items()}
     return [each for name, value in flags.items() if name not in names for each in (name, value)]
 

@@ -240,7 +240,7 @@ def short_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from mlxtune.backend.adapters import compare_logits
     from mlxtune.backend.memory import measure
-    from mlxtune.session import proof as exports
+    from mlxtune.session import verified_output as exports
 
     monkeypatch.setattr(compare_logits, "NEW_TOKENS", 8)
     monkeypatch.setattr(exports, "_PROMPTS", exports._PROMPTS[:2])

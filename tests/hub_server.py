@@ -89,14 +89,16 @@ class Hub:
         return all(self.gave_up)
 
     def asked(self, part: str = "") -> list[str]:
-        return [f"{each.method} {each.path}" for each in self.requests if part in each.path]
+        return [
+            f"{request.method} {request.path}" for request in self.requests if part in request.path
+        ]
 
     def sent(self) -> bytes:
         """Return all paths, headers and bodies that clients have sent, with base64 decoded."""
         parts = []
-        for each in self.requests:
-            parts += [each.path.encode(), repr(each.headers).encode(), each.body]
-            coded = re.findall(rb'"(?:content|sample)": ?"([A-Za-z0-9+/=]+)"', each.body)
+        for request in self.requests:
+            parts += [request.path.encode(), repr(request.headers).encode(), request.body]
+            coded = re.findall(rb'"(?:content|sample)": ?"([A-Za-z0-9+/=]+)"', request.body)
             parts += map(base64.b64decode, coded)
         return b"\n".join(parts)
 
@@ -304,11 +306,11 @@ class Handler(BaseHTTPRequestHandler):
             {
                 "files": [
                     {
-                        "path": each["path"],
-                        "uploadMode": "lfs" if "safetensors" in each["path"] else "regular",
+                        "path": file["path"],
+                        "uploadMode": "lfs" if "safetensors" in file["path"] else "regular",
                         "shouldIgnore": False,
                     }
-                    for each in json.loads(body)["files"]
+                    for file in json.loads(body)["files"]
                 ]
             }
         )
@@ -402,8 +404,8 @@ def main() -> None:
         shown = 0
         while True:
             time.sleep(0.2)
-            for each in hub.requests[shown:]:
-                print(each.method, each.path, f"{len(each.body):,} bytes", flush=True)
+            for request in hub.requests[shown:]:
+                print(request.method, request.path, f"{len(request.body):,} bytes", flush=True)
                 shown += 1
 
 

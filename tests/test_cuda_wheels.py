@@ -79,9 +79,9 @@ class Wheels:
 
     def compile_includes(self) -> None:
         """Compile the includes of all other sources: in one program, except for CUTLASS's."""
-        includes = [re.findall(r"#include .*", each) for each in self.texts() if HOPPER not in each]
-        alone = [each for each in includes if any("cut" in line for line in each)]
-        together = [line for each in includes if each not in alone for line in each]
+        includes = [re.findall(r"#include .*", text) for text in self.texts() if HOPPER not in text]
+        alone = [include for include in includes if any("cut" in line for line in include)]
+        together = [line for include in includes if include not in alone for line in include]
         # The compiler takes seconds for CUTLASS, so it reads the longest lists only.
         longest = [each for each in alone if not any(set(each) < set(other) for other in alone)]
         for lines in (list(dict.fromkeys(together)), *longest):
@@ -136,6 +136,6 @@ def test_kernels_for_hopper_need_crt(wheels: Wheels, monkeypatch: pytest.MonkeyP
 
 def test_sources_compile_with_mlxs_own_utilities(wheels: Wheels) -> None:
     sources = recorded()
-    functions = [each.function for each in sources]
+    functions = [source.function for source in sources]
     assert UTILS in wheels.named()
     wheels.compiler().compile(program(sources), functions, wheels.named(), "sm_90a")

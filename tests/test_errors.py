@@ -61,7 +61,7 @@ def test_every_error_can_be_caught_from_the_package() -> None:
 
 def test_message_of_each_error_is_what_it_was_given() -> None:
     for name in TREE.keys() - {"ConfigError"}:
-        assert str(getattr(errors, name)("chat.jsonl: is empty")) == "chat.jsonl: is empty"
+        assert str(getattr(errors, name)("chat.jsonl is empty")) == "chat.jsonl is empty"
 
 
 def test_config_error_holds_all_problems_and_joins_them() -> None:
@@ -128,10 +128,10 @@ def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
             "set val_split=0, or use max_seq_len=2048",
         ),
         ("use --dtype float32", 'use dtype="float32"'),
-        ("give --field text=KEY", 'give field="text=KEY"'),
-        ("give --model-path 'my model'", 'give model_path="my model"'),
+        ("use --field text=KEY", 'give field="text=KEY"'),
+        ("pass --model-path 'my model'", 'give model_path="my model"'),
         ("--merge is for --format gguf: leave it", 'merge is for format="gguf": leave it'),
-        ("a/--data.jsonl: is empty", "a/--data.jsonl: is empty"),
+        ("a/--data.jsonl is empty", "a/--data.jsonl is empty"),
         ("resume it with mlxtune train --resume out", "resume it with mlxtune train --resume out"),
         (
             "needs pyarrow: pip install --upgrade x: --data",
@@ -199,7 +199,7 @@ def test_no_raised_text_keeps_a_flag_outside_a_command() -> None:
 
 @pytest.mark.usefixtures("in_python")
 def test_option_of_another_config_is_named_with_the_config() -> None:
-    with pytest.raises(ConfigError, match="no option 'iters', but TrainConfig has max_steps"):
+    with pytest.raises(ConfigError, match="unknown option 'iters', but TrainConfig has max_steps"):
         mlxtune.InstructConfig(iters=0)
     with pytest.raises(ConfigError, match="here: max_steps=5"):
         mlxtune.TrainConfig(model_path="m", data="d", iters=5)

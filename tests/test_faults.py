@@ -46,7 +46,7 @@ def finish(model: Path, folder: Path) -> None:
         train(replace(config, overwrite=True))
     else:
         resume(folder)
-    assert [each for each in verify(folder).checks if not each.ok] == []
+    assert [check for check in verify(folder).checks if not check.ok] == []
 
 
 def result_of(folder: Path) -> tuple[bytes, list[dict[str, Any]]]:

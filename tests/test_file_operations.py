@@ -129,7 +129,7 @@ def test_only_core_files_opens_links_locks_or_removes_files() -> None:
         ("list(map(Path.unlink, paths))", "Path.unlink"),
     ],
 )
-def test_code_that_goes_round_it_is_found(code: str, operation: str) -> None:
+def test_code_that_bypasses_the_wrapper_is_found(code: str, operation: str) -> None:
     assert operation in set(operations(ast.parse(code)))
     assert MENTIONED.search(code)
 

@@ -49,12 +49,12 @@ def commands() -> list[str]:
 
 
 def test_every_command_option_and_file_of_the_page_exists() -> None:
-    by_name = {each.name: each for each in COMMANDS}
+    by_name = {command.name: command for command in COMMANDS}
     found = [line for cell in commands() for line in re.findall(r"`(mlxtune [^`]+)`", cell)]
     assert len(found) >= 9
     for line in found:
         _, name, *rest = line.split()
-        options = {option for each in by_name[name].params for option in each.opts}
+        options = {option for param in by_name[name].params for option in param.opts}
         assert {each for each in rest if each.startswith("--")} <= options, line
         for path in (each for each in rest if each.startswith("data/")):
             assert (ROOT / path).exists(), line

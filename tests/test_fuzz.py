@@ -61,7 +61,7 @@ def test_thousands_of_damaged_files_end_in_success_or_in_one_line(
         assert not result["problem"], f"{seed}, {name}: {result['problem']}\n{result['said']}"
 
 
-def test_cases_depend_on_their_seed_and_number_alone(tmp_path: Path) -> None:
+def test_cases_depend_only_on_seed_and_number(tmp_path: Path) -> None:
     made = [mutations.data_file(Random(f"{seed}:data:{7}")) for seed in (1, 1, 2)]
     assert made[0] == made[1] != made[2]
     folders = []

@@ -67,8 +67,8 @@ def test_equality_has_no_tf32_and_all_processes_share_compiled_kernels(
     gpu.equality(10, [])
     (tmp_path / "proof.json").write_text("{}")
     gpu.proof(10, tmp_path)
-    assert [each.get("MLX_ENABLE_TF32") for each in environments] == ["0", None]
-    assert {each["MLX_PTX_CACHE_DIR"] for each in environments} == {"/kernels"}
+    assert [environment.get("MLX_ENABLE_TF32") for environment in environments] == ["0", None]
+    assert {environment["MLX_PTX_CACHE_DIR"] for environment in environments} == {"/kernels"}
 
 
 # Stands in for gpu_steps: case "dies" ends the process, "hangs" never ends, others have a figure.

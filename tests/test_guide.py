@@ -71,7 +71,7 @@ def test_short_form_takes_few_steps_and_changes_nothing_else() -> None:
     assert check_guide.shortened(text) == "mlxtune train --lr 1 --max-steps 6\nmlxtune eval\n"
 
 
-def test_block_says_what_it_writes_and_what_is_typed() -> None:
+def test_block_declares_its_output_and_input() -> None:
     text = 'a\n```sh demo writes=x/y,z typed="Hi, you"\none\n```\n```sh\nnot run\n```\n'
     (block,) = blocks(text)
     assert (block.line, block.commands, block.writes) == (2, "one\n", ("x/y", "z"))
@@ -91,7 +91,7 @@ def test_block_says_what_it_writes_and_what_is_typed() -> None:
         ("read line; test \"$line\" = 'Hi you'", (), None),
     ],
 )
-def test_block_that_fails_is_found_out(
+def test_failing_block_is_detected(
     tmp_path: Path, commands: str, writes: tuple[str, ...], said: str | None
 ) -> None:
     block = check_guide.Block(1, "demo", commands, writes, "Hi you\n")
@@ -124,9 +124,7 @@ def messages() -> list[str]:
 
 
 @pytest.mark.parametrize("message", messages())
-def test_message_of_the_guide_is_one_that_the_code_says(
-    message: str, said_by_the_code: list[str]
-) -> None:
+def test_guide_quotes_only_messages_of_the_code(message: str, said_by_the_code: list[str]) -> None:
     parts = [re.escape(part.strip()) for part in message.split("…") if part.strip()]
     pattern = re.compile(".*".join(parts), re.DOTALL)
     assert any(pattern.search(text) for text in said_by_the_code)

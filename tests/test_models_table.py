@@ -28,7 +28,7 @@ TEN = (
 def test_architecture_trains_with_the_loss_of_mlx_lms_trainer(name: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", name, **ARCHITECTURES[name])
     config = TrainConfig(str(folder), ("x",), dtype="float32", targets=("all",), max_grad_norm=0)
-    write_start(open_base(folder, "float32"), config.lora(), tmp_path / "adapter")
+    write_start(open_base(folder, "float32"), config.pipeline_config(), tmp_path / "adapter")
     step = fixed_step()
     losses = []
     for side in (OURS, "mlx-lm"):

@@ -105,7 +105,7 @@ def test_notebook_is_stored_without_outputs() -> None:
 
 
 @pytest.mark.parametrize("short", [slow(True), long(False)])
-def test_notebook_runs_as_it_stands(opened: Kernel, short: bool) -> None:
+def test_notebook_runs_unchanged(opened: Kernel, short: bool) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     if short:
         first, run = notebook.cells[1], "result = train(config)"
@@ -114,7 +114,7 @@ def test_notebook_runs_as_it_stands(opened: Kernel, short: bool) -> None:
         first.source = first.source.replace(run, f"import dataclasses\nresult = train({less})")
     code = {cell.id: cell.source for cell in notebook.cells if cell.cell_type == "code"}
     shown = {name: opened.run(source) for name, source in code.items()}
-    assert not any(each.error for each in shown.values())
+    assert not any(example.error for example in shown.values())
     assert "<svg" in shown["result"].result["text/html"]
     answers = shown["generate"].text
     assert answers.startswith("without: ")

@@ -49,7 +49,7 @@ def counted(folder: Path, steps: list[list[Example]] | None = None, **changes: A
     return count_steps(PipelineGraphs(pipeline(folder, **changes)), steps or [STEP])
 
 
-def test_products_of_a_layer_are_those_of_real_tokens(folder: Path) -> None:
+def test_products_of_a_layer_cover_real_tokens(folder: Path) -> None:
     found = counted(folder)
     head = 2 * 2 * SUPERVISED * HIDDEN * VOCAB_SIZE
     forward, backward = 2 * T * (ATTENTION + MLP), 2 * T * (MLP + OUTPUT)
@@ -105,7 +105,7 @@ def test_smaller_micro_batches_launch_more_for_the_same_products(folder: Path) -
     assert parts.launches.total() > 1.5 * whole.launches.total()
 
 
-def test_head_is_a_part_of_the_launches(folder: Path) -> None:
+def test_head_is_part_of_the_launches(folder: Path) -> None:
     whole, chunks = (counted(folder, dtype="bfloat16", loss_chunk=n) for n in (256, 16))
     assert 0 < whole.head_launches < whole.launches.total()
     # Further chunks add launches only in the head.
@@ -123,7 +123,7 @@ def test_step_is_one_evaluation(folder: Path) -> None:
     assert evaluations == [1]
 
 
-def test_steps_after_counting_are_those_without(folder: Path) -> None:
+def test_steps_after_counting_match_uncounted_steps(folder: Path) -> None:
     one, other = pipeline(folder), pipeline(folder)
     count_steps(PipelineGraphs(one), [STEP])
     losses = [[side.train_batch(STEP).avg_loss for _ in range(3)] for side in (one, other)]

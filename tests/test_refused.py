@@ -53,7 +53,7 @@ def refused_in(name: str, folder: Path, execution: Execution) -> list[str]:
 def refused(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> list[str]:
     """Return a line for each launch of a gradient that CUDA refuses."""
     graph = exported(gradient, tokens)
-    return [line for each in graph.operations for line in _refused(each, graph)]
+    return [line for operation in graph.operations for line in _refused(operation, graph)]
 
 
 def _refused(operation: Operation, graph: Exported) -> Iterator[str]:

@@ -135,7 +135,7 @@ def test_epoch_that_ends_as_a_run_resumes_has_its_last_step(tmp_path: Path) -> N
     assert [step for step, values in tracker.logs if "epoch/train_loss" in values] == [3, 6]
 
 
-def test_run_that_is_tracked_from_its_resume_on_is_a_new_one_there(tmp_path: Path) -> None:
+def test_run_first_tracked_on_resume_is_new_to_the_tracker(tmp_path: Path) -> None:
     with pytest.raises(TrainingInterrupted):
         tracked(tmp_path, FakeTracker(), stop_at=4)
     (tmp_path / "checkpoints" / TRACKING).unlink()
@@ -146,7 +146,7 @@ def test_run_that_is_tracked_from_its_resume_on_is_a_new_one_there(tmp_path: Pat
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"wandb": "../../elsewhere"}', '{"wandb": 3}'])
-def test_what_is_no_identity_of_ours_is_none(tmp_path: Path, content: str) -> None:
+def test_invalid_identity_is_ignored(tmp_path: Path, content: str) -> None:
     with pytest.raises(TrainingInterrupted):
         tracked(tmp_path, FakeTracker(), stop_at=4)
     (tmp_path / "checkpoints" / TRACKING).write_text(content)
@@ -163,7 +163,7 @@ def test_new_run_in_the_folder_is_another_run_for_the_tracker(tmp_path: Path) ->
     assert second.runs[0].identity != first.runs[0].identity
 
 
-def test_tracker_that_fails_is_told_once_and_left_alone(tmp_path: Path) -> None:
+def test_failing_tracker_is_reported_once_and_disabled(tmp_path: Path) -> None:
     tracker = FakeTracker(fails_at=2)
     warnings = tracked(tmp_path, tracker)
     assert warnings == ["--track wandb: the server is gone; training continues without it"]
@@ -172,7 +172,7 @@ def test_tracker_that_fails_is_told_once_and_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints/epoch-2").is_dir()
 
 
-def test_tracker_that_cannot_be_opened_is_told_of_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_run_continues_without_a_tracker_that_cannot_be_opened(tmp_path: Path) -> None:
     tracker = FakeTracker()
     tracker.runs = None  # type: ignore[assignment]
     (warning,) = tracked(tmp_path, tracker)

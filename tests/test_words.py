@@ -217,3 +217,73 @@ def test_module_name_rarely_occurs_twice() -> None:
             homes[path.stem].append(path.relative_to(PACKAGE).as_posix())
     twins = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
     assert len(twins) <= MOST_TWIN_MODULES, twins
+
+
+# Words of the glossary in text: messages, templates and pages
+
+
+AVOIDED_IN_TEXT = {
+    "planned": r"\bplanned\b",
+    "side": r"\b(?:each|both|either|which|other|of a)\s+sides?\b(?!-)",
+    "share": r"\b(?:a|its|the|this|small|smaller|large|largest)\s+shares?\b",
+    "child": r"\bchild(?:ren)?\b",
+    "a second, a line, an epoch": r"(?<!real )\b(?:tokens a second|one a line|times an epoch)\b",
+    "anew": r"\banew\b",
+    "go on": r"\b(?:goes|going|gone|go) on\b",
+    "from here on": r"\bfrom here on\b",
+    "sign of life": r"\bsigns? of life\b",
+    "told": r"\btold\b",
+}
+
+
+def messages(source: str) -> Iterator[str]:
+    """Yield the texts of a module that are neither docstrings nor names."""
+    tree = ast.parse(source)
+    documents = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and id(node) not in documents and " " in node.value.strip():
+            yield node.value
+
+
+def prose(page: str) -> str:
+    """Return a page without its code and without the glossary, which names these words."""
+    before, _, after = page.partition("\n## Words\n")
+    page = before + "\n## " + after.partition("\n## ")[2]
+    return re.sub(r"```.*?```|`[^`\n]*`", "", page, flags=re.DOTALL)
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Yield each text that people read, with its file."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for message in messages(path.read_text(encoding="utf-8")):
+            yield path.relative_to(ROOT).as_posix(), message
+    pages = [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "tests" / "long" / "README.md"]
+    for path in sorted({*pages, *PACKAGE.rglob("*.html")} - {DOCS / "reference.md"}):
+        yield path.relative_to(ROOT).as_posix(), prose(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("word", AVOIDED_IN_TEXT)
+def test_no_text_has_an_avoided_word(word: str) -> None:
+    pattern = re.compile(AVOIDED_IN_TEXT[word])
+    found = {f"{file}: {match[0]}" for file, text in texts() for match in pattern.finditer(text)}
+    assert sorted(found) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("planned", "the planned steps"),
+        ("side", "the peak of each side"),
+        ("share", "a small share of a step"),
+        ("told", "unless told otherwise"),
+    ],
+)
+def test_misuse_of_a_word_in_text_is_found(word: str, text: str) -> None:
+    assert re.search(AVOIDED_IN_TEXT[word], next(messages(f"print({text!r})")))
+    assert not re.search(AVOIDED_IN_TEXT[word], "runs share a prefix, side by side")
+    assert not re.search(AVOIDED_IN_TEXT[word], prose(f"`{text}` is code"))

@@ -28,7 +28,14 @@ _NEEDED = 4096
 def _check_library() -> None:
     """Raise ModelError if mlx lacks its native library, as the bare package mlx does on Linux."""
     spec = find_spec("mlx")
-    folders = [] if spec is None else [Path(each) for each in spec.submodule_search_locations or ()]
+    folders = (
+        []
+        if spec is None
+        else [
+            Path(submodule_search_location)
+            for submodule_search_location in spec.submodule_search_locations or ()
+        ]
+    )
     extension = any(any(folder.glob("core.*.so")) for folder in folders)
     if sys.platform == "linux" and extension:
         if not any((folder / "lib" / "libmlx.so").exists() for folder in folders):

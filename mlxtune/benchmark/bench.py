@@ -31,14 +31,14 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.files import processes, writing
 from mlxtune.core.files.scratch import scratch_file, scratch_folder
 from mlxtune.core.files.writing import check_outputs
-from mlxtune.core.formatting import byte_size, count, short_duration
+from mlxtune.core.formatting import byte_size, pluralise, short_duration
 from mlxtune.core.machine.conditions import busy
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.arguments import takes_options
 from mlxtune.session.dataset import Dataset
-from mlxtune.session.planning import choose_plan, first_epoch, sampled_work
+from mlxtune.session.memory_planning import choose_plan, first_epoch, sampled_work
 from mlxtune.session.prepared_run import prepare_base
 from mlxtune.session.session import Session
 from mlxtune.session.trained_model import await_result
@@ -84,12 +84,12 @@ def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
     _report_work(config, steps, count_rows, console)
     with scratch_folder("bench") as scratch:
         training, adapter = config.training(config.dtype), scratch / "adapter"
-        base = loading.open_base(session.folder, training.dtype, training.loading())
+        base = loading.open_base(session.folder, training.dtype, training.base_options())
         base = prepare_base(training, base, console)
         console.say("Model", base.describe())
         lengths = [StepLengths.of(step, keyed=training.dropout > 0) for step in steps]
         choose_plan(training, base, sampled_work(training, lengths), config.execution)
-        peers.write_start(base, training.lora(), adapter)
+        peers.write_start(base, training.pipeline_config(), adapter)
         training = config.training(base.dtype)
         yield Job(OURS, session.folder, training, adapter, steps, count_rows, config.execution)
 
@@ -142,7 +142,7 @@ def _report_work(
     tokens, supervised = sum(map(len, each)), sum(example.supervised for example in each)
     console.say(
         "Steps",
-        f"{count(len(steps), 'step')} of {count(config.batch_size, 'row')}: {rows:,} rows, "
+        f"{pluralise(len(steps), 'step')} of {pluralise(config.batch_size, 'row')}: {rows:,} rows, "
         f"{tokens:,} tokens, {supervised:,} supervised",
     )
     if len(steps) < config.steps:
@@ -247,8 +247,8 @@ def show_benchmark(benchmark: Benchmark, console: Console) -> None:
     head, *rows = table(benchmark)
     title = (
         f"{benchmark.model}, {benchmark.dtype} on {benchmark.device}: "
-        f"{count(benchmark.steps, 'step')} of {count(benchmark.batch_size, 'row')}, "
-        f"{count(len(benchmark.ours.runs), 'run')}"
+        f"{pluralise(benchmark.steps, 'step')} of {pluralise(benchmark.batch_size, 'row')}, "
+        f"{pluralise(len(benchmark.ours.runs), 'run')}"
     )
     console.print(shown(title, "bold"), soft_wrap=True)
     console.print(plain_table(head, rows))

@@ -89,14 +89,14 @@ class OurTrainer:
         operations.load_ahead(folder)
         self._config, self._execution = config, execution
         self._console = RunConsole(quiet=True)
-        base = loading.open_base(folder, config.dtype, config.loading())
+        base = loading.open_base(folder, config.dtype, config.base_options())
         self.base = prepare_base(config, base, self._console)
         loading.read_weights(self.base)
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Build the pipeline and load the adapter that both contestants start from."""
         from mlxtune.core.steps.pack import StepLengths
-        from mlxtune.session.planning import plan_run, sampled_work
+        from mlxtune.session.memory_planning import plan_run, sampled_work
         from mlxtune.session.prepared_run import build_pipeline
 
         config, base = self._config, self.base

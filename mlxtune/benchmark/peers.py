@@ -43,7 +43,7 @@ class MlxLm:
             mx.set_wired_limit(int(recommended))
         self.loss_function = "default"
         self.execution = "eager" if on_cpu() else "compiled"
-        self._lora, self._max_seq_len = config.lora(), config.max_seq_len
+        self._lora, self._max_seq_len = config.pipeline_config(), config.max_seq_len
         self._batch_size = config.batch_size
         model_config = read_config(folder, trust_remote_code=config.trust_remote_code)
         self._model, model_config = load_lazily(folder, model_config)

@@ -55,7 +55,7 @@ class _OrderedGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command. For another tool's command, raises UsageError with a suggestion."""
         if args and args[0] not in self.commands and (known := KNOWN_COMMANDS.get(args[0])):
-            raise click.UsageError(f"no command {args[0]}, here: {known}", ctx)
+            raise click.UsageError(f"no command {args[0]}: use {known}", ctx)
         return super().resolve_command(ctx, args)
 
 

@@ -100,13 +100,13 @@ class Command(click.Command):
 
     def _such_as(self, message: str) -> str:
         """Return a hint at the option that may be missing before an extra argument."""
-        kind, _, given = message.partition(" (")
-        value = given.removesuffix(")")
+        kind, _, typed = message.partition(" (")
+        value = typed.removesuffix(")")
         value = value.split(" ")[0] if kind.endswith("arguments") else value
         folder = as_path(value).is_dir()
         names = ("--adapter", "--data") if folder else ("--prompt", "--data", "--adapter")
-        own = {name for each in self.params for name in each.opts}
-        option = next((name for name in names if name in own), "")
+        option_names = {name for param in self.params for name in param.opts}
+        option = next((name for name in names if name in option_names), "")
         return f", such as {as_flag(_plain(option), value)}" if option else ""
 
     def _unknown(self, args: list[str]) -> Iterator[str]:
@@ -136,7 +136,7 @@ class Command(click.Command):
                 elsewhere = ELSEWHERE.get((str(self.name), plain))
                 answered |= plain in KNOWN or plain in options or elsewhere is not None
                 end = suggestion(plain, value or None, options, as_flag, flags)
-                unknown.append(f"no option {name}{f': {elsewhere}' if elsewhere else end}")
+                unknown.append(f"unknown option {name}{f': {elsewhere}' if elsewhere else end}")
         yield from unknown if answered else ()
 
 
@@ -171,22 +171,28 @@ class ConfigCommand(Command):
                 help="Show all options and exit.",
             )
             self.params.append(show_all)
-        fields = (each for each in config_options(config) if each.name != argument)
+        fields = (
+            config_option
+            for config_option in config_options(config)
+            if config_option.name != argument
+        )
         self.params = [*fields, *self.params]
         if argument is not None:
-            place = click.Argument([argument], metavar="PATH", type=click.Path(), required=False)
-            self.params.insert(0, place)
+            path_argument = click.Argument(
+                [argument], metavar="PATH", type=click.Path(), required=False
+            )
+            self.params.insert(0, path_argument)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options by section; options outside the config are in the section RUN."""
         shown = () if _HELP_ALL in ctx.meta else self.common
         sections: dict[Section, list[tuple[str, str]]] = {section: [] for section in Section}
         fields = options_of(self.config)
-        for each in self.get_params(ctx):
-            if shown and each.name not in shown and not each.is_eager:
+        for param in self.get_params(ctx):
+            if shown and param.name not in shown and not param.is_eager:
                 continue
-            section = fields[each.name].section if each.name in fields else Section.RUN
-            if isinstance(each, click.Option) and (record := each.get_help_record(ctx)):
+            section = fields[param.name].section if param.name in fields else Section.RUN
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
                 sections[section].append(record)
         for section, rows in sections.items():
             if rows:

@@ -12,7 +12,7 @@ from mlxtune.config import DemoConfig, TrainConfig, as_path
 from mlxtune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mlxtune.session.arguments import Resolved
+    from mlxtune.session.arguments import ResolvedOptions
 
 
 def _command(
@@ -64,7 +64,7 @@ def _train(
     config: str | None, dry_run: bool, resume: str | None, open_page: bool, **flags: Any
 ) -> None:
     """Start a run, or resume one with its recorded options, changed by the given options."""
-    options: TrainConfig | Resolved[TrainConfig]
+    options: TrainConfig | ResolvedOptions[TrainConfig]
     if resume is None:
         options, point = merged(TrainConfig, config, flags), None
         run = options
@@ -90,7 +90,7 @@ def _train(
 def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) -> bool:
     """Check this machine or, with `prove`, training on it; return whether no check failed."""
     if share is not None and not prove:
-        raise ConfigError(["--share writes the result of --prove: give both"])
+        raise ConfigError(["--share writes the result of --prove: pass both"])
     if prove:
         from mlxtune.diagnosis.prove import show as show_proofs
 

@@ -172,7 +172,7 @@ class _Conversation:
         latest = self.messages[max(self.messages)]
         chosen = {"base": (False,), "adapter": (True,), "both": (False, True)}[name]
         self.messages = {on: self.messages.get(on, latest) for on in chosen}
-        _note(f"{self.who} from here on")
+        _note(f"{self.who} from now on")
 
     def _save(self, name: str) -> None:
         # If both models answer, save the conversation with the adapter.
@@ -182,7 +182,7 @@ class _Conversation:
             return
         path = as_path(name or self.save_file)
         if path.suffix != ".jsonl":
-            _note(f"{path}: conversations are JSON lines: give it a name that ends in .jsonl")
+            _note(f"{path}: conversations are JSON lines: choose a name that ends in .jsonl")
             return
         try:
             append_line(path, to_json({"messages": [*self._system(), *messages]}))

@@ -16,7 +16,7 @@ from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.trained_rows import NO_ROWS
-from mlxtune.session.arguments import Resolved, takes_resolved
+from mlxtune.session.arguments import ResolvedOptions, takes_resolved
 from mlxtune.session.judge import answer_rows, compare_losses, measure_other
 from mlxtune.session.session import Session
 from mlxtune.session.trained_model import (
@@ -32,7 +32,7 @@ from mlxtune.views.run_text import evaluation_lines
 
 
 @takes_resolved(EvalConfig)
-def evaluate(options: Resolved[EvalConfig]) -> Evaluation:
+def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
     """Compare a base model without and with its adapter on the supervised tokens of the data.
 
     With `against`, compares the adapter with another one instead; an adapter that learned
@@ -46,7 +46,7 @@ def evaluate(options: Resolved[EvalConfig]) -> Evaluation:
         use = UseSession(config, console, given)
         objective = Objective.of(use.config)
         others = other_adapters(use, objective)
-        reading = use.config.reading(data=_data_files(config))
+        reading = use.config.data_config(data=_data_files(config))
         session = Session(reading, console, use.folder, held_out=True)
         operations.load_ahead(use.folder)
         if not objective.is_sft:
@@ -95,8 +95,8 @@ def judged_rows(
     others: Sequence[AdapterFile],
 ) -> JudgedRows:
     """Return the rows to evaluate, without those that the adapters were trained on."""
-    adapters = [each for each in (use.adapter, *others) if each is not None]
-    trained = [trained_rows_of(each, rows, use.console.warn) for each in adapters]
+    adapters = [other for other in (use.adapter, *others) if other is not None]
+    trained = [trained_rows_of(adapter, rows, use.console.warn) for adapter in adapters]
     known = np.unique(np.concatenate([NO_ROWS, *trained]))
     judged = JudgedRows.of(rows, known, text_hash=session.reader.text_hash)
     unknown = not all(map(len, trained))

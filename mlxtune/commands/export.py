@@ -20,32 +20,34 @@ from mlxtune.core.files.ours import discard, move
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.files.writing import make_folder
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.session import proof
+from mlxtune.session import verified_output
 from mlxtune.session.arguments import takes_options
 
 
 @takes_options(ExportConfig)
-def export(config: ExportConfig) -> proof.ExportResult:
+def export(config: ExportConfig) -> verified_output.ExportResult:
     """Write an adapter for another tool, load it, and compare the result with the trained model.
 
     Raises a subclass of MlxTuneError, without writing the output folder.
     """
-    source = proof.find_source(config)
-    with proof.output_folder(source) as folder:
+    source = verified_output.find_source(config)
+    with verified_output.output_folder(source) as folder:
         # Writing the adapter first fails early if the format does not support the adapter.
         if config.merge:
-            return proof.certify(source, folder, _merge(config, source, folder))
+            return verified_output.certify(source, folder, _merge(config, source, folder))
         _write(config, source, folder)
-        proof.warn_of_end(source)
+        verified_output.warn_of_end(source)
         load = partial(_load, config, source, folder)
-        return proof.certify(source, folder, proof.prove_export(source, config.format, load))
+        return verified_output.certify(
+            source, folder, verified_output.prove_export(source, config.format, load)
+        )
 
 
 def show(config: ExportConfig) -> None:
-    proof.print_result(export(config), config)
+    verified_output.print_result(export(config), config)
 
 
-def _merge(config: ExportConfig, source: proof.Source, folder: Path) -> Certificate:
+def _merge(config: ExportConfig, source: verified_output.Source, folder: Path) -> Certificate:
     """Merge base and adapter into a GGUF file or, without llama.cpp's converter, a model folder.
 
     The output folder also gets a Modelfile for Ollama. The proof covers the weights before
@@ -63,9 +65,13 @@ def _merge(config: ExportConfig, source: proof.Source, folder: Path) -> Certific
     quantized = is_quantized(model) or source.base_options.quantize is not None
     merged = folder if converter is None else folder / "merged"
     make_folder(merged)
-    certificate, stored = proof.write_fused(source, merged, dequantize=quantized, text_alone=True)
+    certificate, stored = verified_output.write_fused(
+        source, merged, dequantize=quantized, text_alone=True
+    )
     if converter is not None:
-        proof.convert(source, converter, merged, stored, "use mlxtune fuse to write a model folder")
+        verified_output.convert(
+            source, converter, merged, stored, "use mlxtune fuse to write a model folder"
+        )
         certificate = replace(certificate, format="gguf")
         written, target = merged / merged_gguf.MERGED, folder / merged_gguf.MERGED
         if config.quantize and quantizer is not None:
@@ -79,7 +85,7 @@ def _merge(config: ExportConfig, source: proof.Source, folder: Path) -> Certific
     return certificate
 
 
-def _write(config: ExportConfig, source: proof.Source, folder: Path) -> None:
+def _write(config: ExportConfig, source: verified_output.Source, folder: Path) -> None:
     if config.format == "mlx-lm":
         mlx_lm.copy_mlx_lm(source.file, folder / ADAPTER)
     elif config.format == "peft":
@@ -92,9 +98,9 @@ def _write(config: ExportConfig, source: proof.Source, folder: Path) -> None:
         gguf.write_gguf(source.adapter, base, folder)
 
 
-def _load(config: ExportConfig, source: proof.Source, folder: Path) -> Any:
+def _load(config: ExportConfig, source: verified_output.Source, folder: Path) -> Any:
     """Load the base model again, with the adapter that was exported to a folder."""
-    base = proof.load_base(source)
+    base = verified_output.load_base(source)
     if config.format == "mlx-lm" and source.adapter.is_dora and base.quantize == "nf4":
         # mlx-lm's DoRA unpacks the base with MLX's functions, which do not support nf4.
         return load_adapted(base, AdapterFile(folder / ADAPTER)).model

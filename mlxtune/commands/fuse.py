@@ -21,10 +21,10 @@ from mlxtune.config import FuseConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.evaluation.row_losses import sums_of
 from mlxtune.core.files.remembered import is_own
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.errors import MlxTuneError
-from mlxtune.session import proof
+from mlxtune.session import verified_output
 from mlxtune.session.arguments import takes_options
 from mlxtune.session.dataset import Reader, load_dataset
 from mlxtune.session.resuming import run_config
@@ -48,17 +48,17 @@ class _Measure:
 
 
 @takes_options(FuseConfig)
-def fuse(config: FuseConfig) -> proof.ExportResult:
+def fuse(config: FuseConfig) -> verified_output.ExportResult:
     """Write a model with an adapter merged into the weights; compare it with the trained model.
 
     Raises a subclass of MlxTuneError, without writing the output folder.
     """
-    source = proof.find_source(config)
+    source = verified_output.find_source(config)
     fusing.check_copied(source.folder)
-    with proof.output_folder(source) as folder:
+    with verified_output.output_folder(source) as folder:
         dequantize = _dequantizes(config, source)
         storage, retention = (AS_BASE, None) if dequantize else _choose_storage(config, source)
-        certificate, stored = proof.write_fused(
+        certificate, stored = verified_output.write_fused(
             source,
             folder,
             dequantize=dequantize,
@@ -68,10 +68,10 @@ def fuse(config: FuseConfig) -> proof.ExportResult:
         )
         if config.gguf:
             _write_gguf(source, folder, stored)
-        return proof.certify(source, folder, certificate)
+        return verified_output.certify(source, folder, certificate)
 
 
-def _dequantizes(config: FuseConfig, source: proof.Source) -> bool:
+def _dequantizes(config: FuseConfig, source: verified_output.Source) -> bool:
     """Return whether to dequantise the weights, as the options or the format require.
 
     Raises ModelError if --gguf is set but this model cannot be written as GGUF.
@@ -90,19 +90,23 @@ def _dequantizes(config: FuseConfig, source: proof.Source) -> bool:
     return config.gguf
 
 
-def _write_gguf(source: proof.Source, folder: Path, stored: str) -> None:
+def _write_gguf(source: verified_output.Source, folder: Path, stored: str) -> None:
     program = merged_gguf.converter()
     if program is None:
         source.console.warn(merged_gguf.advice(source.config.output_path, stored))
     else:
-        proof.convert(source, program, folder, stored, "leave out --gguf to write the folder alone")
+        verified_output.convert(
+            source, program, folder, stored, "leave out --gguf to write the folder alone"
+        )
 
 
 def show(config: FuseConfig) -> None:
-    proof.print_result(fuse(config), config)
+    verified_output.print_result(fuse(config), config)
 
 
-def _choose_storage(config: FuseConfig, source: proof.Source) -> tuple[str, Retention | None]:
+def _choose_storage(
+    config: FuseConfig, source: verified_output.Source
+) -> tuple[str, Retention | None]:
     """Return how to store the trained projections, and how much of the adapter's gain is lost.
 
     Measures the loss on the run's validation rows, if this user made the run, the data still exists
@@ -116,7 +120,7 @@ def _choose_storage(config: FuseConfig, source: proof.Source) -> tuple[str, Rete
     if len(storages) == 1:
         return AS_BASE, None
     source.console.say("Measuring", "how much of the adapter's gain is lost by quantising again")
-    adapted = load_adapted(proof.load_base(source), source.file)
+    adapted = load_adapted(verified_output.load_base(source), source.file)
     measure = _measure_of(source, adapted)
     del adapted
     allocator.release()
@@ -140,17 +144,17 @@ def _choose_storage(config: FuseConfig, source: proof.Source) -> tuple[str, Rete
             f"with weights quantised again as in the base, the adapter loses {first.lost:.0%} of "
             "its gain"
         )
-        kept = retention.chosen
+        best = retention.chosen
         source.console.warn(
             f"{loses}: it is worth more on its own, or with --dequantize"
             if config.force
-            else f"{loses}: the trained projections are stored {kept.storage}, which loses "
-            f"{kept.lost:.0%} (--force stores them as in the base)"
+            else f"{loses}: the trained projections are stored {best.storage}, which loses "
+            f"{best.lost:.0%} (--force stores them as in the base)"
         )
     return retention.chosen.storage, retention
 
 
-def _measure_of(source: proof.Source, adapted: Adapted) -> _Measure:
+def _measure_of(source: verified_output.Source, adapted: Adapted) -> _Measure:
     if (rows := _validation_rows(source)) is not None:
 
         def loss(base: BaseModel) -> float:
@@ -162,8 +166,10 @@ def _measure_of(source: proof.Source, adapted: Adapted) -> _Measure:
         without = loss(adapted.base)
         adapted.use_adapter(True)
         if without > trained:
-            return _Measure(f"Loss on {count(len(rows), 'validation row')}", without, trained, loss)
-    prompts = proof.prompts_for(source)
+            return _Measure(
+                f"Loss on {pluralise(len(rows), 'validation row')}", without, trained, loss
+            )
+    prompts = verified_output.prompts_for(source)
     reference = compare_logits.reference_of(adapted, prompts, "float32", everywhere=False)
     adapted.use_adapter(False)
     without = compare_logits.compare(adapted.model, reference).mean_kl
@@ -171,10 +177,10 @@ def _measure_of(source: proof.Source, adapted: Adapted) -> _Measure:
     def divergence(base: BaseModel) -> float:
         return compare_logits.compare(base.model, reference).mean_kl
 
-    return _Measure(f"KL on {count(len(prompts), 'prompt')}", without, 0.0, divergence)
+    return _Measure(f"KL on {pluralise(len(prompts), 'prompt')}", without, 0.0, divergence)
 
 
-def _validation_rows(source: proof.Source) -> CorpusRows | None:
+def _validation_rows(source: verified_output.Source) -> CorpusRows | None:
     """Return rows that the adapter's run held out, or None.
 
     Ignores another user's run, which could choose the files to read.

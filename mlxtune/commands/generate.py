@@ -27,10 +27,10 @@ from mlxtune.core.data.sources.keys import letters
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.core.files.reading import file_hash, open_regular, read_start
 from mlxtune.core.files.writing import append_line, as_output_error, make_folder, write_file
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.errors import ConfigError, DataError, OutputError, shorten
 from mlxtune.session import trained_model
-from mlxtune.session.arguments import Resolved, takes_resolved
+from mlxtune.session.arguments import ResolvedOptions, takes_resolved
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_answer, print_json, print_line
 
@@ -43,7 +43,7 @@ _PLACES = {"model_path", "adapter", "data", "output", "overwrite", "quiet", "mem
 
 @takes_resolved(GenerateConfig)
 def generate(
-    options: Resolved[GenerateConfig],
+    options: ResolvedOptions[GenerateConfig],
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Answer:
     """Answer a prompt or a conversation; `on_text` gets each piece of the answer as it arrives.
@@ -124,7 +124,7 @@ def show(config: GenerateConfig) -> None:
 
 
 @takes_resolved(GenerateConfig)
-def answer_rows(options: Resolved[GenerateConfig]) -> Path:
+def answer_rows(options: ResolvedOptions[GenerateConfig]) -> Path:
     """Answer every row of a file, in order, and return the file of answers.
 
     Each answer is written once it is complete, and has the tokens that `generate` gives for its
@@ -134,7 +134,7 @@ def answer_rows(options: Resolved[GenerateConfig]) -> Path:
     config = options.config
     data, output = as_path(str(config.data)), as_path(str(config.output))
     if data.is_dir():
-        raise DataError(f"{data}: is a folder: name a file in it")
+        raise DataError(f"{data} is a folder: name a file in it")
     find_data_files([data])
     with closing(RunConsole(quiet=config.quiet)) as console:
         session = trained_model.UseSession(config, console)
@@ -146,7 +146,7 @@ def answer_rows(options: Resolved[GenerateConfig]) -> Path:
         stamps = _stamps(session, [each for _, _, each in prompts])
         if [line.get("stamp") for line in written] != stamps[: len(written)]:
             raise OutputError(
-                f"{output}: has answers to other prompts, or of another model or other options: "
+                f"{output} has answers to other prompts, or of another model or other options: "
                 "choose another --output, or replace it with --overwrite"
             )
         make_folder(output.parent)
@@ -154,10 +154,10 @@ def answer_rows(options: Resolved[GenerateConfig]) -> Path:
         lines = (json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in written)
         write_file(output, lines)
         if written:
-            console.say("Resume", f"{output} has the first {count(len(written), 'answer')}")
+            console.say("Resume", f"{output} has the first {pluralise(len(written), 'answer')}")
         todo = list(zip(prompts, stamps, strict=True))[len(written) :]
         _answer(session, output, todo, len(written))
-        console.say("Done", f"{count(len(prompts), 'answer')} in {output}")
+        console.say("Done", f"{pluralise(len(prompts), 'answer')} in {output}")
     return output
 
 
@@ -218,7 +218,7 @@ def _stamps(
     options = {name: every[name] for name in every.keys() - _PLACES}
     adapter = None if session.adapter is None else file_hash(session.adapter.path)
     common = [str(session.folder.resolve()), adapter, sorted(options.items())]
-    contents = (each if isinstance(each, str) else each.ids for each in prompts)
+    contents = (prompt if isinstance(prompt, str) else prompt.ids for prompt in prompts)
     texts = (json.dumps([*common, content], default=str) for content in contents)
     return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
 
@@ -266,7 +266,7 @@ def _answer(
             append_line(output, json.dumps(entry | {"stamp": stamp}, ensure_ascii=False))
             done += 1
     except KeyboardInterrupt:
-        console.warn(f"{output} has {count(done, 'answer')}: the same command adds the others")
+        console.warn(f"{output} has {pluralise(done, 'answer')}: the same command adds the others")
         raise
 
 
@@ -305,9 +305,9 @@ def _read_prompt() -> str:
         # prompt.
         text = content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise DataError(f"{_STDIN}: is not text in UTF-8 (byte {error.start + 1})") from error
+        raise DataError(f"{_STDIN} is not text in UTF-8 (byte {error.start + 1})") from error
     if not text.strip():
-        raise DataError(f"{_STDIN}: is empty: pipe a prompt in, or give --prompt")
+        raise DataError(f"{_STDIN} is empty: pipe a prompt in, or pass --prompt")
     return text
 
 
@@ -319,4 +319,4 @@ def _read(name: str) -> bytes:
         return read_start(as_path(name), MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "not a file name"
-        raise DataError(f"{name}: cannot be read: {why}: check --messages") from error
+        raise DataError(f"{name} cannot be read: {why}: check --messages") from error

@@ -36,20 +36,20 @@ def import_adapter(config: ImportConfig) -> Path:
     Names and shapes are checked against the base model, whose weights are not read. Raises
     ModelError, which names any parts that mlx-lm's LoRA cannot represent, or OutputError.
     """
-    given, is_peft = _find(config.adapter)
-    file, of_peft = AdapterFile(given), read_config(given.parent) if is_peft else None
+    source, is_peft = _find(config.adapter)
+    file, of_peft = AdapterFile(source), read_config(source.parent) if is_peft else None
     named = file.info.model if of_peft is None else base_of(of_peft)
-    folder = find_named(config, file, named, str(given.parent))
+    folder = find_named(config, file, named, str(source.parent))
     options = BaseOptions(trust_remote_code=config.trust_remote_code)
     base = open_base(folder, "float32", options)
     modules = projections_of(base.model)
     adapter = (
         read_mlx_lm(file, modules)
         if of_peft is None
-        else read_peft(given.parent, of_peft, modules, base.model_type)
+        else read_peft(source.parent, of_peft, modules, base.model_type)
     )
     adapter = replace(completed(adapter, modules), model=config.model_path or named)
-    target, sources = config.output_path, [folder, given, given.parent]
+    target, sources = config.output_path, [folder, source, source.parent]
     with new_folder(target, sources, manifest=FILES, overwrite=config.overwrite) as temporary:
         write_mlx_lm(adapter, temporary / ADAPTER)
         write_json(temporary / FILES, {"files": hashes(temporary)})
@@ -63,15 +63,15 @@ def show(config: ImportConfig) -> None:
 
 def _find(path: str) -> tuple[Path, bool]:
     """Return an adapter's weights file, and whether PEFT wrote it. Raises ModelError."""
-    given = as_path(path)
-    for candidate in (given, given / WEIGHTS, given / ADAPTER):
+    source = as_path(path)
+    for candidate in (source, source / WEIGHTS, source / ADAPTER):
         if candidate.is_file() and candidate.name != PICKLED:
             if candidate.suffix != ".safetensors":
                 raise ModelError(f"{candidate}: not a safetensors file: name the adapter's folder")
             return candidate, candidate.name == WEIGHTS
-    if given.name == PICKLED or (given / PICKLED).is_file():
+    if source.name == PICKLED or (source / PICKLED).is_file():
         raise ModelError(
-            f"{given}: holds {PICKLED}, which can run code when it is loaded: if you trust it, "
+            f"{source} holds {PICKLED}, which can run code when it is loaded: if you trust it, "
             "load it with PEFT and save it with save_pretrained, which writes safetensors"
         )
-    raise ModelError(f"{given}: holds neither PEFT's {WEIGHTS} nor mlx-lm's {ADAPTER}")
+    raise ModelError(f"{source} holds neither PEFT's {WEIGHTS} nor mlx-lm's {ADAPTER}")

@@ -105,7 +105,7 @@ def why_not_shown(row: int, reader: Reader, dataset: Dataset) -> str:
         if problem is not None:
             return f"{where(file.skipped.path, row)}: {problem}; row skipped"
     paths = ", ".join(str(file.skipped.path) for file in dataset.files)
-    return f"{paths}: has no row {row}: --row takes the number of a row that is not blank"
+    return f"{paths} has no row {row}: --row takes the number of a row that is not blank"
 
 
 def dump_lines(dataset: Dataset) -> Iterator[bytes]:

@@ -12,10 +12,10 @@ from mlxtune.backend.workers.shards import PlaceholderGroup, shard_base
 from mlxtune.config import PlanConfig
 from mlxtune.core.run.run_plan import RunPlan, read_speed
 from mlxtune.core.steps import order
-from mlxtune.core.steps.scaling import Scaling, dearest_fraction, dearest_items
+from mlxtune.core.steps.scaling import Scaling, busiest_fraction, busiest_items
 from mlxtune.core.training.schedule import count_steps
-from mlxtune.session import planning
-from mlxtune.session.arguments import Resolved, takes_resolved
+from mlxtune.session import memory_planning
+from mlxtune.session.arguments import ResolvedOptions, takes_resolved
 from mlxtune.session.auto import choose_auto_options
 from mlxtune.session.dataset import Dataset
 from mlxtune.session.session import TrainingSession
@@ -25,7 +25,7 @@ from mlxtune.views.plan_text import few_steps_line, plan_lines
 
 
 @takes_resolved(PlanConfig)
-def plan(options: Resolved[PlanConfig]) -> RunPlan:
+def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
     """Plan the run of `train` with the same options, without reading any weights.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model, and
@@ -38,25 +38,29 @@ def plan(options: Resolved[PlanConfig]) -> RunPlan:
         choose_auto_options(session)
     dataset = session.load() if config.data else None
     config, base = session.config, session.base
-    steps = planning.first_steps(config, dataset)
+    steps = memory_planning.first_steps(config, dataset)
     costs = [ModelFacts(base.model).costs(each.forward, each.supervised) for each in steps]
     if config.parallel == "tensor":
         base = shard_base(base, PlaceholderGroup(config.workers))
     elif config.workers > 1:
         steps = [
-            step.only(dearest_items(each, config.workers))
+            step.only(busiest_items(each, config.workers))
             for step, each in zip(steps, costs, strict=True)
         ]
-    longest = planning.longest_example(config, base, config.lora()) if config.longest else None
+    longest = (
+        memory_planning.longest_example(config, base, config.pipeline_config())
+        if config.longest
+        else None
+    )
     if longest and dataset is None:
         config = replace(config, max_seq_len=max(longest.recomputed, 2))
-    workload = planning.sampled_work(config, steps, dataset)
+    workload = memory_planning.sampled_work(config, steps, dataset)
     if dataset is not None and (
-        line := planning.truncation_loss_line(config, base, workload, dataset)
+        line := memory_planning.truncation_loss_line(config, base, workload, dataset)
     ):
         console.warn(line)
-    chosen = planning.choose_plan(config, base, workload)
-    adapter = apply_lora(base.model, config.lora())
+    chosen = memory_planning.choose_plan(config, base, workload)
+    adapter = apply_lora(base.model, config.pipeline_config())
     for warning in adapter.warnings():
         console.warn(warning)
     run_plan = RunPlan(
@@ -68,10 +72,10 @@ def plan(options: Resolved[PlanConfig]) -> RunPlan:
         device=default_device.device_name(),
         max_seq_len=config.max_seq_len,
         memory=chosen,
-        larger_limit=planning.larger_limit(config, chosen, workload),
+        larger_limit=memory_planning.larger_limit(config, chosen, workload),
         longest=longest,
         free_memory=allocator.free_now(),
-        speed=read_speed(config.cache_path, planning.speed_key(chosen, base.dtype)),
+        speed=read_speed(config.cache_path, memory_planning.speed_key(chosen, base.dtype)),
     )
     if dataset is None:
         return run_plan
@@ -96,7 +100,7 @@ def _with_data(
         np.bincount(corpus.row_of_example, weights=values, minlength=corpus.num_rows)[used].sum()
         for values in (corpus.lengths, corpus.supervised)
     )
-    per_epoch, steps = count_steps(config.training(), len(used))
+    per_epoch, steps = count_steps(config.trainer_config(), len(used))
     return replace(
         run_plan,
         rows=len(rows),
@@ -118,7 +122,7 @@ def _on_workers(run_plan: RunPlan, config: PlanConfig, costs: Sequence[Sequence[
     # Workers exchange gradients in float32.
     gradients = 4 * run_plan.trainable_parameters
     scaling = Scaling(
-        config.workers, config.link, dearest_fraction(costs, config.workers), gradients
+        config.workers, config.link, busiest_fraction(costs, config.workers), gradients
     )
     if config.parallel == "tensor":
         # Workers sum hidden states twice in each pass of a layer: forward, backward and

@@ -17,7 +17,7 @@ from mlxtune.errors import ConfigError, ModelError, OutputError, resume_command,
 from mlxtune.hub.dataset_name import REPOSITORY
 from mlxtune.hub.upload import check_may_write, model_card, quoted_samples, upload
 from mlxtune.session.interrupt import end_in_order
-from mlxtune.session.proof import Source, find_source
+from mlxtune.session.verified_output import Source, find_source
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import ask, print_line
 
@@ -96,7 +96,7 @@ def write_package(
     base = base_model or _name_of(source.folder)
     if not REPOSITORY.fullmatch(base):
         console.warn(
-            f"the base model is known only by its local name {base}: give --base-model owner/name, "
+            f"the base model is known only by its local name {base}: pass --base-model owner/name, "
             "so that others can find the model"
         )
     known = (
@@ -122,7 +122,7 @@ def write_package(
 
 def _check_names(repository: str, base_model: str) -> None:
     problems = [
-        f"{name} {shorten(value)}: give it as owner/name"
+        f"{name} {shorten(value)}: write it as owner/name"
         for name, value in (("the repository", repository), ("--base-model", base_model or "a/b"))
         if not REPOSITORY.fullmatch(value)
     ]
@@ -133,18 +133,18 @@ def _check_names(repository: str, base_model: str) -> None:
 def _check_adapter(run: Run, view: RunView, source: Source) -> None:
     """Raise OutputError if the adapter is not the one that the run's records describe."""
     weights = source.file.path
-    own = file_hash(weights)
+    digest = file_hash(weights)
     if not view.sha256:
         # An unfinished run has only checkpoints, so an adapter next to them may be from an earlier
         # run.
-        if own not in map(file_hash, run.folder.glob(f"*/{ADAPTER}")):
+        if digest not in map(file_hash, run.folder.glob(f"*/{ADAPTER}")):
             raise OutputError(
-                f"{weights}: is not the adapter of this unfinished run: finish it with "
+                f"{weights} is not the adapter of this unfinished run: finish it with "
                 f"{resume_command(run.folder)}"
             )
-    elif own != view.sha256:
+    elif digest != view.sha256:
         raise OutputError(
-            f"{weights}: is not the adapter that the run wrote, so the card would not "
+            f"{weights} is not the adapter that the run wrote, so the card would not "
             "describe it: name the run's own adapter, or train again"
         )
 

@@ -82,10 +82,11 @@ def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
                 "measured": measured_fractions(run),
                 "epochs_ended": [record_values(epoch) for epoch in run.progress.epochs],
                 "validations": [
-                    {"step": each.step, "loss": each.val_loss} for each in run.progress.validations
+                    {"step": validation.step, "loss": validation.val_loss}
+                    for validation in run.progress.validations
                 ],
-                "skipped_steps": [record_values(each) for each in run.progress.skipped],
-                "ledgers": [each.as_dict() for each in run.ledgers],
+                "skipped_steps": [record_values(step) for step in run.progress.skipped],
+                "ledgers": [ledger.as_dict() for ledger in run.ledgers],
                 "evaluation": run.evaluation.as_dict() if run.evaluation else None,
                 "config": dict(run.config),
             }

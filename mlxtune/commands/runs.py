@@ -44,13 +44,13 @@ def show(folders: Sequence[str], *, sort: str, as_json: bool, remove: bool, yes:
     if remove:
         if not folders:
             raise ConfigError(["--remove needs the folders of the runs to remove"])
-        removed = [str(run_folder_at(as_path(each))) for each in folders]
+        removed = [str(run_folder_at(as_path(folder))) for folder in folders]
         if yes or ask(f"Remove {join_few(removed)} with all checkpoints?"):
             remove_runs(*removed)
         return
     views = runs(*folders, sort=sort)
     if as_json:
-        print_json([{**each.as_dict(), "curve": list(each.curve)} for each in views])
+        print_json([{**view.as_dict(), "curve": list(view.curve)} for view in views])
         return
     if not views:
         where = ", ".join(folders) or "this folder"

@@ -40,15 +40,15 @@ from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.run.saving import check_space, free_space, write_adapter_of
 from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
+from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserver
-from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, OutputError, resume_command
-from mlxtune.session.arguments import Resolved, takes_options, takes_resolved, with_rows
+from mlxtune.session.arguments import ResolvedOptions, takes_options, takes_resolved, with_rows
 from mlxtune.session.auto import choose_auto_options
 from mlxtune.session.interrupt import stop_on_interrupt
 from mlxtune.session.judge import ValidationAnswers, judge
-from mlxtune.session.planning import save_run_speed
+from mlxtune.session.memory_planning import save_run_speed
 from mlxtune.session.prepared_run import RunParts, about_result, about_run, prepare
 from mlxtune.session.resuming import check_unchanged, find_run, print_resume
 from mlxtune.session.session import RunSession
@@ -97,7 +97,7 @@ class TrainResult:
 
 @takes_resolved(TrainConfig)
 def train(
-    options: Resolved[TrainConfig],
+    options: ResolvedOptions[TrainConfig],
     *,
     dry_run: bool = False,
     resume: ResumePoint | None = None,
@@ -201,7 +201,7 @@ def records_of(
 
 def candidates_of(result: InstructTrainResult) -> int:
     """Return the number of adapters from which training chose the best on the validation rows."""
-    return max(sum(each.step > 0 for each in result.validations), 1)
+    return max(sum(validation.step > 0 for validation in result.validations), 1)
 
 
 def judge_and_report(session: RunSession, judged: JudgedRows) -> Evaluation | None:
@@ -210,7 +210,7 @@ def judge_and_report(session: RunSession, judged: JudgedRows) -> Evaluation | No
     try:
         return judge(session, judged) if judged.rows else None
     finally:  # also after Ctrl-C during the evaluation
-        if session.workers.index == 0 and (page := write_page(folder, console.warn)):
+        if session.workers.rank == 0 and (page := write_page(folder, console.warn)):
             console.say("Report", str(page))
 
 
@@ -281,9 +281,11 @@ def check_paths(session: RunSession) -> None:
     """
     config, output = session.config, session.config.output_path
     if output.name == ADAPTER_CONFIG:
-        raise OutputError(f"{output}: is written beside the adapter: choose another --output")
+        raise OutputError(
+            f"{output} would be overwritten with the adapter's config: choose another --output"
+        )
     if same_place(output.parent, session.folder):
-        raise OutputError(f"{output.parent}: is the model's own folder: choose another --output")
+        raise OutputError(f"{output.parent} is the model's own folder: choose another --output")
     if (named := as_path(config.output)).suffix in _OTHER_FILES and not named.is_dir():
         raise OutputError(
             f"{named}: an adapter is a .safetensors file: name one, or a folder, as --output"
@@ -334,7 +336,7 @@ def lock_folder(session: RunSession, cleanup: ExitStack) -> None:
         run_folder.check_own(folder)
     if resume is None and not config.overwrite and run_folder.is_unfinished(folder):
         raise OutputError(
-            f"{folder}: holds an unfinished run: resume it with {resume_command(folder)}, "
+            f"{folder} holds an unfinished run: resume it with {resume_command(folder)}, "
             "or start over with --overwrite"
         )
 
@@ -366,9 +368,9 @@ def make_trainer(
     trackers = [
         TrackingObserver(each, config, console.warn) for each in dict.fromkeys(config.track)
     ]
-    first = list(observers) if workers.index == 0 else []
+    first = list(observers) if workers.rank == 0 else []
     # With several workers, the other workers would wait while the first worker answers.
-    if live and config.samples and workers.size == 1 and pipeline.objective.is_sft:
+    if live and config.samples and workers.world_size == 1 and pipeline.objective.is_sft:
         first.append(ValidationAnswers(session, parts.base))
     observer = Observers([console, *trackers, *first, session.worker_run.last_step])
     profiler = None
@@ -380,13 +382,13 @@ def make_trainer(
             on_record=observer.on_profile,
             on_problem=observer.on_problem,
         )
-    surroundings = Surroundings(
+    surroundings = MachineMonitor(
         lambda: watch.latest, observer, config.pause_on_battery, should_stop
     )
     return InstructTrainer(
         pipeline,
         rows,
-        config.training(),
+        config.trainer_config(),
         run_config=asdict(config),
         observer=observer,
         should_stop=should_stop,
@@ -436,7 +438,7 @@ def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -
     for line in filter(None, lines):
         console.say("", line)
     for folder, why in session.resume.skipped.items() if session.resume else ():
-        console.warn(f"{folder}: cannot be used: {why}")
+        console.warn(f"{folder} cannot be used: {why}")
 
 
 def write_adapter(

@@ -36,9 +36,9 @@ from mlxtune.errors import (
     OutputError,
     TrainingInterrupted,
 )
-from mlxtune.session.arguments import Resolved
+from mlxtune.session.arguments import ResolvedOptions
 from mlxtune.session.interrupt import end_in_order
-from mlxtune.session.planning import recorded_products
+from mlxtune.session.memory_planning import recorded_products
 from mlxtune.session.resuming import check_asked_again, check_initial, run_config
 from mlxtune.views.output import print_json, print_line
 
@@ -56,11 +56,11 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
     if not good:
         return result
     try:
-        given = {"model_path": model_path} if model_path else {}
+        overrides = {"model_path": model_path} if model_path else {}
         # Only a replay reads the data.
         names = ["model_path", *(["data", "val_data"] if replay else [])]
-        check_asked_again(folder, good[0], given, names)
-        config = run_config(folder, good[0], given)
+        check_asked_again(folder, good[0], overrides, names)
+        config = run_config(folder, good[0], overrides)
         _verify_model(result, config, good)
         if replay:
             _replay(result, config, good)
@@ -92,14 +92,16 @@ def _verify_model(result: Verification, config: TrainConfig, good: list[Checkpoi
     """Check the base model's hash, and each adapter's names and shapes, without loading weights."""
     folder = model_folder.find_folder(config.model_path)
     expected, actual = good[0].metadata.get("base_hash"), model_hash(folder, user_cache())
-    changed = f"{folder}: its weights are not those that the run started from"
+    changed = f"{folder}: its weights differ from those at the start of the run"
     result.add("base model", None if actual == expected else changed, str(folder))
-    base = loading.open_base(folder, config.dtype, config.loading())
-    summary = apply_lora(base.model, config.lora())
-    for each in reversed(good):
-        name = f"{each.folder.name}/{ADAPTER}"
+    base = loading.open_base(folder, config.dtype, config.base_options())
+    summary = apply_lora(base.model, config.pipeline_config())
+    for checkpoint in reversed(good):
+        name = f"{checkpoint.folder.name}/{ADAPTER}"
         try:
-            count = checkpoint_tensors.check_adapter(each.folder / ADAPTER, base.model, summary)
+            count = checkpoint_tensors.check_adapter(
+                checkpoint.folder / ADAPTER, base.model, summary
+            )
         except ModelError as problem:
             result.add(name, str(problem), "")
         else:
@@ -110,10 +112,10 @@ def _differing(good: list[Checkpoint], again: Path, last: int) -> list[str]:
     """Return the checkpoints before the last step whose adapters differ from those in `again`."""
     trained = {each.step: file_hash(each.folder / ADAPTER) for each in find_checkpoints(again)[0]}
     return [
-        each.folder.name
-        for each in good
-        if each.step < last and each.step in trained
-        if file_hash(each.folder / ADAPTER) != trained[each.step]
+        checkpoint.folder.name
+        for checkpoint in good
+        if checkpoint.step < last and checkpoint.step in trained
+        if file_hash(checkpoint.folder / ADAPTER) != trained[checkpoint.step]
     ]
 
 
@@ -129,7 +131,7 @@ def _train_again(
     Before an extension, train with the options of that time, on which the learning rates depend.
     """
     start = resumed.checkpoint.step if resumed else 0
-    validated = {each.step for each in Progress.from_jsonl(newest.metrics).validations}
+    validated = {validation.step for validation in Progress.from_jsonl(newest.metrics).validations}
     for extension in extensions_of(newest.metadata):
         if extension.step <= start:
             continue
@@ -145,7 +147,7 @@ def _train_again(
 def _train_to(config: TrainConfig, step: int, resumed: ResumePoint | None) -> Path | None:
     """Train to a step; return the checkpoint written there, or None if the run ended before."""
     try:
-        train(Resolved.recorded(config), resume=resumed, stop_after=step)
+        train(ResolvedOptions.recorded(config), resume=resumed, stop_after=step)
     except TrainingInterrupted as stopped:
         if stopped.by_signal or stopped.checkpoint is None:
             # A partial replay proves nothing, and its scratch folder is removed.
@@ -163,7 +165,7 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
     if resumed is None and config.init_adapter is not None:
         check_initial(config.init_adapter, newest.metadata)
     with end_in_order(), scratch_folder("verify") as scratch:
-        own = replace(
+        replayed = replace(
             config,
             output=str(scratch / ADAPTER),
             checkpoint_dir=str(scratch / "checkpoints"),
@@ -180,7 +182,7 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
             make_folder(scratch / "checkpoints")
             with suppress(OSError):  # training reports the error
                 copy_file(newest.folder.parent / REFERENCE, scratch / "checkpoints" / REFERENCE)
-        again = _train_again(own, newest, resumed)
+        again = _train_again(replayed, newest, resumed)
         if again is None:
             raise OutputError(f"{result.run}: training again did not reach step {newest.step}")
         same = file_hash(again / ADAPTER) == file_hash(newest.folder / ADAPTER)
@@ -193,9 +195,7 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
     if not same or not same_except_measurements(records, before):
         problem = f"{start}: the {'metrics' if same else 'adapter'} differ{'' if same else 's'}"
         if data != newest.metadata.get("data_hash"):
-            problem += (
-                ", because the data gives different examples from those that the run was trained on"
-            )
+            problem += ", because the data gives different examples than the run was trained on"
         elif not on_cpu():
             problem += ", perhaps by rounding: see docs/reliability.md on GPUs"
     elif between:

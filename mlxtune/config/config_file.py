@@ -318,7 +318,7 @@ def _mask_prompt(value: Any, _: Entries) -> tuple[Options, str]:
 
 
 def _hf_dataset(*_: Any) -> tuple[Options, str]:
-    raise _Impossible("give --data owner/name:split, and --field for the columns")
+    raise _Impossible("use --data owner/name:split, and --field for the columns")
 
 
 _ENTRIES: Mapping[str, _Converter] = {

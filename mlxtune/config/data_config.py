@@ -144,7 +144,7 @@ class ModelConfig(_Source):
 
     def contradictions(self) -> Iterator[str]:
         if self.double_quant and self.quantize != "nf4":
-            yield "--double-quant goes with --quantize nf4: leave it out, or give both"
+            yield "--double-quant goes with --quantize nf4: leave it out, or set both"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

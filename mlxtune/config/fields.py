@@ -45,9 +45,9 @@ def same(
 def document(config: type) -> None:
     """Add the help text of each field to the docstring of a config, for help()."""
     lines = [
-        f"    {each.name}: {each.metadata['option'].help}"
-        + (f" Default: {each.default!r}." if each.default not in (None, "", ()) else "")
-        for each in dataclasses.fields(config)
+        f"    {field.name}: {field.metadata['option'].help}"
+        + (f" Default: {field.default!r}." if field.default not in (None, "", ()) else "")
+        for field in dataclasses.fields(config)
     ]
     config.__doc__ = "\n".join([inspect.cleandoc(config.__doc__ or ""), "", FIELDS, *lines])
 
@@ -80,7 +80,7 @@ def check_names(config: type, options: Mapping[str, Any]) -> None:
 def _elsewhere(name: str, own: Mapping[str, Option]) -> str:
     """Return the end of a message on another tool's option: which config has our equivalent."""
     known = KNOWN.get(name)
-    ours = [each.partition("=")[0] for each in known.ours] if known else []
+    ours = [our.partition("=")[0] for our in known.ours] if known else []
     if any(option in own for option in ours):
         return ""
     places = [
@@ -113,7 +113,7 @@ class Checked:
         options = {cls.former.get(name, name): value for name, value in options.items()}
         check_names(cls, {k: value for k, value in options.items() if k not in cls.ignored})
         made = super().__new__(cls)
-        positional = [each.name for each in dataclasses.fields(cls) if not each.kw_only]  # type: ignore[arg-type]
+        positional = [field.name for field in dataclasses.fields(cls) if not field.kw_only]  # type: ignore[arg-type]
         passed = frozenset([*positional[: len(values)], *options])
         object.__setattr__(made, "_passed", passed)
         return made
@@ -126,7 +126,7 @@ class Checked:
             both = [(old, new) for old, new in cls.former.items() if {old, new} <= options.keys()]
             if both:
                 raise ConfigError(
-                    [f"{old} is the former name of {new}: give one" for old, new in both]
+                    [f"{old} is the former name of {new}: pass only one" for old, new in both]
                 )
 
     def __post_init__(self) -> None:
@@ -170,7 +170,7 @@ class Checked:
         For a value of None, `kind` keeps its default.
         """
         own = vars(self)
-        names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
+        names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
         shared = {name: own[name] for name in names if own.get(name) is not None}
         return kind(**shared | changes)
 

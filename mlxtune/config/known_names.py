@@ -162,7 +162,7 @@ _ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     (
         "import report runs verify watch push",
         "adapter run",
-        "give the path alone, without an option",
+        "pass the path alone, without an option",
     ),
     ("push", "private", "leave it out: private is the default"),
     ("push", "repo repo_id repository hub_model_id", "name OWNER/NAME after the run"),
@@ -227,7 +227,7 @@ def answer(
         option, fixed, text = ours.partition("=")
         if option in own:
             shown = text if fixed else (None if option in flags else _shown(value))
-            return f", here: {write(option, shown)}" + (
+            return f": use {write(option, shown)}" + (
                 f" ({known.differs})" if known.differs else ""
             )
     return None
@@ -260,4 +260,4 @@ def suggestion(
 def unknown_keyword(name: str, value: Any, own: Collection[str], flags: Collection[str]) -> str:
     """Return the message for a Python keyword that is not an option."""
     shown = repr(value) if isinstance(value, str | int | float | list | tuple) else "…"
-    return f"no option {shorten(name)}{suggestion(name, shown, own, as_keyword, flags)}"
+    return f"unknown option {shorten(name)}{suggestion(name, shown, own, as_keyword, flags)}"

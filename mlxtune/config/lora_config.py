@@ -99,7 +99,7 @@ def target_ranks(options: Iterable[str]) -> dict[str, int]:
         if target and re.fullmatch("[1-9][0-9]{6,}", text):
             problems.append(f"--target-rank {option!r:.60}: the rank must be at most 999999")
         elif not target or not re.fullmatch("[0-9]{1,6}", text) or int(text) < 1:
-            problems.append(f"--target-rank {option!r:.60}: must be like q_proj=16")
+            problems.append(f"--target-rank {option!r:.60} must be like q_proj=16")
         elif target in ranks:
             problems.append(f"--target-rank names {target:.60} twice")
         else:

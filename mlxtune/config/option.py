@@ -80,8 +80,8 @@ class Option:
     @property
     def default_text(self) -> str:
         """The meaning of None, as the help gives it."""
-        _, found, text = self.help.partition("default: ")
-        return text.removesuffix(".") if found else "none"
+        _, separator, text = self.help.partition("default: ")
+        return text.removesuffix(".") if separator else "none"
 
     @property
     def missing(self) -> str:
@@ -121,7 +121,7 @@ class Option:
 
     def _spelt(self, value: Any) -> Any:
         """Return a choice in its defined case: `DPO` becomes dpo."""
-        spelling = {each.lower(): each for each in self.choices}
+        spelling = {choice.lower(): choice for choice in self.choices}
         if isinstance(value, tuple):
             return tuple(spelling.get(each.lower(), each) for each in value)
         return spelling.get(value.lower(), value) if isinstance(value, str) else value
@@ -129,7 +129,7 @@ class Option:
     def _check(self, value: Any) -> None:
         empty = value == () and (self.required or not self.several)
         if empty or (isinstance(value, str) and not value.strip()):
-            empty_text = "is empty: give a value, or leave it out"
+            empty_text = "is empty: pass a value, or leave it out"
             raise ValueError(self.missing if self.required else empty_text)
         for item in value if isinstance(value, tuple) else (value,):
             self._check_item(item)

@@ -73,7 +73,7 @@ class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
                 "--quantized-compute quantized: MLX has no products with nf4 weights: leave it out"
             )
 
-    def loading(self) -> BaseOptions:
+    def base_options(self) -> BaseOptions:
         """Return the options that concern the base model."""
         return self.part(BaseOptions)
 
@@ -199,10 +199,13 @@ class TrainConfig(_LoopConfig, LoraConfig, StepConfig):
         False, "Use an adapter that was trained on another base model.", EXECUTION, inherited=False
     )
     wait: bool = RUN.option(
-        False, "Wait instead of failing if other runs hold the memory.", EXECUTION, inherited=False
+        False,
+        "Wait instead of failing if other runs have reserved the memory.",
+        EXECUTION,
+        inherited=False,
     )
     ignore_ledger: bool = RUN.option(
-        False, "Train even if other runs hold the memory.", EXECUTION, inherited=False
+        False, "Train even if other runs have reserved the memory.", EXECUTION, inherited=False
     )
     allow_sleep: bool = RUN.option(
         False, "Let the machine sleep when idle, even during training.", EXECUTION, inherited=False
@@ -249,14 +252,14 @@ class TrainConfig(_LoopConfig, LoraConfig, StepConfig):
         elif self.parallel not in ("data", "tensor"):
             yield f"--parallel must be data or tensor, not {shorten(self.parallel)}"
         elif self.parallel == "tensor":
-            for name, given in others.items():
-                if given:
+            for name, is_set in others.items():
+                if is_set:
                     yield f"{name} does not work with --parallel tensor: leave one of them out"
 
     @property
     def output_path(self) -> Path:
         """The adapter's file."""
-        return adapter_file(self.output)
+        return adapter_path(self.output)
 
     @property
     def checkpoint_path(self) -> Path:
@@ -265,16 +268,16 @@ class TrainConfig(_LoopConfig, LoraConfig, StepConfig):
             return self.output_path.parent / "checkpoints"
         return as_path(self.checkpoint_dir)
 
-    def lora(self) -> "InstructConfig":
-        """Return the pipeline's part of these options."""
+    def pipeline_config(self) -> "InstructConfig":
+        """Return the options of the pipeline."""
         return self.part(InstructConfig)
 
-    def training(self) -> "InstructTrainingConfig":
-        """Return the trainer's part of these options."""
+    def trainer_config(self) -> "InstructTrainingConfig":
+        """Return the options of the trainer."""
         return self.part(TrainerConfig, checkpoint_dir=str(self.checkpoint_path))
 
 
-def adapter_file(output: str) -> Path:
+def adapter_path(output: str) -> Path:
     """Return the adapter file for `--output`: the file it names, or a file in the folder it names.
 
     A folder name may contain a dot, as in qwen3-0.6b.

@@ -42,7 +42,7 @@ class PlanConfig(TrainConfig):
         if self.workers > 1 and not self.data and self.parallel == "data":
             yield "--workers needs --data: the workers share the examples of each step"
         if self.workers == 1 and self.parallel == "tensor":
-            yield "--parallel tensor needs --workers: give their number"
+            yield "--parallel tensor needs --workers: set it to their number"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +77,9 @@ class BenchConfig(StepConfig):
 
     def contradictions(self) -> Iterator[str]:
         if self.objective != "sft" and self.against is not None:
-            yield f"--against {self.against} has no {self.objective}: leave it out"
+            yield f"--against {self.against} does not support {self.objective}: leave it out"
         if self.quantize == "nf4" and self.against is not None:
-            yield f"--against {self.against} has no nf4: use another --quantize"
+            yield f"--against {self.against} does not support nf4: use another --quantize"
 
     @property
     def json_path(self) -> Path | None:
@@ -104,7 +104,7 @@ def demo_file(name: str) -> Path:
 class DemoConfig(Checked):
     """Options of the demo: a small model learns to answer a guest's message with JSON.
 
-    `train(DemoConfig().training())` runs it from Python.
+    `train(DemoConfig().trainer_config())` runs it from Python.
 
     Raises ConfigError, which lists every problem.
     """

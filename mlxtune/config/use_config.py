@@ -56,7 +56,7 @@ class UseConfig(ModelConfig):
         if self.model_path is None and self.adapter is None:
             yield "--model-path is required, or an --adapter, which names its base model"
 
-    def reading(self, **options: Any) -> DataConfig:
+    def data_config(self, **options: Any) -> DataConfig:
         """Return the options for reading data as `train` does, changed by `options`."""
         # Prompts need no data file, and EvalConfig has its own data.
         changes = {"data": getattr(self, "data", None) or ("none",), "val_split": 0.0}
@@ -115,9 +115,9 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
                 if not 0 < len(pattern) <= _LONGEST_PATTERN:
                     yield f"--match regex= takes 1 to {_LONGEST_PATTERN:,} characters"
             except (regex.error, ValueError, RecursionError, MemoryError) as error:
-                yield f"--match {shorten(self.match)}: is not a pattern: {error}"
+                yield f"--match {shorten(self.match)} is not a pattern: {error}"
         elif self.match not in ("exact", "json", "contains"):
-            yield f"--match {shorten(self.match)}: must be exact, json, contains or regex=PATTERN"
+            yield f"--match {shorten(self.match)} must be exact, json, contains or regex=PATTERN"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ class ChatConfig(AnswerConfig):
 
     def contradictions(self) -> Iterator[str]:
         if self.both and self.adapter is None:
-            yield "--both compares the base model with an adapter: give --adapter"
+            yield "--both compares the base model with an adapter: pass --adapter"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -222,7 +222,7 @@ def check_memory(name: str, predicted: int, measured: int, margin: float) -> Pro
 
 def check_speed(name: str, tokens_per_s: float) -> ProofCheck:
     """Report the speed of steps without judging it: other programs may slow them down."""
-    found = f"{tokens_per_s:,.0f} tokens a second"
+    found = f"{tokens_per_s:,.0f} tokens per second"
     return ProofCheck(SPEED, name, "–", found, None, {"tokens_per_s": tokens_per_s})
 
 
@@ -232,7 +232,9 @@ def check_peer(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
     `benchmark` is the JSON of `mlxtune bench`. If mlx-lm failed, the losses are not compared.
     """
     contestants = (benchmark["ours"], benchmark["theirs"])
-    ours, theirs = (each.get("real_tokens_per_s", {}).get("median") for each in contestants)
+    ours, theirs = (
+        contestant.get("real_tokens_per_s", {}).get("median") for contestant in contestants
+    )
     ratio = theirs and benchmark["ratio"]["real_tokens_per_s"]
     speed = ProofCheck(
         kind=PEER,

@@ -43,7 +43,7 @@ def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis
 
     workers = join()
     worker_run = check_workers(workers, diagnosis.checks, model_path, data)
-    return replace(diagnosis, checks=(*diagnosis.checks, *worker_run), worker=workers.index)
+    return replace(diagnosis, checks=(*diagnosis.checks, *worker_run), worker=workers.rank)
 
 
 def show(*, as_json: bool, model_path: str | None, data: Sequence[str]) -> bool:
@@ -140,9 +140,9 @@ def _followed(name: str, extra: str) -> Iterator[Requirement]:
 def _checked(required: Iterable[Requirement], extra: str) -> Iterator[Package]:
     """Yield each required package once, with all its version requirements combined."""
     specifiers: dict[str, SpecifierSet] = {}
-    for each in required:
-        name = str(canonicalize_name(each.name))
-        specifiers[name] = specifiers.get(name, SpecifierSet()) & each.specifier
+    for requirement in required:
+        name = str(canonicalize_name(requirement.name))
+        specifiers[name] = specifiers.get(name, SpecifierSet()) & requirement.specifier
     for name, specifier in specifiers.items():
         version = _installed(name)
         serves = version is not None and specifier.contains(version, prereleases=True)

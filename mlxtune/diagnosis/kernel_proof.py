@@ -68,11 +68,11 @@ class Kernel:
         try:
             with on_the_cpu():
                 expected = self.compute(mx.float32, "plain")
-            found = self.compute(getattr(mx, dtype), "gpu")
+            computed = self.compute(getattr(mx, dtype), "gpu")
         except Exception as error:  # noqa: BLE001
             # Any error fails the check of this kernel.
             return failed_check(kind, name, one_line(error))
-        return compare(name, dtype, found, expected)
+        return compare(name, dtype, computed, expected)
 
 
 def step_of(pipeline: InstructPipeline, examples: Sequence[Example]) -> Step:

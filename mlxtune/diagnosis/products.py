@@ -124,12 +124,12 @@ class Product:
         drawn = [rng.standard_normal(each, dtype=np.float32) for each in shapes]
         owners = np.sort(rng.integers(0, max(self.experts, 1), size.tokens))
         with on_the_cpu():
-            x, w = (mx.array(each).astype(mx.bfloat16) for each in drawn)
+            x, w = (mx.array(array).astype(mx.bfloat16) for array in drawn)
             scales: tuple[mx.array, ...] = ()
             plain = w.astype(mx.float32)
             if self.bits:
                 w, *parameters = mx.quantize(plain, self.group_size, self.bits)
-                scales = tuple(each.astype(mx.bfloat16) for each in parameters)
+                scales = tuple(parameter.astype(mx.bfloat16) for parameter in parameters)
                 scale, bias = (each.astype(mx.float32) for each in scales)
                 plain = mx.dequantize(w, scale, bias, self.group_size, self.bits)
             rows, matrices = np.array(x.astype(mx.float32)), np.array(plain)

@@ -84,14 +84,14 @@ def ways() -> list[Way]:
     Each way except `plain` has a variant with recomputed layers, dropout, several micro-batches
     and small chunks of the head.
     """
-    found = [_way("plain")]
+    ways_to_prove = [_way("plain")]
     for kind in ("gpu", "cpu") if on_cpu() else ("gpu",):
         way = _way(kind, _LARGE)
-        found.append(way)
+        ways_to_prove.append(way)
         execution = replace(way.execution, loss_chunk=_SMALL_CHUNK, micro_batch_tokens=256)
         small = replace(execution, recompute=True)
-        found.append(Way(f"{kind}, recomputed", small, _DROPOUT))
-    return found
+        ways_to_prove.append(Way(f"{kind}, recomputed", small, _DROPOUT))
+    return ways_to_prove
 
 
 def gradients(model: Path, data: Path) -> Iterator[ProofCheck]:
@@ -106,8 +106,8 @@ def gradients(model: Path, data: Path) -> Iterator[ProofCheck]:
         for dropout in (0.0, _DROPOUT)
     }
     for way in ways():
-        found, _ = _computed(model, examples, way, "auto")
-        yield checks.compare(way.name, "float32", found, expected[way.dropout])
+        computed, _ = _computed(model, examples, way, "auto")
+        yield checks.compare(way.name, "float32", computed, expected[way.dropout])
 
 
 def dtype(model: Path, data: Path) -> Iterator[ProofCheck]:
@@ -121,8 +121,8 @@ def dtype(model: Path, data: Path) -> Iterator[ProofCheck]:
         expected, _ = _computed(model, examples, _way("plain"), "dequantized")
     for name in ("bfloat16", "float16"):
         for kind in ("plain", "gpu"):
-            found, problem = _computed(model, examples, _way(kind), "auto", name)
-            yield checks.compare(f"{name}, {kind}", name, found, expected, problem)
+            computed, problem = _computed(model, examples, _way(kind), "auto", name)
+            yield checks.compare(f"{name}, {kind}", name, computed, expected, problem)
 
 
 def steps(model: Path, data: Path) -> Iterator[ProofCheck]:
@@ -163,7 +163,7 @@ def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
         shapes = replace(shapes, plain_head=plain_head)
         shapes = replace(shapes, measured=measure(pipeline, shapes, [execution.recompute]))
         lengths = StepLengths.of(examples)
-        loads = [load_of(each, lengths) for each in execution.micro_batches(lengths)]
+        loads = [load_of(micro_batch, lengths) for micro_batch in execution.micro_batches(lengths)]
         predicted = max(predict(shapes, execution, load).total for load in loads)
         allocator.forget_peak()
         pipeline.train_batch(examples)

@@ -23,7 +23,7 @@ from rich.console import Console
 from mlxtune.core.files import writing
 from mlxtune.core.files.processes import HelperTimeoutError
 from mlxtune.core.files.scratch import scratch_folder
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import MachineProof, ProofCheck
 from mlxtune.diagnosis.doctor import read_machine
@@ -96,7 +96,7 @@ def prove(
         },
         device={"kind": device.kind, "name": device.name, "memory_limit": device.limit},
         versions={"python": machine.python}
-        | {each.name: each.installed for each in machine.packages if each.installed},
+        | {package.name: package.installed for package in machine.packages if package.installed},
         seconds=round(time.monotonic() - began, 1),
     )
 
@@ -173,8 +173,8 @@ def parts(bench: Workbench, device: str) -> list[Part]:
 
         def part() -> Iterator[ProofCheck]:
             straight = bench.trained(QWEN)
-            found, step = bench.resumed(QWEN, stop)
-            yield checks.check_bytes(name, straight, found, promised=promised, stopped_after=step)
+            result, step = bench.resumed(QWEN, stop)
+            yield checks.check_bytes(name, straight, result, promised=promised, stopped_after=step)
 
         return checks.BYTES, name, part
 
@@ -261,8 +261,8 @@ def summary(proof: MachineProof) -> str:
     took = f"{proof.seconds:.0f} s on {device}"
     if proof.passed:
         late = f", {len(proof.unfinished)} did not end in time" if proof.unfinished else ""
-        return f"{count(len(proof.checks), 'check')}, nothing failed{late}, in {took}"
-    failed = f"{len(proof.failures)} of {count(len(proof.checks), 'check')} failed, in {took}"
+        return f"{pluralise(len(proof.checks), 'check')}, nothing failed{late}, in {took}"
+    failed = f"{len(proof.failures)} of {pluralise(len(proof.checks), 'check')} failed, in {took}"
     return f"{failed}: attach the output of mlxtune doctor --prove --json to an issue"
 
 

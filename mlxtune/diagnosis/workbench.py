@@ -64,7 +64,9 @@ class Workbench:
         """A file of rows that share prefixes: one row per sequence of roles, the last one twice."""
         kinds: dict[tuple[str, ...], str] = {}
         for line in read_text(self.rows).splitlines():
-            kinds.setdefault(tuple(each["role"] for each in json.loads(line)["messages"]), line)
+            kinds.setdefault(
+                tuple(message["role"] for message in json.loads(line)["messages"]), line
+            )
         lines = list(kinds.values())
         return self._write("step.jsonl", [*lines, lines[-1]])
 

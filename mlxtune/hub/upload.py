@@ -26,7 +26,7 @@ from mlxtune.core.evaluation.outcome import Evaluation, Sample
 from mlxtune.core.evaluation.verdict_text import verdict_lines
 from mlxtune.core.formatting import sentence
 from mlxtune.core.objectives.objective import Objective
-from mlxtune.core.run.stored_run import Run, mapping, text
+from mlxtune.core.run.stored_run import Run, get_mapping, get_str
 from mlxtune.core.run.summary import RunView, data_name, data_names, hub_data
 from mlxtune.errors import OutputError, one_line
 from mlxtune.hub.client import asking, without_password
@@ -97,7 +97,7 @@ def model_card(run: Run, view: RunView, *, repository: str, base: str, peft: boo
     evaluation = run.evaluation
     if evaluation is None or evaluation.adapted is None or evaluation.difference is None:
         evaluation = None
-    names = dict.fromkeys(text(each, "repository") for each in hub_data(run))
+    names = dict.fromkeys(get_str(data_set, "repository") for data_set in hub_data(run))
     datasets = [name for name in names if REPOSITORY.fullmatch(name)]
     is_on_hub = bool(REPOSITORY.fullmatch(base))
     name = repository.partition("/")[2]
@@ -150,9 +150,9 @@ def quoted_samples(run: Run) -> list[Sample]:
     """Return the first answers to validation rows if all data is public, or else an empty list."""
     public = {
         title
-        for each in hub_data(run)
-        if each.get("public") is True
-        for title in mapping(each, "titles").values()
+        for data_set in hub_data(run)
+        if data_set.get("public") is True
+        for title in get_mapping(data_set, "titles").values()
     }
     names = set(data_names(run))
     generated = run.evaluation.generated if run.evaluation else None
@@ -162,12 +162,12 @@ def quoted_samples(run: Run) -> list[Sample]:
 
 
 def _data_lines(run: Run) -> Iterator[str]:
-    for each in hub_data(run):
-        license = text(each, "license")
+    for data_set in hub_data(run):
+        license = get_str(data_set, "license")
         licensed = f"licence {_code(license)}" if license else "no licence stated"
-        commit = _code(text(each, "commit"))
-        yield f"{_code(text(each, 'repository'))}: {licensed}, commit {commit}"
-    hashes = {text(run.about, name): name for name in ("validation_hash", "data_hash")}
+        commit = _code(get_str(data_set, "commit"))
+        yield f"{_code(get_str(data_set, 'repository'))}: {licensed}, commit {commit}"
+    hashes = {get_str(run.about, name): name for name in ("validation_hash", "data_hash")}
     for hash_, name in hashes.items():
         if hash_:
             yield f"{name.replace('_', ' ')}: {_code(hash_)}"
@@ -175,7 +175,7 @@ def _data_lines(run: Run) -> Iterator[str]:
 
 def _objective(run: Run) -> str:
     """Return a run's objective with its main options; empty for supervised fine-tuning."""
-    names = {each.name for each in dataclasses.fields(ObjectiveConfig)}
+    names = {field.name for field in dataclasses.fields(ObjectiveConfig)}
     options = {name: value for name, value in run.config.items() if name in names}
     objective = Objective(ObjectiveConfig(**options))
     return "" if objective.is_sft else objective.description
@@ -183,16 +183,16 @@ def _objective(run: Run) -> str:
 
 def _training_lines(run: Run, view: RunView) -> Iterator[str]:
     yield f"{view.course}, {view.status}"
-    started_from = text(run.config, "init_adapter")
-    lora = text(run.about, "lora", "description")
+    started_from = get_str(run.config, "init_adapter")
+    lora = get_str(run.about, "lora", "description")
     for name, value in (
         ("objective", _objective(run)),
         ("LoRA", lora.replace(started_from, PurePath(started_from).name)),
-        ("model", text(run.about, "model", "description")),
-        ("template", text(run.about, "template")),
-        ("computed on", text(run.about, "device")),
+        ("model", get_str(run.about, "model", "description")),
+        ("template", get_str(run.about, "template")),
+        ("computed on", get_str(run.about, "device")),
         ("SHA-256 of mlx-lm/adapters.safetensors", view.sha256),
-        ("versions", ", ".join(f"{k} {v}" for k, v in mapping(run.about, "versions").items())),
+        ("versions", ", ".join(f"{k} {v}" for k, v in get_mapping(run.about, "versions").items())),
     ):
         if value:
             yield f"{name}: {one_line(value).replace('<', '&lt;')}"
@@ -200,23 +200,23 @@ def _training_lines(run: Run, view: RunView) -> Iterator[str]:
 
 def command_of(run: Run, base: str) -> str:
     """Return the command that repeats the training, with file names instead of paths."""
-    defaults = {each.name: each.default for each in dataclasses.fields(TrainConfig)}
-    on_hub = {text(each, "name") for each in hub_data(run)}
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    on_hub = {get_str(data_set, "name") for data_set in hub_data(run)}
     words = ["mlxtune", "train", "--model-path", base]
     for name, value in run.config.items():
         option = OPTIONS.get(name)
-        own = tuple(value) if isinstance(value, list) else value
-        if option is None or name == "model_path" or own == defaults.get(name) or own is None:
+        shown = tuple(value) if isinstance(value, list) else value
+        if option is None or name == "model_path" or shown == defaults.get(name) or shown is None:
             continue
         if option.affects not in (Affects.INPUT, Affects.RESULT, Affects.LENGTH):
             continue
-        texts = [str(each) for each in (own if isinstance(own, tuple) else [own])]
+        texts = [str(each) for each in (shown if isinstance(shown, tuple) else [shown])]
         if option.path or (name == "template" and not is_jinja(texts[0])):
-            texts = [each if each in on_hub else PurePath(each).name for each in texts]
-        if own is True:
+            texts = [text if text in on_hub else PurePath(text).name for text in texts]
+        if shown is True:
             words.append(flag(name))
         elif option.several or option.affects is Affects.INPUT:
-            words += [word for each in texts for word in (flag(name), each)]
+            words += [word for text in texts for word in (flag(name), text)]
         else:
             words += [flag(name), ",".join(texts)]
     return " ".join(shlex.join(words).split())

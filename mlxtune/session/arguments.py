@@ -41,7 +41,7 @@ _NAME = re.compile(r"(data|val_data)-[0-9a-f]{16}\.jsonl$")
 
 
 @dataclass(frozen=True)
-class Resolved(Generic[C]):
+class ResolvedOptions(Generic[C]):
     """The options of a command, and the names of the given ones, which take precedence.
 
     An option is given by the caller, or by `initial`, the adapter that a run continues from.
@@ -57,7 +57,7 @@ class Resolved(Generic[C]):
         return cls(config, frozenset(options_of(type(config))))
 
 
-def resolve(config: C) -> Resolved[C]:
+def resolve(config: C) -> ResolvedOptions[C]:
     """Return a config as its caller gave it, completed by the adapter in `init_adapter`, if any.
 
     The adapter's rank, alpha, targets, layers and kind replace the defaults of these options, and
@@ -67,7 +67,7 @@ def resolve(config: C) -> Resolved[C]:
     given = given_options(config)
     path = getattr(config, "init_adapter", None)
     if path is None:
-        return Resolved(config, given)
+        return ResolvedOptions(config, given)
     # These imports load mlx, which --help must not do.
     from mlxtune.backend.adapters.adapter_file import AdapterFile
     from mlxtune.backend.adapters.initialise import with_adapter
@@ -79,7 +79,7 @@ def resolve(config: C) -> Resolved[C]:
     if not training.model_path:
         named, relative_to = initial.info.model, initial.origin.working_directory
         options["model_path"] = base_name(training, initial, named, relative_to)
-    return Resolved(type(config)(**options), frozenset(options), initial)
+    return ResolvedOptions(type(config)(**options), frozenset(options), initial)
 
 
 def takes_options(
@@ -93,7 +93,7 @@ def takes_options(
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
         @wraps(function)
-        def of_config(options: Resolved[C], *more: Any, **own: Any) -> Result:
+        def of_config(options: ResolvedOptions[C], *more: Any, **own: Any) -> Result:
             return function(options.config, *more, **own)
 
         return takes_resolved(kind)(of_config)
@@ -104,19 +104,21 @@ def takes_options(
 def takes_resolved(
     kind: type[C],
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Let callers of a function that takes `Resolved` options give them as for `takes_options`.
+    """Let callers of a function that takes `ResolvedOptions` give them as for `takes_options`.
 
-    Only this package passes `Resolved` options itself, to start a run with those of an earlier one.
+    Only this package passes `ResolvedOptions` itself, to start a run with those of an earlier one.
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
         _, *others = inspect.signature(function).parameters.values()
-        own = {each.name for each in others}
+        own = {other.name for other in others}
 
         @wraps(function)
-        def call(config: C | Resolved[C] | None = None, /, *more: Any, **given: Any) -> Result:
+        def call(
+            config: C | ResolvedOptions[C] | None = None, /, *more: Any, **given: Any
+        ) -> Result:
             passed = {name: given.pop(name) for name in own & given.keys()}
-            if isinstance(config, Resolved):
+            if isinstance(config, ResolvedOptions):
                 return function(config, *more, **passed, **given)
             resolved = resolve(_config_of(kind, function.__name__, config, given))
             return function(resolved, *more, **passed)
@@ -161,17 +163,17 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
             changed.setdefault("val_data", validation)
     for name in ("data", "val_data"):
         if _is_row(changed.get(name)):
-            raise DataError(f"{name}: is one row: put it in a list, {name}=[{{…}}]")
+            raise DataError(f"{name} is one row: put it in a list, {name}=[{{…}}]")
         if (rows := _table_rows(changed.get(name))) is not None:
             changed[name] = rows
         if _is_rows(changed.get(name)):
             # The value may be readable only once, with or without a length.
             if isinstance(changed[name], io.IOBase):
-                raise DataError(f"{name}: is an open file: give its path")
+                raise DataError(f"{name} is an open file: pass its path")
             try:
                 values = iter(changed[name])
             except TypeError as error:
-                raise DataError(f"{name}: has no rows: {error}") from error
+                raise DataError(f"{name} has no rows: {error}") from error
             first = list(islice(values, 1))
             every = chain(first, values)
             if isinstance(next(iter(first), {}), str | os.PathLike):
@@ -209,7 +211,7 @@ def _is_rows(value: Any) -> bool:
 def _saved(rows: Iterable[Any], name: str, length: int | None) -> Path:
     lines = list(_lines(rows, name, length))
     if not lines:
-        raise DataError(f"{name}: has no rows")
+        raise DataError(f"{name} has no rows")
     digest = hashlib.sha256()
     for line in lines:
         digest.update(line)
@@ -236,10 +238,10 @@ def _lines(rows: Iterable[Any], name: str, length: int | None) -> Iterator[bytes
     size = 0
     for number, row in enumerate(rows, start=1):
         if length is not None and number > length:
-            raise DataError(f"{name}: has more rows than its length, {length:,}")
+            raise DataError(f"{name} has more rows than its length, {length:,}")
         if length is None and (number > _MOST_ROWS or size > _MOST_BYTES):
             raise DataError(
-                f"{name}: has no end after {number - 1:,} rows ({byte_size(size)}): end the "
+                f"{name} has no end after {number - 1:,} rows ({byte_size(size)}): end the "
                 "iterable (itertools.islice), or write its rows to a file and name the file"
             )
         if not isinstance(row, Mapping):

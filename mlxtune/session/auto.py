@@ -11,10 +11,10 @@ from mlxtune.config import OPTIONS, DataConfig, TrainConfig
 from mlxtune.config.fields import flag
 from mlxtune.config.objective_config import DEFAULT_RATE
 from mlxtune.core.data.inspection import truncation_loss
-from mlxtune.core.formatting import count, short_number
+from mlxtune.core.formatting import pluralise, short_number
 from mlxtune.core.steps import order
 from mlxtune.session.dataset import load_rows
-from mlxtune.session.planning import longest_example
+from mlxtune.session.memory_planning import longest_example
 from mlxtune.session.session import T, TrainingSession
 
 # A number of tokens that no example exceeds.
@@ -41,26 +41,28 @@ def choose_auto_options(session: TrainingSession[T]) -> None:
     with session.reading():
         files, rows, _ = load_rows(uncut, session.reader, session.source)
     base = session.base
-    own = TrainConfig.max_seq_len
-    loss = truncation_loss(files, own, config.cut)
+    default_length = TrainConfig.max_seq_len
+    loss = truncation_loss(files, default_length, config.cut)
     facts = Facts(
         rows=len(order.rows_of_epoch(rows.train, config.seed, 1)),
         validates=bool(rows.validation),
         parameters=base.parameters,
-        needed=own if loss is None else loss.enough,
+        needed=default_length if loss is None else loss.enough,
         fitting=_UNCUT,
     )
     chosen = choose(facts, config, session.given)
     # The longest example that fits depends on the chosen LoRA options.
     names = {"lora_rank": "rank", "lora_alpha": "alpha", "targets": "targets"}
-    lora = {own: chosen[name] for own, name in names.items() if name in chosen}
-    longest = longest_example(config, base, replace(config.lora(), **lora))
+    lora = {
+        default_length: chosen[name] for default_length, name in names.items() if name in chosen
+    }
+    longest = longest_example(config, base, replace(config.pipeline_config(), **lora))
     chosen = choose(replace(facts, fitting=longest.recomputed), config, session.given)
     session.config = replace(config, auto=False, **chosen)
     session.command = command_line(session.config)
     console.say("Auto", session.command, copyable=True)
     reasons = (
-        f"for {count(facts.rows, 'training row')}, a model of "
+        f"for {pluralise(facts.rows, 'training row')}, a model of "
         f"{short_number(facts.parameters)} parameters, and supervised tokens of which 99% lie "
         f"within the first {facts.needed:,} of an example"
     )
@@ -84,7 +86,7 @@ class Facts:
     fitting: int
 
 
-def choose(facts: Facts, config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
+def choose(facts: Facts, config: TrainConfig, set_by_user: Collection[str]) -> dict[str, Any]:
     """Return values for the options that were not given.
 
     All linear projections are targets, with a higher rank than the default, which is for two
@@ -93,19 +95,19 @@ def choose(facts: Facts, config: TrainConfig, given: Collection[str]) -> dict[st
     """
     per_epoch = math.ceil(facts.rows / config.batch_size)
     epochs = min(max(math.ceil(_FEWEST_STEPS / per_epoch), 1), _MOST_EPOCHS)
-    steps = per_epoch * (config.epochs if "epochs" in given else epochs)
+    steps = per_epoch * (config.epochs if "epochs" in set_by_user else epochs)
     steps = min(steps, config.max_steps or steps)
     chosen: dict[str, Any] = {
         "targets": ("all",),
         "rank": _RANK,
-        "alpha": _ALPHA if "rank" not in given else 2.0 * config.rank,
+        "alpha": _ALPHA if "rank" not in set_by_user else 2.0 * config.rank,
         "lr": _rate(facts.parameters, config.default_rate / DEFAULT_RATE),
         "max_seq_len": max(min(facts.needed, facts.fitting), 2),
         "epochs": epochs,
     }
     if facts.validates:
         chosen |= {"val_steps": math.ceil(steps / _VALIDATIONS), "patience": _PATIENCE}
-    return {name: value for name, value in chosen.items() if name not in given}
+    return {name: value for name, value in chosen.items() if name not in set_by_user}
 
 
 def _rate(parameters: int, fraction: float) -> float:

@@ -45,10 +45,10 @@ from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.core.data.sources.text_rows import encoding_of, is_text_file
 from mlxtune.core.data.template import END_OF_TURN, PLAIN, TEMPLATES, built_in_jinja
 from mlxtune.core.files.reading import file_hash
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.errors import DataError, ModelError
+from mlxtune.hub.dataset_download import HubData, fetch
 from mlxtune.hub.dataset_name import DataValue, data_value
-from mlxtune.hub.datasets import HubData, fetch
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
 
@@ -232,7 +232,7 @@ class Reader:
         """Raise ModelError if conversations cannot be rendered."""
         if not self.has_template:
             raise ModelError(
-                f"{self._folder}: has no chat template for messages: complete plain text with "
+                f"{self._folder} has no chat template for messages: complete plain text with "
                 f"mlxtune generate --prompt alone, or use {self._fitting()}"
             )
 
@@ -244,7 +244,7 @@ class Reader:
 
     def _refuse(self, row: Conversation) -> NoReturn:
         raise ModelError(
-            f"{self._folder}: has no chat template, like most base models: use its Instruct "
+            f"{self._folder} has no chat template, like most base models: use its Instruct "
             f"version or {self._fitting()}, or train on plain text with --format text"
         )
 
@@ -335,7 +335,7 @@ class Reader:
                 }
             )
         except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
     @property
     def vocab_size(self) -> int:
@@ -389,7 +389,7 @@ def with_hub_data(
             return value
         data = fetch(meant.name, held_out=held_out, quiet=config.quiet)
         sets[str(data.name)] = data
-        files = count(sum(map(len, data.files.values())), "file")
+        files = pluralise(sum(map(len, data.files.values())), "file")
         console.say(
             "Hub",
             f"{' and '.join(data.titles.values())}: {files}, commit "
@@ -447,13 +447,13 @@ def find_data(config: DataConfig, sets: Mapping[str, HubData] | None = None) -> 
     texts = config.format == "text"
     files = find_data_files(train, validation_files=validation, texts=texts)
     if config.val_data is not None:
-        given = find_data_files(
+        validation_files = find_data_files(
             files_of(data_value(config.val_data, "val_data")), "--val-data"
         ).train
-        files = DataFiles(files.train, given)
+        files = DataFiles(files.train, validation_files)
     # A file from a folder has the folder's weight.
-    own = [weights[path if path in weights else path.parent] for path in files.train]
-    return DataSource(files, hub, own)
+    weights_of_files = [weights[path if path in weights else path.parent] for path in files.train]
+    return DataSource(files, hub, weights_of_files)
 
 
 def load_rows(
@@ -474,8 +474,8 @@ def load_rows(
     first = len(paths.train)
     names = list(map(shown, paths.all))
     corpus = Corpus(cuts[:first], names[:first], source.weights)
-    given = paths.validation or not config.val_split
-    validation = Corpus(cuts[first:], names[first:]) if given else None
+    has_own_validation = paths.validation or not config.val_split
+    validation = Corpus(cuts[first:], names[first:]) if has_own_validation else None
     rows, problems = _choose_rows(config, corpus, validation, files)
     _check_vocabulary(config, reader, rows)
     return files, rows, problems
@@ -504,7 +504,7 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
     ]
     return Dataset(
         template=reader.describe(),
-        template_added=reader.adds_template and not all(each.arrays.plain_text for each in files),
+        template_added=reader.adds_template and not all(file.arrays.plain_text for file in files),
         rows=rows,
         files=files,
         ledgers=_ledgers(files, rows, [titles[path] for path in source.files.all]),
@@ -525,16 +525,16 @@ def _encoding_findings(files: Sequence[EncodedFile]) -> Iterator[Finding]:
 
 
 def _check_usable(file: EncodedFile, cut: ExampleArrays, path: str, config: DataConfig) -> None:
-    kept, skipped = int(cut.rows_kept.sum()), file.skipped
-    read = kept + skipped.total
+    rows_kept, skipped = int(cut.rows_kept.sum()), file.skipped
+    read = rows_kept + skipped.total
     if skipped.total and config.strict:
         raise DataError(
             f"{skipped.first()}; {skipped.total} of {read} rows are bad: "
             "fix them, or leave out --strict to skip them"
         )
     if not read:
-        raise DataError(f"{path}: has no rows: add JSON objects, one a line")
-    if not kept:
+        raise DataError(f"{path} has no rows: add JSON objects, one per line")
+    if not rows_kept:
         every = f"none of its {read:,} rows can be used"
         every = "its only row cannot be used" if read == 1 else every
         raise DataError(f"{path}: {every}; the first: {skipped.first()}")
@@ -558,7 +558,7 @@ def _choose_rows(
     if isinstance(config, InspectConfig):
         return RunRows(corpus.select(), corpus.select([])), [Finding("error", problem, 0, advice)]
     skipped = [file.skipped for file in files if file.skipped.total]
-    total = count(sum(each.total for each in skipped), "other row")
+    total = pluralise(sum(each.total for each in skipped), "other row")
     others = f"; skipped {total}, the first: {skipped[0].first()}" if skipped else ""
     raise DataError(f"{', '.join(map(shown, config.data))}: {problem}: {advice}{others}")
 

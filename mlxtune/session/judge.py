@@ -16,7 +16,7 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.text.generate import Sampling, answers
 from mlxtune.backend.text.tokenizer import ModelTokenizer
-from mlxtune.backend.workers.workers import ALONE, Workers
+from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import EvalConfig, UseConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.prompt import LastTurn, TurnEnds, last_turn
@@ -27,7 +27,7 @@ from mlxtune.core.evaluation.row_losses import answer_sums, sums_of
 from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses, evaluate_preferences
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.core.files.writing import write_json
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.run_folder import EVALUATION, SAMPLES
 from mlxtune.core.training.observer import TrainingObserver
@@ -50,7 +50,7 @@ def compare_losses(
     judged: JudgedRows,
     seed: int,
     console: RunConsole,
-    workers: Workers = ALONE,
+    workers: Workers = SINGLE_PROCESS,
     start: Any = None,
     objective: Objective = SFT,
 ) -> Evaluation:
@@ -74,7 +74,7 @@ def _sums(
     workers: Workers,
     objective: Objective,
 ) -> list[Any]:
-    """Sum the losses of rows without or with the adapter; each worker computes a share.
+    """Sum the losses of rows without or with the adapter; each worker computes a part.
 
     Returns Sums, or AnswerSums under a preference objective, for each of `models`: False is the
     base model, True the adapter.
@@ -115,7 +115,7 @@ def answer_rows(
     same = operator.eq if exact else matcher(match, console.warn)
     samples = []
     for number, (i, turn) in enumerate(asked):
-        path, row = rows.place(i)
+        path, row = rows.source(i)
         expected = text_of(tokenizer.spell(turn.answer)).removesuffix(turn.prompt.end_text)
         answer = base[number] if adapted is None else adapted[number]
         other = None if against is None else against[number]
@@ -181,7 +181,7 @@ def measure_other(
     config, console = use.config, use.console
     console.say("Against", str(other.path))
     loaded = load_model(config, other, use.folder, RunConsole(quiet=True))
-    (sums,) = _sums(loaded, rows, (True,), console, ALONE, objective)
+    (sums,) = _sums(loaded, rows, (True,), console, SINGLE_PROCESS, objective)
     texts = None
     if config.generate:
         asked, longest = _asked(rows, reader.turn_ends), config.max_new_tokens
@@ -253,7 +253,7 @@ def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
             generated = answer_rows(loaded, session.reader, drawn, _LONGEST_SAMPLE, console)
             evaluation = replace(evaluation, generated=generated)
             write_json(path, evaluation.as_dict())
-            console.say("Samples", f"{count(generated.rows, 'row')} answered, for the report")
+            console.say("Samples", f"{pluralise(generated.rows, 'row')} answered, for the report")
         else:
             console.say("Samples", f"none: {_NOTHING_TO_ANSWER}")
     except MlxTuneError as problem:

@@ -25,7 +25,7 @@ from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.shards import shard_base
-from mlxtune.backend.workers.workers import ALONE, Workers
+from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import TrainConfig, user_cache
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.inspection import Distribution
@@ -35,11 +35,11 @@ from mlxtune.core.machine.facts import versions
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.metrics import InstructTrainResult
 from mlxtune.core.run.run_folder import ABOUT, ResumePoint
-from mlxtune.core.run.stored_run import text
+from mlxtune.core.run.stored_run import get_str
 from mlxtune.core.steps.memory_plan import MemoryPlan, Workload
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError
-from mlxtune.session import planning
+from mlxtune.session import memory_planning
 from mlxtune.session.dataset import Dataset
 from mlxtune.session.session import RunSession
 from mlxtune.session.trained_model import await_result, trained_as
@@ -78,17 +78,19 @@ def prepare(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> RunPa
     # Memory comes next: a run that does not fit ends before its weights are read.
     base = prepare_base(config, session.release_base(), console, workers)
     if session.initial is not None and (
-        other := base_mismatch(session.initial, base, config.loading())
+        other := base_mismatch(session.initial, base, config.base_options())
     ):
         console.warn(f"--init-adapter {other}")
-    work = planning.sampled_work(config, planning.first_steps(config, dataset), dataset)
-    if line := planning.truncation_loss_line(config, base, work, dataset):
+    work = memory_planning.sampled_work(
+        config, memory_planning.first_steps(config, dataset), dataset
+    )
+    if line := memory_planning.truncation_loss_line(config, base, work, dataset):
         console.warn(line)
-    base, plan, products = planning.plan_run(
+    base, plan, products = memory_planning.plan_run(
         config, base, work, resume=session.resume, workers=workers
     )
     if reserves:
-        planning.reserve_memory(config, plan, cleanup, console)
+        memory_planning.reserve_memory(config, plan, cleanup, console)
 
     model_hash = hash_in_background(session.folder, None if config.no_cache else user_cache())
     loading.read_weights(base)
@@ -105,12 +107,12 @@ def prepare(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> RunPa
         dataset=dataset,
         initial=session.initial,
     )
-    notes = (products, planning.larger_limit(config, plan, work))
+    notes = (products, memory_planning.larger_limit(config, plan, work))
     return RunParts(base, pipeline, plan, notes)
 
 
 def prepare_base(
-    config: TrainConfig, base: BaseModel, console: RunConsole, workers: Workers = ALONE
+    config: TrainConfig, base: BaseModel, console: RunConsole, workers: Workers = SINGLE_PROCESS
 ) -> BaseModel:
     """Set the memory limits, and return the opened model, or this worker's part of it."""
     console.say("Memory", allocator.set_limits(config.memory_limit).describe())
@@ -130,7 +132,7 @@ def build_pipeline(
     *,
     provenance: Callable[[], Mapping[str, Any]] = dict,
     resume: ResumePoint | None = None,
-    workers: Workers = ALONE,
+    workers: Workers = SINGLE_PROCESS,
     dataset: Dataset | None = None,
     initial: AdapterFile | None = None,
 ) -> tuple[InstructPipeline, MemoryPlan]:
@@ -146,7 +148,7 @@ def build_pipeline(
     trained = trained_as(config, plain_text, rows)
     pipeline = InstructPipeline(
         base.model,
-        config.lora(),
+        config.pipeline_config(),
         execution=plan.execution,
         base_model=config.model_path,
         fresh=resume is None,
@@ -168,8 +170,8 @@ def build_pipeline(
     for name, problem in problems.items():
         if problem:
             console.say(name, f"by MLX's operations, not our kernels: {problem}")
-    recorded = None if resume is None else planning.recorded_memory(config.checkpoint_path)
-    confirmed = planning.confirm(config, base, pipeline, work, plan, recorded, workers)
+    recorded = None if resume is None else memory_planning.recorded_memory(config.checkpoint_path)
+    confirmed = memory_planning.confirm(config, base, pipeline, work, plan, recorded, workers)
     pipeline.run_as(confirmed.execution, confirmed.peak.total)
     return pipeline, confirmed
 
@@ -185,8 +187,8 @@ def about_run(session: RunSession, parts: RunParts, trainer: InstructTrainer) ->
     if session.resume is not None:
         with suppress(OSError, ValueError):
             earlier = read_json(config.checkpoint_path / ABOUT)
-            started = text(earlier, "started_at") or started
-            command = text(earlier, "auto")
+            started = get_str(earlier, "started_at") or started
+            command = get_str(earlier, "auto")
     return {
         "format": 1,
         "started_at": started,

@@ -17,19 +17,19 @@ from mlxtune.backend.workers.launch import from_worker_0
 from mlxtune.config import OPTIONS, TrainConfig, as_path
 from mlxtune.config.fields import check_names, field_types, flag
 from mlxtune.config.option import Affects, Option
-from mlxtune.config.train_config import adapter_file
+from mlxtune.config.train_config import adapter_path
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.files.writing import same_place
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.core.run.checkpoint import Checkpoint
 from mlxtune.core.run.run_folder import LEDGER, ResumePoint, find_resume_point
-from mlxtune.core.run.stored_run import mapping, read_ledgers, run_folder_at
+from mlxtune.core.run.stored_run import get_mapping, read_ledgers, run_folder_at
 from mlxtune.core.run.trained_rows import read_trained_rows
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, OutputError, shorten
 from mlxtune.hub.dataset_name import data_value
-from mlxtune.session.arguments import Resolved
+from mlxtune.session.arguments import ResolvedOptions
 from mlxtune.views.console import RunConsole
 
 # Options that another user's run must not set: they choose downloads and trackers.
@@ -38,23 +38,23 @@ _ASKED_AGAIN = ("model_path", "data", "val_data", "track")
 _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
     "data_hash": (
         DataError,
-        "--data: gives different examples from those that the run was trained on{rows}: "
+        "--data gives different examples than the run was trained on{rows}: "
         "bring back the run's files, or train on from its adapter: --init-adapter {checkpoint}",
     ),
     "validation_hash": (
         DataError,
-        "--val-data: gives different examples from those that the run was validated with: "
+        "--val-data gives different examples than the run was validated with: "
         "bring back the run's file, or train on from its adapter: --init-adapter {checkpoint}",
     ),
     "base_hash": (
         ModelError,
-        "--model-path: its weights are not those that the run started from: "
+        "--model-path: its weights differ from those at the start of the run: "
         "bring back the folder, or start a new run",
     ),
     "dtype": (
         ModelError,
         "--dtype: this machine computes in {now}, but the run computed in {before}: "
-        "start a new run, and give its dtype with --dtype",
+        "start a new run, and set its dtype with --dtype",
     ),
     "quantized_compute": (
         ModelError,
@@ -64,7 +64,9 @@ _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
 }
 
 
-def find_run(folder: str, given: Mapping[str, Any]) -> tuple[Resolved[TrainConfig], ResumePoint]:
+def find_run(
+    folder: str, given: Mapping[str, Any]
+) -> tuple[ResolvedOptions[TrainConfig], ResumePoint]:
     """Return the options of the run in a folder, changed by `given`, and the run's checkpoint.
 
     If `folder` is empty, looks where the given options would put the checkpoints.
@@ -74,19 +76,19 @@ def find_run(folder: str, given: Mapping[str, Any]) -> tuple[Resolved[TrainConfi
     check_names(TrainConfig, given)
     find = partial(_find_point, folder, given)
     run, point = from_worker_0(find) if launched_several() else find()
-    return Resolved.recorded(run_config(run, point.checkpoint, given)), point
+    return ResolvedOptions.recorded(run_config(run, point.checkpoint, given)), point
 
 
 def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoint]:
     if folder:
         run = run_folder_at(as_path(folder))
     else:
-        places = {name: given[name] for name in ("output", "checkpoint_dir") if name in given}
-        run = TrainConfig(model_path="any", data=("any",), **places).checkpoint_path
+        paths = {name: given[name] for name in ("output", "checkpoint_dir") if name in given}
+        run = TrainConfig(model_path="any", data=("any",), **paths).checkpoint_path
     point = find_resume_point(run)
     if point is None:
         raise OutputError(
-            f"{run}: holds no checkpoint to resume from: name the folder of a run after --resume, "
+            f"{run} holds no checkpoint to resume from: name the folder of a run after --resume, "
             "or start the run again if it was stopped before its first checkpoint"
         )
     check_asked_again(run, point.checkpoint, given)
@@ -100,10 +102,10 @@ def check_asked_again(
 
     Such options are used only if the caller gives them again.
     """
-    own = mapping(checkpoint.metadata, "config")
+    stored = get_mapping(checkpoint.metadata, "config")
     asked = []
     for name in names:
-        value = own.get(name)
+        value = stored.get(name)
         if not value or name in given:
             continue
         values = value if isinstance(value, list) else [value]
@@ -116,10 +118,10 @@ def check_asked_again(
         # The text is quoted, so that it can be copied into a shell.
         asked += [f"{flag(name)} {shlex.quote(str(each)[:200])}" for each in values[:5]]
     if asked and not is_own(run):
-        none = " (or --track '' for none)" if own.get("track") and "track" in names else ""
+        none = " (or --track '' for none)" if stored.get("track") and "track" in names else ""
         raise ConfigError(
             [
-                f"{run}: was not made by you on this machine, so some options have to be "
+                f"{run} was not made by you on this machine, so some options have to be "
                 f"given again if you want them: {' '.join(asked)}{none}"
             ]
         )
@@ -137,17 +139,17 @@ def run_config(run: Path, checkpoint: Checkpoint, given: Mapping[str, Any]) -> T
 
     Raises ConfigError.
     """
-    metadata, place = checkpoint.metadata, checkpoint.folder / "metadata.json"
+    metadata, metadata_path = checkpoint.metadata, checkpoint.folder / "metadata.json"
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
-    own = metadata.get("config")
-    if not isinstance(own, Mapping) or not own.keys() <= fields.keys():
-        raise ConfigError([f"{place} holds no options of this version of mlxtune"])
+    stored = metadata.get("config")
+    if not isinstance(stored, Mapping) or not stored.keys() <= fields.keys():
+        raise ConfigError([f"{metadata_path} holds no options of this version of mlxtune"])
     # The run may be untrusted, so it must not choose code to run or places to write.
-    own = {name: value for name, value in own.items() if OPTIONS[name].inherited}
+    stored = {name: value for name, value in stored.items() if OPTIONS[name].inherited}
     problems = [
         problem
         for name, value in given.items()
-        if (problem := _difference(name, value, own.get(name, fields[name].default)))
+        if (problem := _difference(name, value, stored.get(name, fields[name].default)))
     ]
     if problems:
         raise ConfigError(problems)
@@ -155,25 +157,27 @@ def run_config(run: Path, checkpoint: Checkpoint, given: Mapping[str, Any]) -> T
         check_initial(str(given["init_adapter"]), metadata)
     working_directory = str(metadata.get("working_directory", ""))
     if "\0" in working_directory or any(
-        _has_null(value) for name, value in own.items() if OPTIONS[name].path
+        _has_null(value) for name, value in stored.items() if OPTIONS[name].path
     ):
-        raise ConfigError([f"{place}: has a path with a null character"])
-    own |= _places(run, own, working_directory)
+        raise ConfigError([f"{metadata_path} has a path with a null character"])
+    stored |= _places(run, stored, working_directory)
     try:
-        TrainConfig(**own)
+        TrainConfig(**stored)
     except ConfigError as error:
-        raise ConfigError([f"{place}: {'; '.join(error.problems)}"]) from error
-    config = TrainConfig(**own | dict(given))
+        raise ConfigError([f"{metadata_path}: {'; '.join(error.problems)}"]) from error
+    config = TrainConfig(**stored | dict(given))
     output = config.output_path.resolve()
     own_folders = (run.resolve(), run.parent.resolve())
-    if "output" not in given and not any(same_place(output.parent, each) for each in own_folders):
+    if "output" not in given and not any(
+        same_place(output.parent, own_folder) for own_folder in own_folders
+    ):
         raise ConfigError(
-            [f"--output: the run writes to {output}, outside its own folder: give --output again"]
+            [f"--output: the run writes to {output}, outside its own folder: pass --output again"]
         )
     return config
 
 
-def _difference(name: str, value: Any, own: Any) -> str | None:
+def _difference(name: str, value: Any, stored: Any) -> str | None:
     """Return the problem if a given option differs from the run's but may not, or else None."""
     option = OPTIONS[name]
     if option.affects not in (Affects.RESULT, Affects.LENGTH):
@@ -182,15 +186,15 @@ def _difference(name: str, value: Any, own: Any) -> str | None:
         value = option.read(value, field_types(TrainConfig)[name])
     except ValueError as problem:
         return f"{flag(name)} {problem}"
-    own = tuple(own) if isinstance(own, list) else own
+    stored = tuple(stored) if isinstance(stored, list) else stored
     if option.affects is Affects.LENGTH:
-        if isinstance(own, int) and (value is None or value >= own):
+        if isinstance(stored, int) and (value is None or value >= stored):
             return None
-        ours = _shown(own, option)
-        return f"{flag(name)} {value}: the run has {ours}, and may only get more: leave it out"
-    if value == own:
+        ours = _shown(stored, option)
+        return f"{flag(name)} can only be raised (the run has {ours})"
+    if value == stored:
         return None
-    given, ours = _shown(value, option), _shown(own, option)
+    given, ours = _shown(value, option), _shown(stored, option)
     return (
         f"{flag(name)} {given}: the run has {ours}, and its result depends on it: leave it out, or "
         "start a new run with --init-adapter"
@@ -203,24 +207,24 @@ def _shown(value: Any, option: Option) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[str, Any]:
+def _places(run: Path, stored: Mapping[str, Any], working_directory: str) -> dict[str, Any]:
     """Return a run's paths, resolved against its working directory; outputs follow a moved run."""
-    places: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
     if working_directory and Path(working_directory) != Path.cwd():
-        for name, value in own.items():
+        for name, value in stored.items():
             if not OPTIONS[name].path:
                 continue
             if isinstance(value, str):
-                places[name] = _from(working_directory, value, name)
+                paths[name] = _from(working_directory, value, name)
             elif isinstance(value, list):
-                places[name] = [_from(working_directory, str(each), name) for each in value]
-    default = own.get("checkpoint_dir") is None and run.name == "checkpoints"
-    output = adapter_file(str(places.get("output", own.get("output"))))
+                paths[name] = [_from(working_directory, str(each), name) for each in value]
+    default = stored.get("checkpoint_dir") is None and run.name == "checkpoints"
+    output = adapter_path(str(paths.get("output", stored.get("output"))))
     if not default:
-        return places | {"checkpoint_dir": str(run)}
+        return paths | {"checkpoint_dir": str(run)}
     if not same_place(output.parent, run.parent.resolve()):
-        places["output"] = str(run.parent / output.name)
-    return places
+        paths["output"] = str(run.parent / output.name)
+    return paths
 
 
 def _from(working_directory: str, path: str, name: str) -> str:
@@ -262,7 +266,7 @@ def _changes(run: Path, trainer: InstructTrainer) -> Iterator[str]:
     """Yield, for each file whose rows differ from those in a run's records, how many do."""
     rows = trainer.train_rows
     try:
-        before = [each.rows_kept for each in read_ledgers(run / LEDGER)]
+        before = [ledger.rows_kept for ledger in read_ledgers(run / LEDGER)]
     except (OSError, ValueError):  # the records are damaged
         return
     trained = read_trained_rows(run, lambda warning: None)
@@ -274,9 +278,9 @@ def _changes(run: Path, trainer: InstructTrainer) -> Iterator[str]:
         rows.corpus.paths, before, now, new, strict=False
     ):
         if count_before != count_now:
-            yield f"{path} had {count(count_before, 'row')} to use, and has {count_now:,}"
+            yield f"{path} had {pluralise(count_before, 'row')} to use, and has {count_now:,}"
         elif same and len(trained) and changed:
-            yield f"{count(changed, 'row')} of {path} changed"
+            yield f"{pluralise(changed, 'row')} of {path} changed"
 
 
 def print_resume(resume: ResumePoint, trainer: InstructTrainer, console: RunConsole) -> None:
@@ -284,10 +288,10 @@ def print_resume(resume: ResumePoint, trainer: InstructTrainer, console: RunCons
     metadata, now = resume.checkpoint.metadata, trainer.describe()
     if (workers := metadata.get("workers", 1)) != now["workers"]:
         console.warn(
-            f"the run was on {_workers(workers)} and goes on with {_workers(now['workers'])}: its "
+            f"the run used {_workers(workers)} and continues with {_workers(now['workers'])}: its "
             "result is the same except for rounding, but not byte for byte"
         )
-    before = mapping(metadata, "versions")
+    before = get_mapping(metadata, "versions")
     changed = [
         f"{name} {before.get(name, 'none')} -> {version}"
         for name, version in now["versions"].items()
@@ -311,7 +315,7 @@ def _extension_line(resume: ResumePoint, trainer: InstructTrainer) -> str:
     if before == trainer.total_steps or not resume.progress.steps:
         return ""
     last, following = resume.progress.steps[-1].learning_rate, trainer.rate(step + 1)
-    line = f"extended from {before} to {count(trainer.total_steps, 'step')}: "
+    line = f"extended from {before} to {pluralise(trainer.total_steps, 'step')}: "
     if last == following:
         return f"{line}the learning rate stays {last:.3g}"
     return (
@@ -333,4 +337,4 @@ def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
 
 
 def _workers(described: object) -> str:
-    return count(described, "worker") if isinstance(described, int) else shorten(str(described))
+    return pluralise(described, "worker") if isinstance(described, int) else shorten(str(described))

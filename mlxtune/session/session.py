@@ -1,4 +1,4 @@
-"""Opens what a command's options name, each once: the model's folder, the data and the model.
+"""Opens the inputs that a command's options name, each once: model folder, data and model.
 
 A session opens and checks them in one order:
 
@@ -43,11 +43,11 @@ def model_folder(config: DataConfig | UseConfig) -> Path:
 
 
 class Session(Generic[C]):
-    """The model's folder and the data that the options of a command name.
+    """The model's folder and the data of one command.
 
-    `config` has the options with the commits of the hub's data sets, which are those to evaluate on
-    with `held_out`. `folder` is the model's if a command has checked it. Raises ModelError or
-    DataError.
+    `config` holds the command's options, with each data set of the hub pinned to a commit. With
+    `held_out`, the data sets' held-out splits are used. `folder` is the model's folder, if the
+    command has already checked it. Raises ModelError or DataError.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class TrainingSession(Session[T]):
     @cached_property
     def base(self) -> BaseModel:
         """The model, of which no weights are read. Raises ModelError."""
-        return loading.open_base(self.folder, self.config.dtype, self.config.loading())
+        return loading.open_base(self.folder, self.config.dtype, self.config.base_options())
 
     def release_base(self) -> BaseModel:
         """Return the model to a caller that becomes its only owner, and so can free it."""

@@ -21,7 +21,7 @@ from mlxtune.backend.models.model_folder import find_folder, is_local, read_conf
 from mlxtune.backend.models.quantize import format_name
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, Stream, seed
 from mlxtune.backend.workers.shards import shard_base
-from mlxtune.backend.workers.workers import ALONE, Workers
+from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import (
     AnswerConfig,
     EvalConfig,
@@ -38,7 +38,7 @@ from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.remembered import is_own
-from mlxtune.core.run.stored_run import mapping
+from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.run.trained_rows import record_of, rows_behind, rows_in_record
 from mlxtune.errors import ConfigError, DataError, ModelError, one_line
 from mlxtune.session.dataset import Reader, template_text
@@ -95,9 +95,9 @@ def find_named(
         if config.model_path:
             raise
         why = error.args[0].removeprefix(f"{path}: ").removesuffix(": check --model-path")
-        why = "is not there" if why == "no such folder" else f"cannot be used: {why}"
+        why = "does not exist" if why == "no such folder" else f"cannot be used: {why}"
         raise ModelError(
-            f"{adapter.path}: its base model {path} {why}: give --model-path"
+            f"{adapter.path}: its base model {path} {why}: pass --model-path"
         ) from error
     read_config(folder, trust_remote_code=config.trust_remote_code)
     return folder
@@ -116,14 +116,14 @@ def base_name(
     """
     path = config.model_path or named
     if not path:
-        raise ModelError(f"{adapter.path}: names no base model: give --model-path")
+        raise ModelError(f"{adapter.path} names no base model: pass --model-path")
     with suppress(OSError, ValueError):  # not a folder name, or a folder we may not read
         if not config.model_path and relative_to and (Path(relative_to) / path).is_dir():
             path = str(Path(relative_to) / path)
     if not (config.model_path or is_local(path) or _is_own(adapter)):
         raise ModelError(
             f"{adapter.path}: its base model is not here, and you did not make the adapter on this "
-            f"machine: to download the model, give --model-path {shlex.quote(path)}"
+            f"machine: to download the model, pass --model-path {shlex.quote(path)}"
         )
     return path
 
@@ -166,7 +166,7 @@ class UseSession(Generic[U]):
     @cached_property
     def reader(self) -> Reader:
         """The reader of prompts."""
-        return Reader(self.config.reading(turns="last"), self.folder)
+        return Reader(self.config.data_config(turns="last"), self.folder)
 
     def load(self) -> LoadedModel:
         return load_model(self.config, self.adapter, self.folder, self.console)
@@ -260,7 +260,7 @@ def initial_adapter(adapter: AdapterFile, warn: Callable[[str], None]) -> Iterat
     Warns if the run names one that is missing or has changed.
     """
     metadata = adapter.origin.metadata
-    named, expected = mapping(metadata, "config").get("init_adapter"), "init_adapter_hash"
+    named, expected = get_mapping(metadata, "config").get("init_adapter"), "init_adapter_hash"
     if not isinstance(named, str):
         return
     with suppress(OSError, ModelError, ValueError):
@@ -284,7 +284,7 @@ def load_model(
     adapter: AdapterFile | None,
     folder: Path,
     console: RunConsole,
-    workers: Workers = ALONE,
+    workers: Workers = SINGLE_PROCESS,
 ) -> LoadedModel:
     """Set the memory limits, and load the model, or this worker's part of it, with its adapter.
 
@@ -339,7 +339,7 @@ def check_prompt_length(prompt: Prompt, base: BaseModel, where: str) -> None:
     longest = base.text_config.get("max_position_embeddings")
     if isinstance(longest, int) and 0 < longest < len(prompt.ids):
         raise DataError(
-            f"{where}: has {len(prompt.ids):,} tokens, but the model reads at most {longest:,}: "
+            f"{where} has {len(prompt.ids):,} tokens, but the model reads at most {longest:,}: "
             "shorten it"
         )
 

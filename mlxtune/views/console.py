@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Column, Table
 from rich.text import Text
 
-from mlxtune.core.formatting import count, duration
+from mlxtune.core.formatting import duration, pluralise
 from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.run.profile import StepProfile
 from mlxtune.core.training.observer import RunStart, TrainingObserver
@@ -136,7 +136,7 @@ class RunConsole(TrainingObserver):
         self._first.arrived()
 
     def on_encoding(self, path: Path, rows: int) -> None:
-        self.show(f"encoding {path}: {count(rows, 'row')}")
+        self.show(f"encoding {path}: {pluralise(rows, 'row')}")
 
     def show(self, text: str) -> None:
         self.result_arrived()
@@ -184,9 +184,9 @@ class RunConsole(TrainingObserver):
         self._losses.append(record.loss)
         average, total = fmean(self._losses), self._run.total_steps
         if self._bar is not None:
-            place = f"epoch {record.epoch}/{self._run.epochs} step {record.step}/{total}"
+            position = f"epoch {record.epoch}/{self._run.epochs} step {record.step}/{total}"
             state = run_text.step_state(record, average, self._peak_gb(), self._thermal)
-            self._bar.update(f"{place}  {state}", record.step / total)
+            self._bar.update(f"{position}  {state}", record.step / total)
         elif record.step % self._log_every == 0 or record.step == total:
             line = run_text.step_line(record, total, average, self._peak_gb(), self._thermal)
             self.say("Training", line)

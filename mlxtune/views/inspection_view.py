@@ -22,7 +22,7 @@ from mlxtune.core.data.inspection import (
     ShownPair,
     together,
 )
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.core.run.summary import Verdict
 from mlxtune.views import visible
 from mlxtune.views.output import render_lines
@@ -145,7 +145,7 @@ def _summary(inspection: Inspection) -> list[str]:
 
 def _columns(cells: Sequence[Any]) -> str:
     """Return a row's cells as one line of columns, right-aligned except for the first."""
-    texts = [each if isinstance(each, str) else f"{each:,}" for each in cells]
+    texts = [cell if isinstance(cell, str) else f"{cell:,}" for cell in cells]
     return f"{texts[0]:<12}" + "".join(f"{text:>16}" for text in texts[1:])
 
 
@@ -155,8 +155,8 @@ def _examples(
     if not examples:
         return
     shown = together(examples)
-    pairs = any(isinstance(each, ShownPair) for each in shown)
-    marks = f"⟦supervised⟧{', «only on this side»' if pairs else ''}, all else is context"
+    pairs = any(isinstance(example, ShownPair) for example in shown)
+    marks = f"⟦supervised⟧{', «only in this answer»' if pairs else ''}, all else is context"
     if coloured:
         differs = (
             f"  [{_DIFFERS['chosen']}]only chosen[/]  [{_DIFFERS['rejected']}]only rejected[/]"
@@ -164,29 +164,29 @@ def _examples(
         marks = "[bold green]supervised[/][dim]  context[/]  [magenta]control[/]"
         marks += differs if pairs else ""
     yield _line(f"[bold]Rows as the model sees them[/]  {marks}")
-    for each in shown:
+    for example in shown:
         yield Text()
-        if isinstance(each, ShownPair):
-            yield from _pair(each, coloured, beside)
+        if isinstance(example, ShownPair):
+            yield from _pair(example, coloured, beside)
         else:
-            yield from _single(each, max_seq_len, coloured)
+            yield from _single(example, max_seq_len, coloured)
 
 
 def _single(example: ShownExample, max_seq_len: int, coloured: bool) -> Iterator[Padding | Text]:
-    facts = f"{count(example.tokens, 'token')}, {example.supervised:,} supervised"
+    facts = f"{pluralise(example.tokens, 'token')}, {example.supervised:,} supervised"
     role = f"{example.role}, " if example.role != "answer" else ""
     yield _heading(example, role + facts)
     yield _example_text(example.pieces, coloured)
     if example.cut:
         verb = "is" if example.cut == 1 else "are"
-        more = f"{count(example.cut, 'more token')} {verb} beyond --max-seq-len {max_seq_len}"
+        more = f"{pluralise(example.cut, 'more token')} {verb} beyond --max-seq-len {max_seq_len}"
         yield _line(f"[yellow]... {more}[/]")
 
 
 def _pair(pair: ShownPair, coloured: bool, beside: bool) -> Iterator[Padding | Text | Table]:
     """Yield the prompt of a pair, then its two answers, next to each other if `beside`."""
     common = pair.chosen.pieces[: pair.common]
-    yield _heading(pair.chosen, f"{count(sum(p.tokens for p in common), 'token')} in common")
+    yield _heading(pair.chosen, f"{pluralise(sum(p.tokens for p in common), 'token')} in common")
     yield _example_text(common, coloured)
     answers = []
     for answer in pair.answers:
@@ -206,8 +206,8 @@ def _pair(pair: ShownPair, coloured: bool, beside: bool) -> Iterator[Padding | T
 def _heading(example: ShownExample, facts: str) -> Padding:
     part = f"part {example.part} of {example.parts}, " if example.parts > 1 else ""
     kinds = f"  [yellow]{_safe(', '.join(example.kinds))}[/]" if example.kinds else ""
-    place = f"[cyan]{_safe(example.where)}[/]"
-    return _line(f"[dim]── [/]{place}  {_safe(f'{part}{example.split}, {facts}')}{kinds}")
+    source = f"[cyan]{_safe(example.where)}[/]"
+    return _line(f"[dim]── [/]{source}  {_safe(f'{part}{example.split}, {facts}')}{kinds}")
 
 
 def _example_text(pieces: Sequence[Piece], coloured: bool, role: str = "") -> Text:
@@ -215,7 +215,7 @@ def _example_text(pieces: Sequence[Piece], coloured: bool, role: str = "") -> Te
     start, _, end, tokens = _cut_at_ends(pieces, _ENDS)
     text = _styled(start, coloured, role)
     if tokens:
-        text.append(f"\n... {count(tokens, 'token')} not shown here ...\n", "yellow")
+        text.append(f"\n... {pluralise(tokens, 'token')} not shown here ...\n", "yellow")
         text.append_text(_styled(end, coloured, role))
     if text.plain.endswith("\n"):
         text.right_crop(1)
@@ -264,14 +264,14 @@ def render_page(inspection: Inspection) -> str:
             "Template": inspection.template,
             "Thinking": inspection.thinking,
             "Turns": inspection.turns,
-            "Limit": f"{count(inspection.max_seq_len, 'token')} (--max-seq-len)",
-            "Batch": count(inspection.batch_size, "row"),
+            "Limit": f"{pluralise(inspection.max_seq_len, 'token')} (--max-seq-len)",
+            "Batch": pluralise(inspection.batch_size, "row"),
         },
         verdict=_verdict(inspection),
         totals=_totals(inspection),
         findings=list(_linked_findings(inspection)),
         examples=(examples := list(_articles(inspection))),
-        pairs=any(len(each["answers"]) > 1 for each in examples),
+        pairs=any(len(example["answers"]) > 1 for example in examples),
     )
 
 
@@ -279,11 +279,11 @@ def _verdict(inspection: Inspection) -> Verdict:
     errors = len(inspection.errors)
     warnings = len(inspection.findings) - errors
     if errors:
-        also = f" and {count(warnings, 'warning')}" if warnings else ""
-        text = f"Not ready: {count(errors, 'error')}{also}. mlxtune train refuses this data."
+        also = f" and {pluralise(warnings, 'warning')}" if warnings else ""
+        text = f"Not ready: {pluralise(errors, 'error')}{also}. mlxtune train refuses this data."
         return Verdict("bad", text)
     if warnings:
-        text = f"Worth a look: {count(warnings, 'warning')}. mlxtune train accepts this data."
+        text = f"Worth a look: {pluralise(warnings, 'warning')}. mlxtune train accepts this data."
         return Verdict("uncertain", text)
     return Verdict("good", "No findings. Look at some rows below: the marked text will be learned.")
 
@@ -296,11 +296,11 @@ def _totals(inspection: Inspection) -> dict[str, str]:
     is_cut = any(ledger["tokens_truncated"] for ledger in inspection.files)
     before = ", before --max-seq-len cuts" if is_cut else ""
     return {
-        f"of {count(read, 'row')} read are for training": f"{train:,}",
+        f"of {pluralise(read, 'row')} read are for training": f"{train:,}",
         f"supervised tokens, {fraction} of all{before}": f"{supervised.total:,}",
-        f"tokens in the longest of {count(inspection.examples, 'example')}": f"{tokens.max:,}",
-        f"in an epoch, each of {count(inspection.batch_size, 'row')}": (
-            count(inspection.cost.steps, "step")
+        f"tokens in the longest of {pluralise(inspection.examples, 'example')}": f"{tokens.max:,}",
+        f"in an epoch, each of {pluralise(inspection.batch_size, 'row')}": (
+            pluralise(inspection.cost.steps, "step")
         ),
     }
 
@@ -359,8 +359,8 @@ def _markup(stretched: Iterable[Stretched]) -> Markup:
     for supervised, span in groupby(stretched, key=lambda pair: pair[0].supervised):
         tokens = "".join(
             f"<mark>{each}</mark>" if differs else each
-            for differs, few in groupby(span, key=lambda pair: pair[0].differs)
-            for each in ["".join(_token(piece, parts) for piece, parts in few)]
+            for differs, group in groupby(span, key=lambda pair: pair[0].differs)
+            for each in ["".join(_token(piece, parts) for piece, parts in group)]
         )
         text += f'<b class="s">{tokens}</b>' if supervised else tokens
     return Markup(text)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from mlxtune.config import TrainConfig
 from mlxtune.config.objective_config import DEFAULT_RATE
 from mlxtune.core.data.inspection import TruncationLoss
-from mlxtune.core.formatting import byte_size, count, duration, short_duration
+from mlxtune.core.formatting import byte_size, duration, pluralise, short_duration
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
 from mlxtune.core.steps.memory_plan import ESTIMATE, MARGIN, MemoryPlan
 from mlxtune.core.steps.scaling import Scaling
@@ -19,8 +19,8 @@ def micro_batches_line(plan: MemoryPlan) -> str:
         line += (
             f", {plan.micro_batches_per_step:.1f} a step with {plan.padding_fraction:.1%} padding"
         )
-    kept = "recomputed in the backward pass" if plan.execution.recompute else "kept"
-    return f"{line}; activations {kept}"
+    activations = "recomputed in the backward pass" if plan.execution.recompute else "kept"
+    return f"{line}; activations {activations}"
 
 
 def peak_line(plan: MemoryPlan) -> str:
@@ -66,15 +66,15 @@ def few_steps_line(
     if auto is not None and max_steps != steps:
         rows = math.ceil(_ENOUGH_STEPS / auto.epochs) * auto.batch_size
         return (
-            f"{count(steps, 'step')}, as there is too little data to learn from: "
-            f"{_ENOUGH_STEPS} steps in {count(auto.epochs, 'epoch')} take {rows} training rows"
+            f"{pluralise(steps, 'step')}, as there is too little data to learn from: "
+            f"{_ENOUGH_STEPS} steps in {pluralise(auto.epochs, 'epoch')} take {rows} training rows"
         )
     epochs = math.ceil(_ENOUGH_STEPS / per_epoch)
     remedy = f"--epochs {epochs} gives {epochs * per_epoch} steps"
     if max_steps == steps:
         remedy = f"use --max-steps {_ENOUGH_STEPS} or more"
     are = "is" if steps == 1 else "are"
-    return f"{count(steps, 'step')} {are} too few to learn from: {remedy}"
+    return f"{pluralise(steps, 'step')} {are} too few to learn from: {remedy}"
 
 
 def large_rate_line(rate: float) -> str:
@@ -92,7 +92,7 @@ def truncated_line(loss: TruncationLoss, max_seq_len: int, peak: int | None) -> 
     memory = f"in {byte_size(peak)}" if peak else "but does not fit into --memory-limit"
     what = f"cuts off {loss.fraction:.0%} of the supervised tokens"
     if loss.skipped:
-        rows = count(loss.skipped, "preference row")
+        rows = pluralise(loss.skipped, "preference row")
         what = f"skips {rows} with {loss.fraction:.0%} of the supervised tokens"
     return (
         f"--max-seq-len {max_seq_len} {what}: "
@@ -133,16 +133,17 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
     if run.longest:
         yield "Longest", _longest_line(run.longest)
     if not run.steps:
-        example = f"one example of {count(run.max_seq_len, 'token')}"
+        example = f"one example of {pluralise(run.max_seq_len, 'token')}"
         yield "", f"for {example}: add --data to plan the steps and their time"
         return
     yield (
         "Data",
-        f"{count(run.rows, 'training row')}: {count(run.tokens, 'token')}, {run.supervised:,} of "
-        f"them supervised; the model reads {plan.forward_fraction:.0%} as many tokens, "
+        f"{pluralise(run.rows, 'training row')}: {pluralise(run.tokens, 'token')}, "
+        f"{run.supervised:,} of "
+        f"them supervised; the model processes {plan.forward_fraction:.0%} of that number, "
         "padding included",
     )
-    yield "Steps", f"{count(run.steps, 'step')}, {run.steps_per_epoch:,} in an epoch"
+    yield "Steps", f"{pluralise(run.steps, 'step')}, {run.steps_per_epoch:,} per epoch"
     if run.few_steps:
         yield "", run.few_steps
     if run.scaling:
@@ -171,7 +172,7 @@ def _workers_line(scaling: Scaling) -> str:
         f"adding {byte_size(scaling.exchanged)} of {what} takes "
         f"{short_duration(scaling.exchange_s)} at {scaling.gbps:g} Gbit/s"
     )
-    busiest = f"the busiest computes up to {scaling.dearest:.0%} of a step"
+    busiest = f"the busiest worker computes up to {scaling.dearest:.0%} of a step"
     if scaling.speedup is None or scaling.step_s is None:
         return f"{scaling.workers}: {busiest}; {exchange}"
     gain = f"at most {scaling.speedup:.1f} times as fast as one alone"

@@ -26,7 +26,7 @@ from mlxtune.core.evaluation.outcome import (
     perplexity,
 )
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
-from mlxtune.core.formatting import byte_size, count, duration, loss_text, short_duration
+from mlxtune.core.formatting import byte_size, duration, loss_text, pluralise, short_duration
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
@@ -64,13 +64,13 @@ def loss_and_perplexity(value: float, objective: str = "sft") -> str:
 
 
 def rows_line(ledger: Ledger) -> str:
-    parts = [f"{count(ledger.rows_read, 'row')} read"]
+    parts = [f"{pluralise(ledger.rows_read, 'row')} read"]
     if ledger.rows_train:
-        parts.append(f"{ledger.rows_train:,} train")
+        parts.append(f"{ledger.rows_train:,} for training")
     if ledger.weight != 1:
-        parts[-1] += f" {ledger.weight:g} times an epoch"
+        parts[-1] += f" ({ledger.weight:g} times per epoch)"
     if ledger.rows_validation:
-        parts.append(f"{ledger.rows_validation:,} validate")
+        parts.append(f"{ledger.rows_validation:,} for validation")
     if skipped := ledger.rows_skipped.total():
         kinds = ", ".join(f"{kind}: {number:,}" for kind, number in ledger.rows_skipped.items())
         parts.append(f"{skipped:,} skipped ({kinds})")
@@ -81,8 +81,8 @@ def evaluated_line(ledger: Ledger) -> str:
     cut = f", {ledger.rows_truncated:,} truncated" if ledger.rows_truncated else ""
     skipped = f", {total:,} skipped" if (total := ledger.rows_skipped.total()) else ""
     return (
-        f"{ledger.path}: {count(ledger.rows_read, 'row')} read{skipped}{cut}; "
-        f"{count(ledger.tokens_supervised, 'supervised token')}"
+        f"{ledger.path}: {pluralise(ledger.rows_read, 'row')} read{skipped}{cut}; "
+        f"{pluralise(ledger.tokens_supervised, 'supervised token')}"
     )
 
 
@@ -93,10 +93,10 @@ def changed_options(before: Any, after: Any, names: Sequence[str]) -> str:
 
 
 def tokens_line(ledger: Ledger) -> str:
-    cut = f" from {count(ledger.rows_truncated, 'row')}" if ledger.rows_truncated else ""
+    cut = f" from {pluralise(ledger.rows_truncated, 'row')}" if ledger.rows_truncated else ""
     several = f" in {ledger.examples:,} examples" if ledger.examples > ledger.rows_kept else ""
     return (
-        f"{count(ledger.tokens, 'token')}{several} = {ledger.tokens_supervised:,} supervised + "
+        f"{pluralise(ledger.tokens, 'token')}{several} = {ledger.tokens_supervised:,} supervised + "
         f"{ledger.tokens_context:,} context + {ledger.tokens_truncated:,} truncated{cut}"
     )
 
@@ -176,9 +176,11 @@ def validation_line(
 
 def plan_line(trainer: InstructTrainer) -> str:
     config = trainer.config
-    validation = f"{len(trainer.val_rows):,} validate" if trainer.val_rows else "no validation"
+    validation = (
+        f"{len(trainer.val_rows):,} for validation" if trainer.val_rows else "no validation"
+    )
     if trainer.val_rows and config.val_steps:
-        validation += f" every {count(config.val_steps, 'step')}"
+        validation += f" every {pluralise(config.val_steps, 'step')}"
     epochs = min(config.epochs, math.ceil(trainer.total_steps / trainer.steps_per_epoch))
     objective, rate = trainer.objective, f"learning rate {trainer.learning_rate:g}"
     if not objective.is_sft:
@@ -186,8 +188,8 @@ def plan_line(trainer: InstructTrainer) -> str:
         chosen = f" (the default of {objective.name})" * (trainer.learning_rate == default)
         rate = f"{objective.description}; {rate}{chosen}"
     return (
-        f"{count(trainer.total_steps, 'step')} of {count(config.batch_size, 'row')}, "
-        f"{count(epochs, 'epoch')}; {count(len(trainer.train_rows), 'training row')}, "
+        f"{pluralise(trainer.total_steps, 'step')} of {pluralise(config.batch_size, 'row')}, "
+        f"{pluralise(epochs, 'epoch')}; {pluralise(len(trainer.train_rows), 'training row')}, "
         f"{validation}; {rate}, {config.schedule}; "
         f"seed {config.seed}"
     )
@@ -226,7 +228,7 @@ def risen_loss_line(
 
 def _scatter(steps: Sequence[StepRecord]) -> float:
     """Return the standard error of the mean loss of steps."""
-    return float(np.std([each.loss for each in steps], ddof=1) / math.sqrt(len(steps)))
+    return float(np.std([step.loss for step in steps], ddof=1) / math.sqrt(len(steps)))
 
 
 def less_likely_line(evaluation: Evaluation, objective: str) -> str | None:
@@ -263,7 +265,7 @@ def next_try_line(
         return "the chosen answers became less likely: try --sft-weight 1"
     tiny = config.rate < _TINY_RATE * default_rate(config.objective)
     if not learned and not config.auto and (tiny or total_steps < FEWEST_STEPS):
-        why = f"--lr {config.rate:g} is tiny" if tiny else f"{count(steps, 'step')} are few"
+        why = f"--lr {config.rate:g} is tiny" if tiny else f"{pluralise(steps, 'step')} are few"
         return f"{why}: try --auto, which chooses the learning rate and the number of steps"
     best = result.best_step
     if best is not None and last and best == last[-1].step == steps and not result.stopped_early:
@@ -275,8 +277,8 @@ def next_try_line(
 
 
 def _mean_loss(steps: Sequence[StepRecord]) -> float:
-    weight = sum(each.weight for each in steps)
-    return sum(each.loss * each.weight for each in steps) / max(weight, 1)
+    weight = sum(step.weight for step in steps)
+    return sum(step.loss * step.weight for step in steps) / max(weight, 1)
 
 
 def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
@@ -330,8 +332,8 @@ _CONVERT_OPTIONS = {
 
 def usage_line(config: TrainConfig, *, plain_text: bool = False) -> str:
     """Return a command that chats with the trained model or, for plain text, continues a prompt."""
-    own = config.output_path
-    adapter = shlex.quote(str(own.parent if own.name == ADAPTER else own))
+    output = config.output_path
+    adapter = shlex.quote(str(output.parent if output.name == ADAPTER else output))
     if plain_text:
         return f"mlxtune generate --adapter {adapter} --prompt 'Once upon a time'"
     return f"mlxtune chat --adapter {adapter}"
@@ -346,7 +348,9 @@ def python_usage(model_path: str, adapter: str) -> str:
 
 def before_and_after(row: str, sample: Sample) -> Iterator[tuple[str, str]]:
     """Yield a row's last user message and the answers without and with the adapter, by heading."""
-    asked = [each["content"] for each in json.loads(row)["messages"] if each["role"] == "user"]
+    asked = [
+        message["content"] for message in json.loads(row)["messages"] if message["role"] == "user"
+    ]
     for stage, text in (
         ("Question", asked[-1]),
         ("Before", sample.base),
@@ -430,9 +434,9 @@ def profile_line(profile: StepProfile) -> str:
 
 def profile_table(summary: ProfileSummary) -> Iterator[str]:
     if summary.steps:
-        steps = count(summary.steps, "step")
+        steps = pluralise(summary.steps, "step")
         yield f"{steps} profiled, {short_duration(summary.seconds / summary.steps)} a step"
-        yield f"{'phase':<{_PHASE_WIDTH}}{'time':>10}{'share':>8}{'takes':>10}{'peak':>10}"
+        yield f"{'phase':<{_PHASE_WIDTH}}{'time':>10}{'percent':>8}{'takes':>10}{'peak':>10}"
         for name in (*PHASES, OTHER):
             if phase := summary.phases.get(name):
                 time = f"{short_duration(phase.seconds / summary.steps):>10}"

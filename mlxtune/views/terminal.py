@@ -57,8 +57,8 @@ def show_runs(runs: Sequence[RunView], console: Console) -> None:
         columns.remove("objective")
     unlimited = console.options.update(width=_PIPE_WIDTH)
     for name in ("", *_DISPENSABLE):
-        columns = [each for each in columns if each != name]
-        table = plain_table(columns, ([row[each] for each in columns] for row in rows))
+        columns = [column for column in columns if column != name]
+        table = plain_table(columns, ([row[column] for column in columns] for row in rows))
         if console.is_terminal:
             table.columns[0].max_width = _MOST_NAME
         if Measurement.get(console, unlimited, table).maximum <= console.width:

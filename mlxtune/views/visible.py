@@ -112,5 +112,5 @@ def escape_controls(text: str) -> str:
 
 
 def _escape_control(character: str) -> str:
-    kept = character in "\n\t\u200c\u200d" or unicodedata.category(character) not in _ACTING
-    return character if kept else character.encode("unicode_escape").decode()
+    is_visible = character in "\n\t\u200c\u200d" or unicodedata.category(character) not in _ACTING
+    return character if is_visible else character.encode("unicode_escape").decode()

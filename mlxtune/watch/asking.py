@@ -77,7 +77,7 @@ class Asker:
         asked = self._question
         return asked if asked is not None and asked.run == run else None
 
-    def hush(self) -> None:
+    def cancel(self) -> None:
         """Stop the current answer by ending the process."""
         asked = self._question
         if asked is not None and asked.status:
@@ -106,7 +106,7 @@ class Asker:
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            # `hush` may have been called before the process started.
+            # `cancel` may have been called before the process started.
             if asked.problem:
                 raise OSError(asked.problem)
             process.stdin.write(json.dumps(asked.text).encode() + b"\n")
@@ -115,7 +115,7 @@ class Asker:
                 line = parse_json(process.stdout.readline(RECORD.bytes), RECORD, "the answer")
                 self._add(asked, line)
         except (OSError, ValueError):
-            # `hush` or the time limit ended the process and set the problem, or the process ended
+            # `cancel` or the time limit ended the process and set the problem, or the process ended
             # unexpectedly, for example for lack of memory.
             asked.problem = asked.problem or "the process that answers has ended"
             self.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.core.files.lock import holder_of
-from mlxtune.core.formatting import count, duration
+from mlxtune.core.formatting import duration, pluralise
 from mlxtune.core.run.checkpoint import METRICS
 from mlxtune.core.run.run_folder import (
     ABOUT,
@@ -131,8 +131,8 @@ class Live:
             self._renew()
         elif action == "ask":
             self._asker.ask(run, values.get("question"))
-        elif action == "hush":
-            self._asker.hush()
+        elif action == "cancel":
+            self._asker.cancel()
         else:
             return False
         return True
@@ -261,7 +261,7 @@ def render_run(key: str, run: Run, why_not: str, *, several: bool, stopping: boo
     final = run.evaluation is not None
     latest = run.samples is not None and not final
     return _parts(
-        title=f"{state['share']} · {view.name}" if state["share"] else view.name,
+        title=f"{state['done']} · {view.name}" if state["done"] else view.name,
         back="several" if several else "",
         head=_fragment("run_head.html", view=view, **state),
         **_charts(charts_of(run, view)),
@@ -279,12 +279,12 @@ def render_runs(runs: Mapping[str, Run], stopping: Set[str]) -> Parts:
     rows = [
         {
             "view": view,
-            "style": style_of(place),
+            "style": style_of(index),
             **run_state(key, run, view, stopping=key in stopping),
         }
-        for place, ((key, run), view) in enumerate(zip(runs.items(), views, strict=True))
+        for index, ((key, run), view) in enumerate(zip(runs.items(), views, strict=True))
     ]
-    title = count(len(runs), "run")
+    title = pluralise(len(runs), "run")
     listed = list(runs.values())
     sentence = comparison_headline(views, validated_alike(listed))
     head = _fragment("runs_head.html", rows=rows, sentence=sentence)
@@ -298,7 +298,7 @@ def run_state(key: str, run: Run, view: RunView, *, stopping: bool) -> dict[str,
     limit = number(run.about, "plan", "memory", "limit")
     return {
         "key": key,
-        "share": f"{100 * view.step / total:.0f}%" if running and total else "",
+        "done": f"{100 * view.step / total:.0f}%" if running and total else "",
         "left": "" if left is None else f"about {duration(left)} left",
         "limit": limit,
         "figures": run_figures(view, limit),

@@ -153,9 +153,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the page or its events; change nothing."""
-        if (place := self._place()) is None:
+        if (target := self._place()) is None:
             return
-        path, query = place
+        path, query = target
         if path == "":
             self._answer(HTTPStatus.OK, self.server.site.page(), "text/html; charset=utf-8")
         elif path == "events":
@@ -165,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Carry out a request of the page, whose values are JSON."""
-        if (place := self._place()) is None:
+        if (target := self._place()) is None:
             return
         if self.headers.get_all("Origin") != [f"http://{self.headers['Host']}"]:
             self.send_error(HTTPStatus.FORBIDDEN)
@@ -179,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             values = parse_json(self.rfile.read(int(size)), _BODY, "the request")
-            known = isinstance(values, dict) and self.server.site.act(place[0], values)
+            known = isinstance(values, dict) and self.server.site.act(target[0], values)
         except MlxTuneError as error:
             self._answer(HTTPStatus.CONFLICT, str(error))
         except ValueError:
@@ -248,10 +248,10 @@ def show(folder: str) -> None:
 
 def start_server(live: Live, folder: Path) -> PageServer:
     """Return a server at the folder's last address, or at a new one if the port is in use."""
-    place, key = user_cache() / _ADDRESSES, str(folder.resolve())
+    path, key = user_cache() / _ADDRESSES, str(folder.resolve())
     known: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        known = read_json(place)
+        known = read_json(path)
     server = None
     with suppress(OSError, OverflowError, TypeError, ValueError):
         port, token = known[key] if key in known else (0, secrets.token_urlsafe(24))
@@ -262,8 +262,8 @@ def start_server(live: Live, folder: Path) -> PageServer:
     known[key] = [server.server_address[1], server.token]
     # If this fails, open pages will not find the next server.
     with suppress(OutputError):
-        make_folder(place.parent)
-        write_json(place, dict(list(known.items())[-_MOST_ADDRESSES:]), private=True)
+        make_folder(path.parent)
+        write_json(path, dict(list(known.items())[-_MOST_ADDRESSES:]), private=True)
     return server
 
 

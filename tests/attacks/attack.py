@@ -39,7 +39,13 @@ def attack(*arguments: object, command: list[str] | None = None, **options: Any)
         streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
         given = command or [sys.executable, "-m", "mlxtune"]
         process = subprocess.Popen(
-            [*given, *(each if isinstance(each, bytes) else str(each) for each in arguments)],
+            [
+                *given,
+                *(
+                    argument if isinstance(argument, bytes) else str(argument)
+                    for argument in arguments
+                ),
+            ],
             **{**streams, "start_new_session": True, **options},
         )
         alarm = threading.Timer(SECONDS * _PATIENCE, lambda: os.killpg(process.pid, signal.SIGKILL))

@@ -22,7 +22,7 @@ from tests.slow import long, slow
 # Standard streams. The shell redirects them as a user, cron or a daemon would.
 
 SHELL = ["sh", "-c"]
-FULL = "stdout: cannot be written: No space left on device: redirect it elsewhere"
+FULL = "stdout cannot be written: No space left on device: redirect it elsewhere"
 # Redirections, each with the expected exit code and text on stderr.
 REDIRECTED: dict[str, tuple[int, str]] = {
     ">/dev/full": (1, FULL),
@@ -148,7 +148,7 @@ def test_folder_for_temporary_files_that_is_none(
     options = ["--model-path", model, "--prompt", "hi", "--max-new-tokens", 2, "--quiet"]
     outcome = cli("generate", *options)
     assert (outcome.code, outcome.err) == (0, "")
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_folder_for_temporary_files_that_is_none(
         ["train", "--data", "x", "--model-path", "y"],
     ],
 )
-def test_current_folder_that_was_deleted(tmp_path: Path, arguments: list[str]) -> None:
+def test_deleted_current_folder_is_reported(tmp_path: Path, arguments: list[str]) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     outcome = shell('rmdir "$PWD"; exec "$0" "$@"', *arguments, cwd=gone)

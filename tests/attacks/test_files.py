@@ -42,9 +42,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_another_tool_wrote_is_refused_before_training(
-    train: Cli, output: Path, name: str
-) -> None:
+def test_foreign_file_is_refused_before_training(train: Cli, output: Path, name: str) -> None:
     place(output.parent / name)
     before = snapshot(output.parent)
     outcome = train("--max-steps", 2)
@@ -53,7 +51,7 @@ def test_what_another_tool_wrote_is_refused_before_training(
     assert snapshot(output.parent) == before
 
 
-def test_what_another_tool_wrote_stays_while_two_runs_come_and_go(train: Cli, output: Path) -> None:
+def test_foreign_file_survives_two_runs(train: Cli, output: Path) -> None:
     run = output.parent / "checkpoints"
     names = ["step-notes/a.txt", "epoch-/a", "step-1.5/a", "best-of/a", ".best.tmp/a", "wandb/a"]
     for name in names:
@@ -63,7 +61,7 @@ def test_what_another_tool_wrote_stays_while_two_runs_come_and_go(train: Cli, ou
     assert [(run / name).read_text() for name in names] == [MINE] * len(names)
 
 
-def test_what_another_tool_wrote_between_two_runs_is_refused(train: Cli, own_run: Path) -> None:
+def test_foreign_file_written_between_two_runs_is_refused(train: Cli, own_run: Path) -> None:
     run = own_run
     place(run / "best" / "model.pt")
     outcome = train("--max-steps", 2)
@@ -107,7 +105,7 @@ OUTPUTS: dict[str, Callable[[Path], str]] = {
 
 @pytest.mark.parametrize("where", OUTPUTS)
 @pytest.mark.parametrize("name", ["checkpoints", "ck"])
-def test_a_strangers_run_does_not_choose_what_is_replaced(
+def test_untrusted_run_does_not_choose_what_is_replaced(
     cli: Cli,
     run_to_copy: Path,
     tmp_path: Path,

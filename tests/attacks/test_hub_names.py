@@ -13,8 +13,8 @@ from huggingface_hub import constants
 from mlxtune.backend.models.model_folder import find_folder
 from mlxtune.errors import DataError, MlxTuneError, ModelError
 from mlxtune.hub import client
+from mlxtune.hub.dataset_download import fetch
 from mlxtune.hub.dataset_name import dataset_name
-from mlxtune.hub.datasets import fetch
 from tests.attacks.test_files import snapshot
 from tests.hub_server import Dataset, Handler, Hub, Model, commit_of
 from tests.waiting import SECONDS, wait_until
@@ -80,7 +80,7 @@ def test_model_and_data_come_from_a_sound_hub(download: Callable[[], Path]) -> N
 
 @pytest.mark.parametrize("header", ["ETag", "X_Linked_Etag"])
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_etag_leads_nowhere(
+def test_etag_cannot_escape_the_cache(
     hub: Hub, tmp_path: Path, download: Callable[[], Path], header: str, name: str
 ) -> None:
     (tmp_path / "private.txt").write_text("mine")
@@ -90,12 +90,12 @@ def test_etag_leads_nowhere(
         download()
     assert "\n" not in str(raised.value)
     assert outside(tmp_path) == before
-    links = [each for each in Path(constants.HF_HUB_CACHE).rglob("*") if each.is_symlink()]
+    links = [path for path in Path(constants.HF_HUB_CACHE).rglob("*") if path.is_symlink()]
     assert links == []
 
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "main", "0" * 39])
-def test_commit_of_a_file_leads_nowhere(
+def test_commit_of_a_file_cannot_escape_the_cache(
     hub: Hub, tmp_path: Path, download: Callable[[], Path], name: str
 ) -> None:
     with_headers(hub, X_Repo_Commit=name)
@@ -106,7 +106,7 @@ def test_commit_of_a_file_leads_nowhere(
 
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "main", 7, ["0" * 40]])
-def test_commit_of_a_model_leads_nowhere(hub: Hub, tmp_path: Path, name: object) -> None:
+def test_commit_of_a_model_cannot_escape_the_cache(hub: Hub, tmp_path: Path, name: object) -> None:
     def fault(handler: Handler, method: str, path: str) -> bool:
         if not path.startswith("/api/models/org/model/revision"):
             return False
@@ -122,7 +122,7 @@ def test_commit_of_a_model_leads_nowhere(hub: Hub, tmp_path: Path, name: object)
 
 
 @pytest.mark.parametrize("name", ["../../../outside.json", "a/../../../../b.json", "/tmp/b.json"])
-def test_file_of_a_model_leads_nowhere(hub: Hub, tmp_path: Path, name: str) -> None:
+def test_file_of_a_model_cannot_escape_its_folder(hub: Hub, tmp_path: Path, name: str) -> None:
     hub.models["org/model"].files = {**FILES, name: b"{}"}
     before = outside(tmp_path)
     with pytest.raises(ModelError):

@@ -18,7 +18,7 @@ from mlxtune.commands import runs as runs_recipe
 from mlxtune.config import user_cache
 from mlxtune.core.run.verification import verify_files
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.session.proof import noted, remove_unfinished
+from mlxtune.session.verified_output import noted, remove_unfinished
 from tests.command import Cli, finish, start
 from tests.models import sums, write_chat
 from tests.slow import slow
@@ -175,7 +175,7 @@ def test_signal_during_fuse_leaves_nothing(
 
 
 @pytest.mark.slow
-def test_what_a_kill_left_of_fuse_is_removed_by_the_next(
+def test_leftovers_of_a_killed_fuse_are_removed_by_the_next(
     cli: Cli, model: Path, adapter: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "fused"

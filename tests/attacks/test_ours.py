@@ -97,7 +97,7 @@ def test_file_among_ours_is_not_removed_with_them(train: Cli, run: Path, name: s
     assert (run / name).read_text() == MINE
 
 
-def test_two_small_files_make_no_checkpoint_of_a_folder(train: Cli, run: Path) -> None:
+def test_two_small_files_are_not_a_checkpoint(train: Cli, run: Path) -> None:
     thesis = place(run / "step-9" / "thesis.tex")
     manifest = {"format": 1, "files": {"adapters.safetensors": {}, "thesis.tex": {"size": 20}}}
     (run / "step-9" / "manifest.json").write_text(json.dumps(manifest))

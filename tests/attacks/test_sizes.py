@@ -397,8 +397,8 @@ def test_file_of_the_hub_may_be_larger_than_an_answer(
 ) -> None:
     from mlxtune.config.limits import Limits
     from mlxtune.hub import client
+    from mlxtune.hub.dataset_download import fetch
     from mlxtune.hub.dataset_name import dataset_name
-    from mlxtune.hub.datasets import fetch
 
     monkeypatch.setattr(client, "HUB_RESPONSE", Limits(1000))
     row = b'{"text": "hello"}\n'

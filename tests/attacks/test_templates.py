@@ -83,7 +83,7 @@ def test_every_row_is_looked_at(source: str, rows: str) -> None:
     ],
 )
 @pytest.mark.parametrize("content", ["Hi", "<function f at 0x7f25a00f1620>"])
-def test_template_that_says_the_same_all_day_is_rendered(source: str, content: str) -> None:
+def test_date_independent_template_is_rendered(source: str, content: str) -> None:
     messages = [{"role": "user", "content": content}]
     template = ChatTemplate({"default": source}, {})
     one, other = template.request(messages), template.request(messages)

@@ -35,7 +35,7 @@ def test_folder_that_another_run_makes_meanwhile_is_locked(
     assert list(other.iterdir()) == []
 
 
-def test_adapter_of_another_run_is_locked_whatever_folder_holds_the_checkpoints(
+def test_adapter_of_another_run_is_locked_wherever_its_checkpoints_are(
     train: Cli, output: Path, tmp_path: Path
 ) -> None:
     output.parent.mkdir(exist_ok=True)

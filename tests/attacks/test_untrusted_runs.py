@@ -156,7 +156,7 @@ def test_strangers_run_names_no_data_to_download(
         ("checkpoints/best", "e/" + "m" * 90),
     ],
 )
-def test_strangers_model_is_not_downloaded_however_the_run_is_named(
+def test_untrusted_model_is_not_downloaded_by_any_run_name(
     cli: Cli, run: Path, downloads: list[str], place: str, name: str
 ) -> None:
     change(run, model_path=name)
@@ -287,7 +287,7 @@ def test_base_that_a_strangers_adapter_names_is_not_downloaded(
     (folder / "adapter_config.json").write_text(json.dumps(config | {"model": HUB}))
     options = [*command, folder, "--output", run.parent.parent / "made"]
     error = cli(*options).error
-    assert ("give --model-path evil/model" in error) != own
+    assert ("pass --model-path evil/model" in error) != own
     assert downloads == [HUB] * own
     assert "downloading it failed" in cli(*options, "--model-path", HUB).error
     assert downloads == [HUB] * (1 + own)

@@ -101,7 +101,7 @@ def waits(tree: ast.AST) -> Iterator[str]:
             of_process = owner == "subprocess" or "process" in owner.lower()
             asks = of_process and node.func.attr in WAITS
             connects = node.func.attr in ("create_connection", "urlopen")
-            limited = any(each.arg == "timeout" for each in node.keywords) or (
+            limited = any(keyword.arg == "timeout" for keyword in node.keywords) or (
                 node.func.attr == "wait" and node.args
             )
             if (asks or connects) and not limited:
@@ -149,6 +149,6 @@ def test_only_the_hubs_folder_and_the_model_folder_ask_a_hub() -> None:
             found.add(str(path.relative_to(PACKAGE)))
     assert found == {
         "hub/client.py",
-        "hub/datasets.py",
+        "hub/dataset_download.py",
         "backend/models/model_folder.py",
     }

@@ -79,7 +79,7 @@ def test_worker_that_is_killed_before_anything_is_saved_is_named(
 @pytest.mark.parametrize("worker", [long(0), 1])
 # These cases run only with `long`: on a busy machine, the other worker may end before it says why.
 @pytest.mark.parametrize("command", [long("train"), long("resume"), long("doctor")])
-def test_worker_that_joins_and_says_nothing_is_not_waited_for(
+def test_silent_worker_is_not_waited_for(
     tmp_path: Path, worker: int, act: str, command: str
 ) -> None:
     options = {
@@ -93,7 +93,7 @@ def test_worker_that_joins_and_says_nothing_is_not_waited_for(
 
 @pytest.mark.parametrize("change", ["--resume", long("--parallel tensor")])
 @pytest.mark.parametrize("worker", [long(0), 1])
-def test_workers_that_began_otherwise_are_told_apart_at_once(
+def test_workers_with_different_starts_are_detected_immediately(
     tmp_path: Path, worker: int, change: str
 ) -> None:
     plain = arguments(tmp_path)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxtune.backend.forward.operations import KERNELS, best_execution
+from mlxtune.backend.forward.operations import CPU_OPERATIONS, best_execution
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
@@ -35,9 +35,9 @@ def skip_kernels_that_are_not_here() -> Iterator[None]:
         pytest.skip(REASON)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if KERNELS is not None and find_spec("numba") is None:
+        if CPU_OPERATIONS is not None and find_spec("numba") is None:
             for name in ("load", "linear_head", "prepare", "layer_passes"):
-                monkeypatch.setattr(type(KERNELS), name, skip)
+                monkeypatch.setattr(type(CPU_OPERATIONS), name, skip)
         yield
 
 

@@ -65,7 +65,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def done(job: bench_helper.Job, *_: object) -> BenchmarkRun:
         *steps, run = bench_helper.run_job(job)
-        return BenchmarkRun([TimedStep(**each["step"]) for each in steps], **run["run"])
+        return BenchmarkRun([TimedStep(**step["step"]) for step in steps], **run["run"])
 
     monkeypatch.setattr(bench_recipe, "_run_process", done)
 
@@ -186,7 +186,7 @@ def test_every_way_to_compute_takes_the_same_steps(bench: Cli, tmp_path: Path) -
         assert other["padding"] > one["padding"]
 
 
-def test_ratios_are_of_the_numbers_that_stand_beside_them(
+def test_ratios_match_the_numbers_next_to_them(
     compared: tuple[Outcome, dict[str, Any]],
 ) -> None:
     _, found = compared
@@ -212,7 +212,7 @@ def test_peer_would_have_trained_on_padding(compared: tuple[Outcome, dict[str, A
     assert run["loss_with_pad_targets"] != pytest.approx(run["steps"][0]["loss"], rel=1e-3)
 
 
-def test_table_and_stages_are_said(compared: tuple[Outcome, dict[str, Any]]) -> None:
+def test_table_and_stages_are_printed(compared: tuple[Outcome, dict[str, Any]]) -> None:
     outcome, found = compared
     assert re.search(r"^ +mlxtune +mlx-lm +ratio *$", outcome.out, re.MULTILINE)
     for name in ("real tokens/s", "padding", "peak memory", "start"):
@@ -272,7 +272,7 @@ def kind_of(value: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
-def test_rows_of_several_turns_are_trained_on_alike(bench: Cli, tmp_path: Path) -> None:
+def test_rows_of_several_turns_are_trained_on_equally(bench: Cli, tmp_path: Path) -> None:
     rows = [
         [("user", "Hi"), ("assistant", "Ho" * (i + 1)), ("user", "And?"), ("assistant", "So.")]
         for i in range(6)
@@ -302,7 +302,7 @@ def test_steps_are_the_first_that_train_takes(
     pipeline = FakePipeline()
     folder = str(tmp_path / "checkpoints")
     training = TrainConfig(**paths, order=order, val_split=val_split, checkpoint_dir=folder)
-    InstructTrainer(pipeline, dataset.rows, training.training()).train()
+    InstructTrainer(pipeline, dataset.rows, training.trainer_config()).train()
     taken = [[example.row for example in step] for step in steps]
     assert len(taken) == 3
     assert count == sum(map(len, taken))
@@ -345,7 +345,7 @@ def test_unknown_peer_is_an_error(bench: Cli) -> None:
         (["--memory-limit", 1e-4], "--memory-limit"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_runs(
+def test_error_is_reported_before_anything_runs(
     bench: Cli, monkeypatch: pytest.MonkeyPatch, arguments: list[object], said: str
 ) -> None:
     monkeypatch.setattr("mlxtune.benchmark.bench._run_process", None)
@@ -473,7 +473,7 @@ def test_interrupt_ends_the_command_and_leaves_no_file(long_bench: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
-def test_no_process_outlives_a_command_that_is_killed(long_bench: Any) -> None:
+def test_killed_command_leaves_no_process(long_bench: Any) -> None:
     read_until(long_bench, "Steps ")
     wait_until(lambda: bool(workers(long_bench.scratch)))
     long_bench.kill()

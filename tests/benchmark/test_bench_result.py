@@ -32,7 +32,7 @@ def test_peer_without_a_run_is_failed_in_every_row() -> None:
     assert bench.remarks(made) == ["mlx-lm failed: killed (signal 9)"]
 
 
-def test_cost_of_the_limited_cache_is_remarked_if_it_was_timed() -> None:
+def test_cost_of_the_limited_cache_is_noted_if_timed() -> None:
     timed = [run(step(2.0), large_cache_s=each) for each in (1.0, 1.4, 3.0)]
     (line,) = bench.remarks(benchmark(timed, None))
     assert line.startswith("with MLX's cache limited as in training: 0.70x the speed")
@@ -40,13 +40,13 @@ def test_cost_of_the_limited_cache_is_remarked_if_it_was_timed() -> None:
     assert bench.remarks(benchmark([OURS], None)) == []
 
 
-def test_another_loss_of_the_peer_is_remarked() -> None:
+def test_differing_peer_loss_is_noted() -> None:
     lines = bench.remarks(benchmark([OURS], [THEIRS]))
     assert lines[0].startswith("losses agree (they differ by 0.0e+00 at the first step")
     assert lines[1].startswith("mlx-lm ran with a masked loss")
 
 
-def test_losses_that_do_not_agree_are_said_to_make_the_ratios_void() -> None:
+def test_differing_losses_void_the_ratios() -> None:
     line = bench.agreement_line(agreement([2.0, 2.0], [2.0, 2.5], "float32"))
     assert line.startswith(
         "losses do NOT agree: the ratios compare different work (they differ by 0.0"

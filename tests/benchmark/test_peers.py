@@ -60,7 +60,7 @@ def options(folder: Path, **changes: Any) -> TrainConfig:
 @pytest.fixture
 def adapter(folder: Path, tmp_path: Path) -> Path:
     written = tmp_path / "adapter"
-    write_start(open_base(folder, "auto"), options(folder).lora(), written)
+    write_start(open_base(folder, "auto"), options(folder).pipeline_config(), written)
     return written
 
 
@@ -81,7 +81,7 @@ def own_batch(chosen: list[Example]) -> tuple[mx.array, mx.array]:
 def test_spans_end_at_the_last_supervised_token(folder: Path, adapter: Path) -> None:
     _, spans, count = started(folder, adapter, [examples()]).batch(examples())
     assert spans.tolist() == [[first, last] for _, first, last in SHAPES]
-    assert count == sum(each.supervised for each in examples())
+    assert count == sum(example.supervised for example in examples())
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_loss_with_pad_targets_is_mlx_lms_own(folder: Path, adapter: Path) -> No
 
 
 @pytest.mark.parametrize("chosen", [examples(), two_spans()], ids=["default", "masked"])
-def test_loss_of_a_step_is_that_of_the_supervised_tokens(
+def test_step_loss_covers_the_supervised_tokens(
     folder: Path, adapter: Path, chosen: list[Example]
 ) -> None:
     trainer = started(folder, adapter, [chosen])
@@ -142,7 +142,7 @@ def test_warm_up_takes_no_step(folder: Path, adapter: Path) -> None:
 
 
 @pytest.mark.skipif(on_cpu(), reason="the CPU takes a minute of g++ to compile a step")
-def test_compiled_step_is_the_plain_one(
+def test_compiled_step_matches_the_plain_step(
     folder: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = examples()
@@ -157,7 +157,7 @@ def test_compiled_step_is_the_plain_one(
 def test_our_steps_have_the_losses_of_theirs(folder: Path, adapter: Path) -> None:
     steps = [examples(), two_spans()[1:], examples()[::-1], examples()[:2]]
     config = options(folder)
-    pipeline = InstructPipeline(load_base(folder, "float32").model, config.lora())
+    pipeline = InstructPipeline(load_base(folder, "float32").model, config.pipeline_config())
     pipeline.load(adapter)
     trainer = started(folder, adapter, steps)
     for number, chosen in enumerate(steps, 1):
@@ -168,7 +168,9 @@ def test_our_steps_have_the_losses_of_theirs(folder: Path, adapter: Path) -> Non
 def test_start_is_the_adapter_that_a_pipeline_begins_with(
     folder: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    pipeline = InstructPipeline(load_base(folder, "float32").model, options(folder).lora())
+    pipeline = InstructPipeline(
+        load_base(folder, "float32").model, options(folder).pipeline_config()
+    )
     pipeline.snapshot()(tmp_path)
     assert (tmp_path / "adapters.safetensors").read_bytes() == (
         adapter / "adapters.safetensors"

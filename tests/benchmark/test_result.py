@@ -26,7 +26,7 @@ def test_ratio_is_the_median_over_neighbouring_runs_with_its_spread() -> None:
     assert made.as_dict()["ratio_spread"]["real_tokens_per_s"]["max"] == 4.0
 
 
-def test_ratio_of_memory_is_that_of_the_largest_steps() -> None:
+def test_memory_ratio_uses_the_largest_steps() -> None:
     ours = run(step(peak_memory=10), step(peak_memory=30), peak_rss=100)
     theirs = run(step(peak_memory=60), step(peak_memory=20), peak_rss=400)
     ratio = benchmark([ours], [theirs]).as_dict()["ratio"]

@@ -93,4 +93,4 @@ def test_resumed_run_keeps_its_beta_and_its_reference(
     reference = output.parent / "checkpoints" / "reference.json"
     reference.write_text(reference.read_text().replace("-", "-1", 1))
     error = cli(*resume, "--no-cache").error
-    assert error.startswith(f"{reference}: is missing") and "over with --overwrite" in error
+    assert error.startswith(f"{reference} is missing") and "over with --overwrite" in error

@@ -92,7 +92,7 @@ def test_no_command_shows_the_help_as_it_is(cli: Cli) -> None:
 # Options
 
 
-def test_all_problems_of_the_options_are_said_in_one_line(cli: Cli) -> None:
+def test_all_option_problems_are_in_one_line(cli: Cli) -> None:
     wrong = {
         "--rank": "0",
         "--alpha": "-1",
@@ -230,7 +230,7 @@ def test_config_file_that_cannot_be_read_is_named(cli: Cli, tmp_path: Path, name
     assert "Errno" not in outcome.error
 
 
-def test_problems_of_config_file_and_flags_are_said_together(cli: Cli, tmp_path: Path) -> None:
+def test_problems_of_config_file_and_flags_are_reported_together(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("rnak: 4\nepochs: 0\n")
     outcome = cli("train", "--config", file, "--lr", "nan")
@@ -241,7 +241,7 @@ def test_problems_of_config_file_and_flags_are_said_together(cli: Cli, tmp_path:
 # Messages
 
 
-def test_run_that_goes_wrong_says_so(train: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_run_is_reported(train: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlxtune.views import run_text
 
     monkeypatch.setattr(run_text, "risen_loss_line", lambda s, *_: f"rose in {len(s)} steps")
@@ -303,7 +303,7 @@ def test_dry_run_says_the_plan_and_writes_nothing(
     monkeypatch.setattr(InstructPipeline, "start_batch", None)
     outcome = train("--dry-run", quiet=False)
     assert outcome.code == 0
-    assert "20 rows read, 16 train, 4 validate" in outcome.err
+    assert "20 rows read, 16 for training, 4 for validation" in outcome.err
     assert re.search(r"^Plan +4 steps of 4 rows, 1 epoch; ", outcome.err, re.MULTILINE)
     assert files_in(tmp_path) == ["chat.jsonl"]
 
@@ -359,9 +359,7 @@ def test_bug_keeps_its_traceback(train: Cli, monkeypatch: pytest.MonkeyPatch) ->
         train()
 
 
-def test_every_error_of_ours_is_one_line_whatever_it_holds(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_mlxtune_error_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise MlxTuneError("first\n\nsecond\r\n  third")
 

@@ -79,7 +79,7 @@ def test_number_is_not_completed(completed: Completed) -> None:
     assert completed("bash", "train", "--rank", last="1") == []
 
 
-def test_completing_loads_nothing_slow() -> None:
+def test_completion_imports_no_slow_modules() -> None:
     code = (
         "import sys\n"
         "from mlxtune.cli import main\n"

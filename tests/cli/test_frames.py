@@ -16,7 +16,7 @@ import pytest
 
 from mlxtune.cli import COMMANDS
 from mlxtune.core.steps.execution import Execution
-from mlxtune.session import planning
+from mlxtune.session import memory_planning
 from tests.models import sums, write_chat, write_model
 from tests.paths import DOCS
 
@@ -28,11 +28,11 @@ def test_cross_entropy_is_few_frames_from_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Count only mlxtune's own frames, in a step in bfloat16 as on a GPU."""
-    train = next(each for each in COMMANDS if each.name == "train")
+    train = next(command for command in COMMANDS if command.name == "train")
     assert isinstance(train.callback, FunctionType)
     start = train.callback.__code__
     stacks: list[list[str]] = []
-    cross_entropy, best_execution = mx.fast.cross_entropy, planning.best_execution
+    cross_entropy, best_execution = mx.fast.cross_entropy, memory_planning.best_execution
 
     def counted(logits: mx.array, targets: mx.array) -> mx.array:
         assert logits.dtype == mx.bfloat16
@@ -52,7 +52,7 @@ def test_cross_entropy_is_few_frames_from_the_command(
         return best_execution(parameters, dtype, "gpu")
 
     monkeypatch.setattr(mx.fast, "cross_entropy", counted)
-    monkeypatch.setattr(planning, "best_execution", on_gpu)
+    monkeypatch.setattr(memory_planning, "best_execution", on_gpu)
     folder = write_model(tmp_path / "model", "qwen3")
     chat = write_chat(tmp_path / "chat.jsonl", sums(8))
     output = tmp_path / "out" / "adapters.safetensors"

@@ -49,7 +49,7 @@ def test_run_that_a_fault_ends_is_resumed_by_the_command_that_it_names(
         outcome = train(*OPTIONS)
     assert (outcome.code, outcome.out) == (1, "")
     *warnings, line = outcome.err.splitlines()
-    assert all(each.startswith("warning: ") for each in warnings)
+    assert all(warning.startswith("warning: ") for warning in warnings)
     run = output.parent / "checkpoints"
     assert line.startswith("mlxtune: error: ")
     assert f"; the last good checkpoint is {run / 'epoch-2'}" in line

@@ -95,7 +95,7 @@ def test_signal_in_a_step_lets_the_step_end(
     *warnings, last = outcome.err.splitlines()
     # After SIGHUP, the terminal is closed and shows no warning.
     assert len(warnings) == (number != signal.SIGHUP)
-    assert all(each.startswith("warning: stopping after this step") for each in warnings)
+    assert all(warning.startswith("warning: stopping after this step") for warning in warnings)
     assert last == (
         f"mlxtune: interrupted after step 2; saved to {folder}; "
         f"resume with mlxtune train --resume {output.parent}"

@@ -28,7 +28,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     lock.release()
 
 
-def test_second_run_is_told_what_it_needs_and_who_holds_it(
+def test_second_run_is_refused_with_its_need_and_the_holders(
     train: Cli, output: Path, full: Path
 ) -> None:
     error = train().error
@@ -37,7 +37,7 @@ def test_second_run_is_told_what_it_needs_and_who_holds_it(
     assert not output.parent.exists()
 
 
-def test_second_run_that_insists_trains(train: Cli, output: Path, full: Path) -> None:
+def test_second_run_with_ignore_ledger_trains(train: Cli, output: Path, full: Path) -> None:
     assert train("--ignore-ledger").code == 0
     assert output.is_file()
     assert len(list(full.glob("*.run"))) == 1  # only the other run's reservation is left

@@ -146,31 +146,33 @@ def test_options_of_other_tools_are_answered_all_at_once(cli: Cli) -> None:
     known = ["--model", "m", "--iters=200", "--learning-rate", "1e-5", "--load-in-4bit"]
 
     assert cli("train", "--data", "d", *known, "--ranck", 3).error == (
-        "no option --model, here: --model-path m; "
-        "no option --iters, here: --max-steps 200 (--epochs bounds the steps too); "
-        "no option --learning-rate, here: --lr 1e-5; "
-        "no option --load-in-4bit, here: --quantize 4 (nf4 is QLoRA's); "
-        "no option --ranck (did you mean --rank?)"
+        "unknown option --model: use --model-path m; "
+        "unknown option --iters: use --max-steps 200 (--epochs bounds the steps too); "
+        "unknown option --learning-rate: use --lr 1e-5; "
+        "unknown option --load-in-4bit: use --quantize 4 (nf4 is QLoRA's); "
+        "unknown option --ranck (did you mean --rank?)"
     )
 
 
 def test_option_that_other_commands_have_is_answered(cli: Cli) -> None:
     assert cli("report", "out", "--output=x").error == (
-        "no option --output: --html FILE writes the page"
+        "unknown option --output: --html FILE writes the page"
     )
     assert cli("push", "out", "--private", "--fix", 1).error == (
-        "no option --private: leave it out: private is the default; no option --fix"
+        "unknown option --private: leave it out: private is the default; unknown option --fix"
     )
     assert "--system: each row has its own, in" in cli("train", "--system", "Be brief.").error
     assert cli("verify", "out", "--fix").error.startswith("No such option")
     commands = {str(each.name): each for each in COMMANDS}
     for command, name in ELSEWHERE:
-        assert f"--{name}" not in {text for each in commands[command].params for text in each.opts}
+        assert f"--{name}" not in {
+            text for param in commands[command].params for text in param.opts
+        }
 
 
 def test_command_of_other_tools_is_answered(cli: Cli) -> None:
-    assert cli("lora", "--model", "m").error == "no command lora, here: mlxtune train"
-    assert KNOWN_COMMANDS.keys().isdisjoint(each.name for each in COMMANDS)
+    assert cli("lora", "--model", "m").error == "no command lora: use mlxtune train"
+    assert KNOWN_COMMANDS.keys().isdisjoint(command.name for command in COMMANDS)
     for here in KNOWN_COMMANDS.values():
         assert here.split()[0] == "mlx_lm.server" or here.split()[1] in {c.name for c in COMMANDS}
 
@@ -183,7 +185,7 @@ def test_value_that_looks_like_an_option_of_other_tools_is_a_value() -> None:
     assert context.params["prompt"] == "--iters"
 
 
-def test_file_of_mlx_lm_is_read_and_each_entry_said(tmp_path: Path) -> None:
+def test_file_of_mlx_lm_is_read_and_each_entry_reported(tmp_path: Path) -> None:
     path = write(tmp_path, "lora.yaml", "model: m\niters: 60\nlearning_rate: 1e-5\n")
     said: list[tuple[str, list[str]]] = []
 
@@ -210,17 +212,17 @@ def test_entries_of_other_tools_are_answered(tmp_path: Path) -> None:
     path = write(tmp_path, "run.yaml", "base_model: m\nmicro_batch_size: 2\nrank: 8\nbf16: true\n")
 
     assert load_config_file(path, TrainConfig)[1] == [
-        f"--config {path} has no option 'base_model', here: model_path: m",
-        f"--config {path} has no option 'micro_batch_size', here: batch_size: 2 "
+        f"--config {path} has no option 'base_model': use model_path: m",
+        f"--config {path} has no option 'micro_batch_size': use batch_size: 2 "
         "(number of rows per step)",
-        f"--config {path} has no option 'bf16', here: dtype: bfloat16",
+        f"--config {path} has no option 'bf16': use dtype: bfloat16",
     ]
 
 
 def test_underscores_and_values_without_options_are_answered(cli: Cli) -> None:
     spelt = cli("train", "--batch_size", 4, "--wandb").error
-    assert "no option --batch_size (did you mean --batch-size 4?)" in spelt
-    assert "no option --wandb, here: --track wandb" in spelt
+    assert "unknown option --batch_size (did you mean --batch-size 4?)" in spelt
+    assert "unknown option --wandb: use --track wandb" in spelt
     assert "a.jsonl): write an option before each value, such as --data a.jsonl;" in (
         cli("train", "a.jsonl").error
     )

@@ -50,7 +50,7 @@ def test_plan_says_memory_steps_and_time_and_writes_nothing(plan: Cli, tmp_path:
     stages = [line.split()[0] for line in outcome.out.splitlines() if not line.startswith(" ")]
     assert stages == ["Model", "LoRA", "Device", "Memory", "Plan", "Data", "Steps", "Time"]
     assert "16 training rows" in outcome.out
-    assert "4 steps, 4 in an epoch" in outcome.out
+    assert "4 steps, 4 per epoch" in outcome.out
     assert files_in(tmp_path) == ["chat.jsonl"]
 
 
@@ -137,7 +137,7 @@ def test_memory_is_an_estimate_until_a_run_has_measured_it(
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_what_cannot_fit_is_an_error_before_training_that_says_what_would(
+def test_run_that_cannot_fit_is_refused_with_what_would_fit(
     cli: Cli, model: Path, chat: Path, tmp_path: Path, command: str
 ) -> None:
     output = [] if command == "plan" else ["--output", tmp_path / "out" / "a.safetensors"]
@@ -148,7 +148,7 @@ def test_what_cannot_fit_is_an_error_before_training_that_says_what_would(
     assert not (tmp_path / "out").exists()
 
 
-def test_run_says_its_plan_and_what_it_took(train: Cli) -> None:
+def test_run_reports_its_plan_and_actual_use(train: Cli) -> None:
     # 3 GB is less than any machine has.
     outcome = train("--memory-limit", 3, quiet=False)
     assert re.search(r"micro-batches of up to \d+ tokens, \d\.\d a step", outcome.err)
@@ -156,7 +156,7 @@ def test_run_says_its_plan_and_what_it_took(train: Cli) -> None:
     assert re.search(r"peak memory \S+ MB \(predicted \S+ MB\)", outcome.err)
 
 
-def test_checkpointing_is_as_asked_and_teaches_the_same(train: Cli, output: Path) -> None:
+def test_checkpointing_follows_the_option_and_learns_the_same(train: Cli, output: Path) -> None:
     adapters = {}
     for choice in ("on", "off"):
         outcome = train("--grad-checkpoint", choice, quiet=False)
@@ -167,10 +167,10 @@ def test_checkpointing_is_as_asked_and_teaches_the_same(train: Cli, output: Path
         assert np.allclose(value, adapters["off"][name], rtol=1e-5, atol=1e-5), name
 
 
-def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
+def test_oversized_plan_survives_its_limit_and_learns_the_same(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.session.planning import choose_plan
+    from mlxtune.session.memory_planning import choose_plan
 
     assert train().code == 0
     expected = adapter(output)
@@ -181,9 +181,9 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
         execution = replace(plan.execution, micro_batch_tokens=10**6)
         return replace(plan, execution=execution, limit=limit)
 
-    monkeypatch.setattr("mlxtune.session.planning.choose_plan", huge)
+    monkeypatch.setattr("mlxtune.session.memory_planning.choose_plan", huge)
     # The plan is found to fit.
-    confirm = "mlxtune.session.planning.confirm"
+    confirm = "mlxtune.session.memory_planning.confirm"
     monkeypatch.setattr(confirm, lambda config, base, pipeline, work, plan, *_: plan)
     outcome = train("--memory-limit", 0.0005)
 
@@ -197,7 +197,7 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
 
 
 @pytest.mark.parametrize("info", ["max_recommended_working_set_size", slow("total_memory")])
-def test_gain_of_a_larger_limit_is_said_and_kept(
+def test_gain_of_a_larger_limit_is_reported_and_recorded(
     plan: Cli, train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, info: str
 ) -> None:
     from mlxtune.backend.device import allocator

@@ -24,7 +24,7 @@ STEPS = ("--max-steps", "4", "--targets", "all", "--lr", "1e-2")
 
 
 @pytest.mark.parametrize("name", ["4", slow("mxfp8"), "nf4"])
-def test_each_format_trains_and_is_said(train: Cli, output: Path, name: str) -> None:
+def test_each_format_trains_and_is_reported(train: Cli, output: Path, name: str) -> None:
     done = train(*STEPS, "--quantize", name, quiet=False)
     assert done.code == 0, done.err
     assert "quantised while loading" in done.err
@@ -33,7 +33,7 @@ def test_each_format_trains_and_is_said(train: Cli, output: Path, name: str) -> 
     assert (said["quantize"], said["double_quant"]) == (name, False)
 
 
-def test_adapter_says_nothing_where_the_base_is_as_the_folder(train: Cli, output: Path) -> None:
+def test_adapter_omits_the_base_if_it_matches_the_folder(train: Cli, output: Path) -> None:
     done = train(*STEPS, quiet=False)
     assert "while loading" not in done.err
     config = json.loads(output.with_name("adapter_config.json").read_text())
@@ -159,7 +159,7 @@ def test_options_that_contradict_each_other(options: dict[str, object], problem:
 
 
 def test_peer_of_a_benchmark_must_know_the_format() -> None:
-    with pytest.raises(ConfigError, match="has no nf4"):
+    with pytest.raises(ConfigError, match="does not support nf4"):
         BenchConfig(model_path="m", data=("d",), quantize="nf4", against="mlx-lm")
 
 

@@ -63,7 +63,7 @@ def test_help_says_what_a_command_does_and_shows_an_example(
 
 
 @each_command
-def test_example_can_be_typed_as_it_stands(command: click.Command) -> None:
+def test_example_can_be_typed_verbatim(command: click.Command) -> None:
     typed = examples(command)
     assert [words[1] for words in typed].count(str(command.name)) >= 1
     for words in typed:
@@ -81,7 +81,7 @@ def test_example_can_be_typed_as_it_stands(command: click.Command) -> None:
 
 
 @each_command
-def test_program_gets_json_where_it_would_want_it(command: click.Command) -> None:
+def test_program_gets_json_on_stdout(command: click.Command) -> None:
     names = {parameter.name for parameter in command.params}
     assert names & {"json", "as_json"} or command.name in NEEDS_NO_JSON
 
@@ -121,7 +121,7 @@ def test_help_of_the_group_shows_each_command_in_one_whole_line_of_80_columns(
 def test_help_of_the_group_lists_every_command_with_what_it_does(cli: Cli) -> None:
     listed = cli("--help").out.partition("Commands:")[2].split("\n")
     assert [line.split()[0] for line in listed if line.strip()] == [
-        str(each.name) for each in COMMANDS
+        str(command.name) for command in COMMANDS
     ]
 
 
@@ -149,7 +149,7 @@ def test_option_of_several_values_and_a_switch_may_be_repeated(cli: Cli) -> None
 
 
 def test_help_of_train_starts_with_what_most_people_need(cli: Cli) -> None:
-    train = next(each for each in COMMANDS if each.name == "train")
+    train = next(command for command in COMMANDS if command.name == "train")
     assert isinstance(train, ConfigCommand)
     shown, every = cli("train", "--help").out, cli("train", "--help-all").out
     names = {option.name: option.opts[0] for option in train.params}

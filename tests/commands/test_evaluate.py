@@ -70,7 +70,7 @@ def plain_loss(home: Path, adapter: Path | None) -> float:
     return float(total / count)
 
 
-def test_losses_are_those_of_plain_cross_entropy_over_all_rows(judged: Cli, home: Path) -> None:
+def test_losses_match_plain_cross_entropy_over_all_rows(judged: Cli, home: Path) -> None:
     outcome = judged("--json", "--quiet")
     assert (outcome.code, outcome.err) == (0, "")
     found = json.loads(outcome.out)
@@ -89,7 +89,7 @@ def test_losses_are_those_of_plain_cross_entropy_over_all_rows(judged: Cli, home
     assert found["gained"][0].keys() == {"path", "row", "tokens", "base_loss", "adapted_loss"}
 
 
-def test_lines_say_it_plainly(judged: Cli, home: Path) -> None:
+def test_lines_state_the_verdict(judged: Cli, home: Path) -> None:
     outcome = judged()
     assert outcome.code == 0
     lines = outcome.out.splitlines()
@@ -109,7 +109,7 @@ def scaled(home: Path, folder: Path, factor: float) -> Path:
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(0.0, "cannot tell"), (-3.0, "hurt")])
-def test_adapter_that_does_nothing_or_harm_is_called_so(
+def test_useless_or_harmful_adapter_is_reported(
     judged: Cli, home: Path, tmp_path: Path, factor: float, verdict: str
 ) -> None:
     adapter = scaled(home, tmp_path / "other", factor)
@@ -214,9 +214,7 @@ def test_folder_stands_for_its_test_file_or_else_its_valid_file(home: Path, tmp_
         evaluate(config)
 
 
-def test_answers_stand_beside_each_other_and_those_to_the_letter_are_counted(
-    judged: Cli, home: Path
-) -> None:
+def test_answers_are_side_by_side_and_exact_matches_are_counted(judged: Cli, home: Path) -> None:
     from mlx_lm import generate
     from mlx_lm.utils import load
 
@@ -248,14 +246,14 @@ def test_answers_that_match_by_a_pattern_are_counted_with_and_without_the_adapte
     ("arguments", "said"),
     [
         (["--match", "json"], "--match counts answers: add --generate"),
-        (["--generate", "--match", "regex=("], "--match 'regex=(': is not a pattern: missing )"),
+        (["--generate", "--match", "regex=("], "--match 'regex=(' is not a pattern: missing )"),
         (["--generate", "--match", "near"], "must be exact, json, contains or regex=PATTERN"),
         (["--adapter", "nowhere"], "nowhere: no such file or folder: check --adapter"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--max-new-tokens", 0], "--max-new-tokens must be at least 1"),
     ],
 )
-def test_what_is_wrong_is_one_line(judged: Cli, arguments: list[object], said: str) -> None:
+def test_error_is_one_line(judged: Cli, arguments: list[object], said: str) -> None:
     assert said in judged(*arguments).error
 
 
@@ -346,7 +344,7 @@ def test_evaluation_that_fails_is_a_warning(
     assert output.exists()
 
 
-def test_samples_are_the_answers_of_mlx_lm_without_and_with_the_adapter(home: Path) -> None:
+def test_samples_match_mlx_lm_without_and_with_the_adapter(home: Path) -> None:
     from mlx_lm import generate
     from mlx_lm.utils import load
 
@@ -437,7 +435,7 @@ def test_interrupt_while_samples_are_answered_is_harmless(
     assert verify(output.parent).ok
 
 
-def test_run_that_goes_on_has_no_verdict_of_before(home: Path, tmp_path: Path) -> None:
+def test_continuing_run_has_no_old_verdict(home: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(home / "out", tmp_path / "out"))
     from mlxtune.core.run import run_folder
 
@@ -504,7 +502,7 @@ def test_two_adapters_are_compared_on_the_same_rows(
     assert found["difference"]["loss"] == pytest.approx(alone["difference"]["loss"])
     assert (found["against"], found["verdict"]) == (str(weak), "helped")
     samples = found["generated"]["samples"]
-    assert all(each["against"] == each["base"] for each in samples)
+    assert all(sample["against"] == sample["base"] for sample in samples)
     assert found["generated"]["exact_match"]["against"] == found["generated"]["exact_match"]["base"]
 
     back = judged("--adapter", weak, "--against", home / "out", "--generate", "--match", "contains")
@@ -526,7 +524,7 @@ def test_adapter_of_another_base_is_refused_by_name(
     train(TrainConfig(str(other), str(home / "chat.jsonl"), output=output, **options))
     error = judged(name, output, "--quiet").error
     problem = f"was trained on another base model, '{other}', not on {home / 'model'}"
-    assert f"{problem}: give the right --model-path" in error
+    assert f"{problem}: pass the right --model-path" in error
     # Another tool writes no fingerprint of the base.
     config = json.loads((tmp_path / "other" / "adapter_config.json").read_text())
     del config["mlxtune"]["base"]

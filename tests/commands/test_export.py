@@ -81,7 +81,7 @@ def test_fused_folder_is_a_model_of_its_own_in_mlx_lm(
     assert outcome.code == 0, outcome.err
     assert "14 tensors fused" in outcome.out
     # The template of training replaces the base model's.
-    written = {each.read_text() for each in (tmp_path / "fused").rglob("*.jinja")}
+    written = {path.read_text() for path in (tmp_path / "fused").rglob("*.jinja")}
     assert written == {built_in_jinja("gemma")}
     fused, tokenizer = load(str(tmp_path / "fused"))
     # The template's turns end with a different token from the base model's turns.
@@ -120,7 +120,7 @@ def test_fused_weights_keep_the_dtype_and_are_rounded_once(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_fusing_into_quantised_weights_is_said_to_cost_something(
+def test_cost_of_fusing_into_quantised_weights_is_reported(
     quantised: tuple[Path, Path], tmp_path: Path
 ) -> None:
     from mlx_lm.utils import load
@@ -195,10 +195,10 @@ def test_fusing_holds_a_file_of_weights_at_a_time(
 
 
 @pytest.mark.parametrize("beside", ["pipe", "device"])
-def test_what_stands_in_place_of_a_checkpoints_adapter_is_not_read_for_ever(
+def test_reading_a_device_instead_of_an_adapter_ends(
     trained: tuple[Path, Path], tmp_path: Path, beside: str
 ) -> None:
-    from mlxtune.session.proof import find_source
+    from mlxtune.session.verified_output import find_source
 
     shutil.copyfile(trained[1] / "adapters.safetensors", tmp_path / "adapters.safetensors")
     shutil.copyfile(trained[1] / "adapter_config.json", tmp_path / "adapter_config.json")
@@ -254,7 +254,7 @@ def test_flat_file_has_the_names_and_shapes_of_the_original(
 
 
 @pytest.mark.parametrize("format", ["peft", "flat"])
-def test_export_that_is_off_is_found_and_nothing_is_left(
+def test_wrong_export_is_detected_and_removed(
     trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
     from mlxtune.backend.adapters.file_formats import flat, peft

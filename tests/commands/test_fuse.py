@@ -82,9 +82,7 @@ def test_projections_get_more_bits_where_four_lose_the_gain(
     assert model.model.embed_tokens.bits == 4
 
 
-def test_force_stores_them_as_the_base_and_says_what_that_loses(
-    cli: Cli, run: Path, tmp_path: Path
-) -> None:
+def test_force_stores_as_the_base_and_reports_the_loss(cli: Cli, run: Path, tmp_path: Path) -> None:
     outcome = cli("fuse", "--adapter", run / "out", "--output", tmp_path / "fused", "--force")
     assert outcome.code == 0, outcome.err
     assert "it is worth more on its own, or with --dequantize" in outcome.err

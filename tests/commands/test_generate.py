@@ -113,7 +113,7 @@ def test_newline_may_be_a_stop() -> None:
     assert GenerateConfig(str(DEMO), stop=("\n", "")).stop == ("\n",)
 
 
-def test_python_has_the_text_as_it_comes(expected: str) -> None:
+def test_python_receives_the_text_as_a_stream(expected: str) -> None:
     said: list[str] = []
     config = GenerateConfig(str(DEMO), prompt=PROMPT, max_new_tokens=20, quiet=True)
     assert generate(config, said.append).text == "".join(said) == expected
@@ -123,12 +123,12 @@ def test_python_has_the_text_as_it_comes(expected: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "stdin", "said"),
     [
-        ([], "", "standard input: is empty"),
-        ([], " \n", "standard input: is empty"),
-        ([], b"\xff\xfe", "standard input: is not text in UTF-8 (byte 1)"),
-        (["--prompt", " "], "", "--prompt is empty: give a value, or leave it out"),
+        ([], "", "standard input is empty"),
+        ([], " \n", "standard input is empty"),
+        ([], b"\xff\xfe", "standard input is not text in UTF-8 (byte 1)"),
+        (["--prompt", " "], "", "--prompt is empty: pass a value, or leave it out"),
         (["--prompt", "a", "--messages", "b"], "", "--prompt and --messages are both given"),
-        (["--messages", "nowhere.json"], "", "nowhere.json: cannot be read: No such file"),
+        (["--messages", "nowhere.json"], "", "nowhere.json cannot be read: No such file"),
         (
             ["--messages", "-"],
             '[{"role":\n}]',
@@ -219,7 +219,7 @@ def test_escape_codes_of_a_model_never_reach_the_terminal(
     assert out == "\\x1b[2J\\x1b[2J\n"
 
 
-def test_memory_that_runs_out_is_said_and_a_conversation_goes_on(
+def test_conversation_continues_after_memory_runs_out(
     say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlxtune.backend.text import generate as room
@@ -290,12 +290,12 @@ def test_both_models_answer_each_with_its_own_conversation(
     outcome = say("chat", "--adapter", adapter, "--both", stdin="\n".join([*lines, PROMPT]))
     assert outcome.code == 0, outcome.err
     assert f"the base model {DEMO} and the adapter {adapter} answer side by side" in outcome.err
-    assert f"the base model {DEMO} answers from here on" in outcome.err
+    assert f"the base model {DEMO} answers from now on" in outcome.err
     said = outcome.out
     assert said.startswith(f"base model: {expected}\nadapter: ")
     assert said.count(expected) == 3
     (row,) = map(json.loads, saved.read_text().splitlines())
-    answers = [each["content"] for each in row["messages"] if each["role"] == "assistant"]
+    answers = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
     assert len(answers) == 2
     # The adapter's answers are saved, and each continues the adapter's own conversation.
     path = tmp_path / "asked.json"
@@ -457,7 +457,7 @@ def test_answers_to_rows_are_resumed_and_the_file_is_the_same(say: Any, tmp_path
         assert part.read_bytes() == content
 
     refused = say(*command, part, "--temperature", 1, "--seed", 4).error
-    assert refused.startswith(f"{part}: has answers to other prompts")
+    assert refused.startswith(f"{part} has answers to other prompts")
     assert part.read_bytes() == content
     assert say(*command, part, "--temperature", 0, "--overwrite").code == 0
     assert part.read_bytes() != content
@@ -491,7 +491,7 @@ def test_interrupt_keeps_the_finished_answers(
         (["--data", "a", "--output", "b.jsonl", "--json"], "--json is for one answer"),
         (["--data", "a", "--output", "b.jsonl", "--prompt", "a"], "are both given: keep one"),
         (["--data", "none.csv", "--output", "b.jsonl"], "none.csv: no such file: check --data"),
-        (["--data", ".", "--output", "b.jsonl"], ".: is a folder: name a file in it"),
+        (["--data", ".", "--output", "b.jsonl"], ". is a folder: name a file in it"),
     ],
 )
 def test_options_of_a_file_of_prompts_are_checked(

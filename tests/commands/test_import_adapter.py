@@ -54,7 +54,7 @@ def mlx_lm_made(model: Path, folder: Path, num_layers: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize("num_layers", [1, -1])
-def test_adapter_of_mlx_lm_is_taken_as_it_is(
+def test_adapter_of_mlx_lm_is_used_unchanged(
     cli: Cli, model: Path, tmp_path: Path, num_layers: int
 ) -> None:
     expected = mlx_lm_made(model, tmp_path / "theirs", num_layers)
@@ -132,10 +132,10 @@ def test_adapter_of_peft_gets_mlx_lms_names_shapes_and_scale(
         ({"target_parameters": 5}, "target_parameters must be a list of names"),
         ({"target_parameters": [["x"]]}, "target_parameters must be a list of names"),
         ({"use_dora": True}, "lora_magnitude_vector"),
-        ({"base_model_name_or_path": "no such/model at all"}, "give --model-path"),
+        ({"base_model_name_or_path": "no such/model at all"}, "pass --model-path"),
     ],
 )
-def test_what_cannot_be_taken_is_named(
+def test_unsupported_peft_config_is_named(
     cli: Cli, model: Path, tmp_path: Path, config: dict[str, Any], said: str
 ) -> None:
     theirs = peft_folder(tmp_path / "theirs", **config)
@@ -145,7 +145,7 @@ def test_what_cannot_be_taken_is_named(
 
 
 @pytest.mark.parametrize("others", [["vision_tower"], ["model.model", "model.other"]])
-def test_modules_that_the_base_has_no_place_of_their_own_for_are_refused(
+def test_modules_without_a_counterpart_in_the_base_are_refused(
     cli: Cli, model: Path, tmp_path: Path, others: list[str]
 ) -> None:
     weights = peft_folder(tmp_path / "theirs") / "adapter_model.safetensors"
@@ -157,7 +157,7 @@ def test_modules_that_the_base_has_no_place_of_their_own_for_are_refused(
     }
     safetensors.numpy.save_file(renamed, weights)
     outcome = cli("import", weights.parent, "--model-path", model, "--output", tmp_path / "ours")
-    assert "the base model: does not have exactly one module for" in outcome.error
+    assert "the base model does not have exactly one module for" in outcome.error
     assert f"{others[-1].rpartition('model.')[2]}.layers.1.self_attn.q_proj" in outcome.error
 
 

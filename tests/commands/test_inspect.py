@@ -140,8 +140,8 @@ def test_row_is_shown_alone_and_whole(inspect: Cli, tmp_path: Path) -> None:
         (3, "{file}:3: no assistant turn; row skipped"),
         (4, "{file}:4: no supervised token within --max-seq-len 64 (the answer starts at token "),
         (15, "{file}:15: no 'messages' (its keys: 'words'); row skipped"),
-        (5, "{file}: has no row 5: --row takes the number of a row that is not blank"),
-        (99, "{file}: has no row 99: --row takes the number of a row that is not blank"),
+        (5, "{file} has no row 5: --row takes the number of a row that is not blank"),
+        (99, "{file} has no row 99: --row takes the number of a row that is not blank"),
     ],
 )
 def test_row_that_is_skipped_or_none_is_an_error_with_its_reason(
@@ -197,9 +197,7 @@ def test_html_replaces_a_page_of_its_own_and_nothing_else(
     for other in (output, output.parent / "checkpoints/report.html"):
         before = other.read_bytes()
         error = inspect("--html", other).error
-        assert (
-            error == f"{other}: is not a page of mlxtune inspect: choose another file with --html"
-        )
+        assert error == f"{other} is not a page of mlxtune inspect: choose another file with --html"
         assert other.read_bytes() == before
 
 
@@ -294,7 +292,7 @@ def test_dump_is_exactly_what_train_gives_the_model(
 
 
 @pytest.mark.slow
-def test_process_of_its_own_loads_no_model(light: Path, chat: Path, tmp_path: Path) -> None:
+def test_separate_process_loads_no_model(light: Path, chat: Path, tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from mlxtune.cli import main\n"

@@ -89,7 +89,7 @@ def test_json_is_as_documented(inspect: Cli, tmp_path: Path) -> None:
             }
 
 
-def test_json_says_what_there_is(inspect: Cli, tmp_path: Path, model: Path) -> None:
+def test_json_lists_the_contents(inspect: Cli, tmp_path: Path, model: Path) -> None:
     rows = [*sums(8), *sums(2), {"words": 1}, [("user", "<|im_end|>"), ("assistant", "é🙂")]]
     file = write_chat(tmp_path / "a.jsonl", rows)
     found = json.loads(inspect("--data", file, "--json", "--row", 12, "--batch-size", 3).out)

@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[list[Any], Callable[[Path], object], list[object], str]
         [*sums(2), {"words": "x"}],
         *(as_it_is, ["--strict"], "{file}:3: no 'messages' (its keys: 'words'); 1 of 3 rows"),
     ),
-    "no row": (["# nothing"], as_it_is, [], "{file}: has no rows"),
+    "no row": (["# nothing"], as_it_is, [], "{file} has no rows"),
     "no good row": ([{"messages": []}], as_it_is, [], "{file}: its only row cannot be used"),
     "all rows cut": (
         sums(3),
@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[list[Any], Callable[[Path], object], list[object], str]
         sums(3),
         *(as_it_is, ["--val-data", "no.jsonl"], "no.jsonl: no such file: check --val-data"),
     ),
-    "given twice": (sums(3), as_it_is, ["--data", "{file}"], "{file}: is given twice"),
+    "given twice": (sums(3), as_it_is, ["--data", "{file}"], "{file} is given twice"),
     "other vocabulary": (
         sums(3),
         *(with_template(CHATML, extra=[f"<extra_{i}>" for i in range(100)]), []),
@@ -137,7 +137,7 @@ def test_folder_without_a_template_needs_a_config_or_a_named_one(
     write_tokenizer(tmp_path / "model")
     arguments = ["inspect", "--model-path", tmp_path / "model", "--data", chat]
     assert cli(*arguments).error == (
-        f"{tmp_path / 'model'}: has no config.json: is this a model folder?"
+        f"{tmp_path / 'model'} has no config.json: is this a model folder?"
     )
     assert cli(*arguments, "--template", "qwen3").code == 0
 
@@ -159,7 +159,7 @@ def test_output_never_replaces_what_is_read(
     arguments = ["--model-path", broken, "--val-data", tmp_path / "val.jsonl"]
     outcome = inspect(*arguments, option, tmp_path / name)
     assert (outcome.code, (tmp_path / name).read_bytes()) == (1, before)
-    assert outcome.error == f"{tmp_path / name}: is read by this run: choose another " + (
+    assert outcome.error == f"{tmp_path / name} is read by this run: choose another " + (
         "--html or --dump"
     )
 
@@ -205,7 +205,7 @@ def test_device_is_no_file_to_replace(
     # If the check fails, this test must not replace the device.
     monkeypatch.setattr("mlxtune.session.session.load_dataset", None)
     assert inspect("--dump", name).error == (
-        f"{name}: is not a regular file: choose another --html or --dump"
+        f"{name} is not a regular file: choose another --html or --dump"
     )
 
 

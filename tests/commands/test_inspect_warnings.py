@@ -29,7 +29,7 @@ def look(cli: Cli, folder: Path, data: Path, *arguments: object) -> list[dict[st
     return list(json.loads(outcome.out)["findings"])
 
 
-def test_template_that_writes_the_date_is_warned_of_and_encoded_anew_on_another_day(
+def test_dated_template_is_a_warning_and_encodes_again_the_next_day(
     cli: Cli, folder: Path, chat: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = InspectConfig(str(folder), str(chat))

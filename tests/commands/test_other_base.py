@@ -61,7 +61,7 @@ def test_commands_that_write_refuse_another_base(
     asked = [*given, home / "out", "--model-path", home / "tune", "--output", tmp_path / "to" / "a"]
     refused = cli(*asked)
     assert refused.code == 1
-    assert "give the right --model-path, or add --other-base" in refused.error
+    assert "pass the right --model-path, or add --other-base" in refused.error
     assert not (tmp_path / "to" / "a").exists()
     assert cli(*asked, "--other-base").code == 0
 
@@ -87,7 +87,7 @@ def test_output_beside_an_adapter_with_other_options_needs_its_own_folder(
     refused = cli(*asked, home / "out" / "b.safetensors", "--alpha", 160)
     assert refused.code == 1
     own = home / "out" / "b" / "adapters.safetensors"
-    assert f"give this adapter a folder of its own: --output {own}" in refused.err
+    assert f"write this adapter to its own folder: --output {own}" in refused.err
     assert cli(*asked, home / "out" / "c.safetensors").code == 0
 
 

@@ -48,7 +48,7 @@ CASES += [long(name, kind, every) for name, every in EVERY.items() for kind in K
 
 
 @pytest.mark.parametrize(("name", "kind", "every"), CASES)
-def test_nothing_that_looks_finished_is_left_where_an_operation_fails(
+def test_failed_operation_leaves_nothing_that_looks_finished(
     place: Place,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -59,7 +59,7 @@ def test_nothing_that_looks_finished_is_left_where_an_operation_fails(
     from mlxtune.backend.adapters import compare_logits
 
     monkeypatch.setattr(compare_logits, "NEW_TOKENS", 2)
-    monkeypatch.setattr("mlxtune.session.proof._PROMPTS", ("Hi",))
+    monkeypatch.setattr("mlxtune.session.verified_output._PROMPTS", ("Hi",))
     write, code = WRITERS[name], KINDS[kind]
     write(place, tmp_path / "whole")
     whole = contents(tmp_path / "whole")

@@ -79,7 +79,7 @@ def test_adapter_arrives_in_both_layouts_with_its_card(
     assert json.loads(files["mlx-lm/adapter_config.json"]) == {**own, "model": "tiny"}
 
 
-def test_peft_layout_is_that_of_export(
+def test_peft_layout_matches_export(
     hub: Hub, push: Callable[..., str], run: Path, tmp_path: Path
 ) -> None:
     push()
@@ -190,8 +190,8 @@ def test_names_are_checked_first(hub: Hub, run: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         mlxtune.push(run, "sums", base_model="/tmp")
     assert raised.value.problems == [
-        "the repository 'sums': give it as owner/name",
-        "--base-model '/tmp': give it as owner/name",
+        "the repository 'sums': write it as owner/name",
+        "--base-model '/tmp': write it as owner/name",
     ]
     assert hub.requests == []
 

@@ -112,7 +112,7 @@ def test_adapter_is_judged_on_the_base_it_was_trained_on(
 
 
 @pytest.mark.parametrize("adapter", ["nf4"], indirect=True)
-def test_going_on_with_another_base_is_said(
+def test_continuing_with_another_base_is_reported(
     cli: Cli, home: Path, adapter: Path, tmp_path: Path
 ) -> None:
     def said(start: Path | None, run: str, *quantize: str) -> str:
@@ -136,7 +136,7 @@ def test_going_on_with_another_base_is_said(
 
 
 @pytest.mark.parametrize("adapter", ["nf4"], indirect=True)
-def test_answers_are_those_of_what_was_trained(cli: Cli, home: Path, adapter: Path) -> None:
+def test_answers_match_the_trained_model(cli: Cli, home: Path, adapter: Path) -> None:
     asked = ["--model-path", home / "model", "--prompt", "What is 3 + 21?", "--template", "qwen3"]
     outcome = cli("generate", *asked, "--adapter", adapter, "--max-new-tokens", "4")
     assert outcome.code == 0, outcome.err
@@ -157,7 +157,7 @@ def test_answers_are_those_of_what_was_trained(cli: Cli, home: Path, adapter: Pa
     ],
     indirect=["adapter"],
 )
-def test_fused_folder_is_that_of_the_quantised_base(
+def test_fused_folder_matches_the_quantised_base(
     home: Path, adapter: Path, tmp_path: Path, dequantize: bool
 ) -> None:
     from mlx_lm.utils import load
@@ -172,9 +172,9 @@ def test_fused_folder_is_that_of_the_quantised_base(
     assert said.get("quantization") == (None if plain else CONVERTED[name])
     fused, _ = load(str(output))
     tensors = dict(tree_flatten(fused.parameters()))
-    assert any(each.endswith(".scales") for each in tensors) != plain
+    assert any(tensor.endswith(".scales") for tensor in tensors) != plain
     if plain:
-        assert {each.dtype for each in tensors.values()} == {mx.bfloat16}
+        assert {tensor.dtype for tensor in tensors.values()} == {mx.bfloat16}
         trained = trained_logits(home, adapter, **how(name))
         found = logits(load_base(output, "float32").model)
         # The logits of the plain base with the adapter are over three times as far from the trained

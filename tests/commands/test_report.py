@@ -102,15 +102,15 @@ def test_text_page_and_card_describe_a_run_alike(
     ("arguments", "problem"),
     [
         (("none",), "none: no such folder: name the folder of a run"),
-        (("empty",), "empty: holds no run"),
-        (("out", "--html", "empty"), "empty: is a folder"),
+        (("empty",), "empty holds no run"),
+        (("out", "--html", "empty"), "empty is a folder"),
         (("out", "--html", ""), "--html is empty"),
         (("out", "--html", "out/checkpoints/metrics.jsonl"), "is not a page of mlxtune report"),
         (("out", "--html", "out/adapters.safetensors"), "is not a page of mlxtune report"),
-        (("mine",), "report.html: is not a page of mlxtune report"),
+        (("mine",), "report.html is not a page of mlxtune report"),
     ],
 )
-def test_what_cannot_be_done_is_an_error_that_names_it(
+def test_impossible_request_is_an_error_that_names_it(
     cli: Cli, arguments: tuple[str, ...], problem: str
 ) -> None:
     Path("empty").mkdir()

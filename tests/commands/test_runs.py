@@ -103,8 +103,8 @@ def test_table_fits_a_terminal_and_its_encoding() -> None:
 def test_summaries_for_python() -> None:
     write_run(Path("a"), epochs=2)
     write_run(Path("b"), epochs=4)
-    assert [each.name for each in mlxtune.runs(sort="val")] == ["b", "a"]
-    assert [each.name for each in mlxtune.runs("a")] == ["a"]
+    assert [run.name for run in mlxtune.runs(sort="val")] == ["b", "a"]
+    assert [run.name for run in mlxtune.runs("a")] == ["a"]
 
 
 def test_runs_are_removed_after_a_question(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ def test_run_writes_these_files_and_no_others(run: Run) -> None:
         assert names_in(checkpoints / name) == CHECKPOINT
 
 
-def test_adapter_config_is_mlx_lms_and_stands_beside_the_output(run: Run, model: Path) -> None:
+def test_adapter_config_is_mlx_lms_and_next_to_the_output(run: Run, model: Path) -> None:
     written = json.loads((run[0] / "adapter_config.json").read_text())
     keys = written["lora_parameters"].pop("keys")
     trained = written["mlxtune"].pop("trained_rows")
@@ -273,7 +273,7 @@ def test_adapter_gives_the_best_validation_loss_when_it_is_loaded_by_mlx_lm(
     assert total / count == pytest.approx(result.training.best_val_loss, rel=1e-4)
 
 
-def test_checkpoint_metadata_tells_how_it_was_made(run: Run, model: Path, chat: Path) -> None:
+def test_checkpoint_metadata_records_how_it_was_made(run: Run, model: Path, chat: Path) -> None:
     folder, result = run
     metadata = json.loads((folder / "checkpoints" / "epoch-2" / "metadata.json").read_text())
     assert result.training is not None
@@ -401,7 +401,7 @@ def test_rows_held_out_are_bounded(model: Path, chat: Path, tmp_path: Path) -> N
     assert (ledger.rows_train, ledger.rows_validation) == (17, 3)
 
 
-def test_rows_that_the_data_set_holds_out_are_the_rows_that_validate(
+def test_rows_held_out_by_the_data_set_validate(
     model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that no option would choose are held out, so that a second choice would differ."""
@@ -609,7 +609,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     def write_if_it_fits(path: Path, *rest: Any) -> None:
         if event.is_set() and path.name == "optimizer.safetensors":
-            raise OutputError(f"{path}: cannot be written: No space left on device")
+            raise OutputError(f"{path} cannot be written: No space left on device")
         write(path, *rest)
 
     monkeypatch.setattr(checkpoint_tensors, "write_tensors", write_if_it_fits)

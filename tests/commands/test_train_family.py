@@ -98,7 +98,7 @@ def first(model: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def test_run_goes_on_from_an_adapter_by_the_options_of_that(
+def test_run_continues_from_an_adapter_with_its_options(
     cli: Cli, model: Path, chat: Path, first: Path, tmp_path: Path
 ) -> None:
     start = Path(shutil.copytree(first, tmp_path / "start"))
@@ -159,8 +159,8 @@ def test_adapter_to_continue_from_names_its_base(
     safetensors.numpy.save_file(weights, stray / "adapters.safetensors")
     settings = json.loads((first / "adapter_config.json").read_text())
     for base, problem in (
-        ("org/model", "to download the model, give --model-path org/model"),
-        ("", "names no base model: give --model-path"),
+        ("org/model", "to download the model, pass --model-path org/model"),
+        ("", "names no base model: pass --model-path"),
     ):
         (stray / "adapter_config.json").write_text(json.dumps(settings | {"model": base}))
         assert cli("train", "--data", chat, "--init-adapter", stray).error.endswith(problem)
@@ -242,7 +242,9 @@ def test_option_that_contradicts_the_adapter_is_an_error_that_names_both(
     assert not (tmp_path / "adapters.safetensors").exists()
 
 
-def test_equivalent_lora_of_pissa_is_gone_on_with(model: Path, chat: Path, tmp_path: Path) -> None:
+def test_training_continues_from_the_lora_equivalent_of_pissa(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
     train(config(model, chat, tmp_path / "first", init="pissa", max_steps=2))
     options = starting_from(tmp_path / "first")
     assert (options["rank"], options["alpha"]) == (8, 32.0)
@@ -266,7 +268,7 @@ def test_options_that_make_no_sense_together_are_named(
         TrainConfig("model", "data", **options)
 
 
-def test_adapter_that_is_not_there_is_an_error_of_its_option(cli: Cli, model: Path) -> None:
+def test_missing_adapter_names_its_option(cli: Cli, model: Path) -> None:
     outcome = cli("train", "--model-path", model, "--data", "x", "--init-adapter", "nowhere")
     assert outcome.code != 0
     assert "nowhere: no such file or folder: check --init-adapter" in outcome.err

@@ -53,7 +53,7 @@ def test_profiled_run_writes_the_same_adapter(
     assert "Profile     3 steps profiled" in said
 
 
-def test_profile_goes_on_with_the_run(model: Path, chat: Path, tmp_path: Path) -> None:
+def test_profile_continues_with_the_run(model: Path, chat: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingInterrupted):
         recipe(config(model, chat, tmp_path, quiet=True, profile_interval=1), stop_after=4)
     mlxtune.resume(tmp_path, profile_interval=2)

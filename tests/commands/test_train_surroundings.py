@@ -14,7 +14,7 @@ import mlxtune
 from mlxtune import TrainConfig, train
 from mlxtune.commands import train as recipe
 from mlxtune.core.machine.conditions import Conditions, Pressure, Sensors
-from mlxtune.core.training.surroundings import Surroundings
+from mlxtune.core.training.machine_monitor import MachineMonitor
 from tests.models import sums, write_chat
 
 ADAPTER = "adapters.safetensors"
@@ -93,12 +93,12 @@ def test_machine_is_kept_awake_unless_it_may_sleep_or_nothing_trains(
         yield
         events.append("released")
 
-    def surroundings(*arguments: Any, **options: Any) -> Surroundings:
+    def surroundings(*arguments: Any, **options: Any) -> MachineMonitor:
         events.append("training")
-        return Surroundings(*arguments, **options)
+        return MachineMonitor(*arguments, **options)
 
     monkeypatch.setattr(recipe, "kept_awake", kept_awake)
-    monkeypatch.setattr(recipe, "Surroundings", surroundings)
+    monkeypatch.setattr(recipe, "MachineMonitor", surroundings)
     train(configured("awake", max_steps=1))
     assert events == ["kept awake", "training", "released"]
     events.clear()
@@ -112,11 +112,11 @@ def test_machine_is_watched_for_the_battery_if_the_option_asks(
 ) -> None:
     paused: list[bool] = []
 
-    def look(surroundings: Surroundings, step: int) -> None:
+    def check(surroundings: MachineMonitor, step: int) -> None:
         paused.append(surroundings._pauses())
 
     monkeypatch.setattr(Sensors, "on_battery", lambda sensors: True)
-    monkeypatch.setattr(Surroundings, "look", look)
+    monkeypatch.setattr(MachineMonitor, "check", check)
     for pauses in (False, True):
         train(configured(f"pauses-{pauses}", max_steps=1, pause_on_battery=pauses))
         assert paused[-1] is pauses

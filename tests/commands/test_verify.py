@@ -43,7 +43,7 @@ def bad(run: Path) -> dict[str, str]:
     return {check.name: check.detail for check in verify(run).checks if not check.ok}
 
 
-def test_run_that_is_well_passes_each_check_and_exits_with_0(cli: Cli, run: Path) -> None:
+def test_sound_run_passes_each_check_and_exits_with_0(cli: Cli, run: Path) -> None:
     outcome = cli("verify", run.parent)
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
@@ -142,7 +142,7 @@ def other_shapes(run: Path) -> None:
         (other_shapes, "best/adapters.safetensors", "does not fit the model"),
     ],
 )
-def test_what_is_wrong_is_found_and_named(
+def test_fault_is_found_and_named(
     run: Path, spoil: Callable[[Path], None], name: str, problem: str
 ) -> None:
     assert bad(run) == {}
@@ -151,7 +151,7 @@ def test_what_is_wrong_is_found_and_named(
     assert problem in found[name]
 
 
-def test_run_that_has_not_ended_is_well_and_says_how_to_go_on(run: Path) -> None:
+def test_unfinished_run_verifies_and_names_the_resume_command(run: Path) -> None:
     (run / "result.json").unlink()
     found = verify(run)
     assert found.ok
@@ -165,7 +165,7 @@ def test_base_model_that_was_changed_or_moved_away_is_found(
     other = write_model(tmp_path / "other", "qwen3", seed=1)
     outcome = cli("verify", run, "--model-path", other)
     assert outcome.code == 1
-    assert "its weights are not those that the run started from" in outcome.out
+    assert "its weights differ from those at the start of the run" in outcome.out
     outcome = cli("verify", run, "--model-path", tmp_path / "none")
     assert outcome.code == 1
     assert "BAD model" in outcome.out
@@ -201,7 +201,7 @@ def test_replay_on_other_data_names_the_data(
         folder.unlink()
         folder.write_text(json.dumps(_manifest(folder.parent)))
     outcome = cli("verify", run, "--replay")
-    problem = "because the data gives different examples from those that the run was trained on"
+    problem = "because the data gives different examples than the run was trained on"
     assert problem in outcome.out
     chat.unlink()
     assert f"{chat}: no such file: bring it back" in cli("verify", run, "--replay").out

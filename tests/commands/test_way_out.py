@@ -74,7 +74,7 @@ def logits(model: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("member", "kind"), PAIRS)
-def test_adapter_comes_through_the_way_out_and_back(
+def test_adapter_survives_export_and_import(
     bases: dict[str, Path], tmp_path: Path, member: str, kind: str
 ) -> None:
     base = bases[kind]

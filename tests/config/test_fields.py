@@ -13,7 +13,7 @@ from mlxtune.config.fields import flag, given_options, options_of
 from mlxtune.config.option import Affects, Section
 from tests.configs import config
 
-CONFIGS = [each.config for each in COMMANDS if isinstance(each, ConfigCommand)]
+CONFIGS = [command.config for command in COMMANDS if isinstance(command, ConfigCommand)]
 EVERY = {name: each for kind in CONFIGS for name, each in options_of(kind).items()}
 
 
@@ -35,7 +35,7 @@ def test_option_that_does_not_state_what_it_affects_is_refused() -> None:
 def test_options_of_a_run_are_those_that_affect_one() -> None:
     for name, each in EVERY.items():
         assert (name in OPTIONS) or each.affects is Affects.COMMAND
-    assert not any(each.affects is Affects.COMMAND for each in OPTIONS.values())
+    assert not any(option.affects is Affects.COMMAND for option in OPTIONS.values())
 
 
 def test_option_has_one_default_for_a_run_and_its_parts() -> None:

@@ -48,13 +48,13 @@ def test_every_option_of_mlx_lm_is_ours_or_known() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "answer"),
     [
-        ("learning_rate", "2e-5", ", here: --lr 2e-5"),
-        ("iters", "200", ", here: --max-steps 200 (--epochs bounds the steps too)"),
-        ("lora-r", "16", ", here: --rank 16"),
-        ("num_train_epochs", "3", ", here: --epochs 3"),
-        ("load_in_4bit", None, ", here: --quantize 4 (nf4 is QLoRA's)"),
-        ("use_dora", "true", ", here: --dora"),
-        ("adapter_path", "my out", ", here: --output 'my out'"),
+        ("learning_rate", "2e-5", ": use --lr 2e-5"),
+        ("iters", "200", ": use --max-steps 200 (--epochs bounds the steps too)"),
+        ("lora-r", "16", ": use --rank 16"),
+        ("num_train_epochs", "3", ": use --epochs 3"),
+        ("load_in_4bit", None, ": use --quantize 4 (nf4 is QLoRA's)"),
+        ("use_dora", "true", ": use --dora"),
+        ("adapter_path", "my out", ": use --output 'my out'"),
         ("full_finetuning", None, ": full fine-tuning is out of scope: mlxtune trains LoRA, "),
         ("modules_to_save", None, ": new tokens are out of scope: LoRA trains no embeddings"),
         ("image_folder", None, ": images are out of scope: only a model's text part is trained"),
@@ -74,7 +74,7 @@ def test_name_is_answered_with_ours_and_what_differs(name: str, value: Any, answ
 def test_name_is_answered_by_the_options_of_its_command() -> None:
     own = options_of(EvalConfig)
 
-    assert suggestion("adapter_path", "out", own, as_flag) == ", here: --adapter out"
+    assert suggestion("adapter_path", "out", own, as_flag) == ": use --adapter out"
     # A known name without a counterpart in this command gets no suggestion by spelling.
     assert suggestion("temp", "1", own, as_flag) == ""
 
@@ -85,8 +85,8 @@ def test_python_names_are_answered_all_at_once() -> None:
         TrainConfig(model_path="m", data=("d",), **unknown)
 
     assert raised.value.problems == [
-        "no option 'learning_rate', here: lr=2e-05",
-        "no option 'use_rslora', here: rslora=True",
-        "no option 'lora_r', here: rank=8",
-        "no option 'epoch' (did you mean epochs?)",
+        "unknown option 'learning_rate': use lr=2e-05",
+        "unknown option 'use_rslora': use rslora=True",
+        "unknown option 'lora_r': use rank=8",
+        "unknown option 'epoch' (did you mean epochs?)",
     ]

@@ -31,7 +31,7 @@ def test_every_wrong_rank_is_named() -> None:
         )
     assert len(caught.value.problems) == 7
     assert "--target-rank 'b=9999999': the rank must be at most 999999" in caught.value.problems
-    assert "--target-rank 'v_proj=0': must be like q_proj=16" in caught.value.problems
+    assert "--target-rank 'v_proj=0' must be like q_proj=16" in caught.value.problems
     assert "--target-rank names a twice" in caught.value.problems
 
 

@@ -216,7 +216,7 @@ NUMBERS = [
 @pytest.mark.parametrize(
     "value", [float("nan"), float("inf"), "-inf", "nan", "many", "", True, [1], {"a": 1}, b"1"]
 )
-def test_what_is_no_finite_number_is_named_with_its_option(value: Any) -> None:
+def test_non_finite_number_is_named_with_its_option(value: Any) -> None:
     for option in NUMBERS:
         (found,) = problems(**{option: value})
         assert found.startswith(f"{flag(option)} must be a ")
@@ -254,8 +254,8 @@ def test_whole_number_is_not_rounded_from_another(value: Any) -> None:
         ("thinking", "yes", "--thinking must be one of auto, on, off, not 'yes'"),
         ("turns", "first", "--turns must be one of all, last, not 'first'"),
         ("merge_system", "on", "--merge-system must be true or false, not 'on'"),
-        ("cache_dir", " ", "--cache-dir is empty: give a value, or leave it out"),
-        ("output", "", "--output is empty: give a value, or leave it out"),
+        ("cache_dir", " ", "--cache-dir is empty: pass a value, or leave it out"),
+        ("output", "", "--output is empty: pass a value, or leave it out"),
         ("strict", "yes", "--strict must be true or false, not 'yes'"),
         ("quiet", 1, "--quiet must be true or false, not 1"),
         (
@@ -296,7 +296,7 @@ def test_data_is_one_path_or_several_in_the_order_given(
 
 
 @pytest.mark.parametrize("targets", ["", " , ", [], ()])
-def test_empty_targets_are_told_what_to_name(targets: Any) -> None:
+def test_empty_targets_error_names_the_choices(targets: Any) -> None:
     (found,) = problems(targets=targets)
 
     assert found.startswith("--targets is empty: ")

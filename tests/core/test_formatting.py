@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from mlxtune.core.formatting import (
     byte_size,
-    count,
     duration,
     join_few,
     loss_text,
     minute_of,
+    pluralise,
     short_duration,
     short_number,
 )
@@ -32,7 +32,7 @@ from tests.sources import PACKAGE
     ],
 )
 def test_count_has_its_noun_and_thousands_apart(number: int, text: str) -> None:
-    assert count(number, "row") == text
+    assert pluralise(number, "row") == text
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_short_number_is_within_half_a_percent_and_never_in_powers(number: int) 
         (360_000, "100h 00m"),
     ],
 )
-def test_duration_is_in_the_units_one_would_say(seconds: float, text: str) -> None:
+def test_duration_has_readable_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
@@ -109,7 +109,7 @@ def test_short_duration_is_in_seconds_or_milliseconds() -> None:
     ]
 
 
-def test_minute_of_a_time() -> None:
+def test_minute_of_an_iso_time() -> None:
     assert minute_of("2026-03-04T05:06:07+00:00") == "2026-03-04 05:06"
     assert minute_of("") == ""
 

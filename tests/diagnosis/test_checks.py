@@ -60,7 +60,7 @@ def test_other_bytes_fail_where_equal_ones_are_promised(
     assert checks.check_bytes("run twice", "a", found, promised=promised).passed is passed
 
 
-def test_stopped_run_tells_from_where_it_was_resumed() -> None:
+def test_stopped_run_reports_where_it_was_resumed() -> None:
     check = checks.check_bytes("resume", "a", "b", promised=True, stopped_after=3)
     assert check.found == "not equal, from step 3"
 
@@ -102,7 +102,7 @@ def test_limit_of_the_cache_is_reported_if_it_was_timed() -> None:
 
 def test_speed_of_steps_is_only_reported() -> None:
     check = checks.check_speed("16-bit base: shapes as they are", 1234.5)
-    assert (check.passed, check.found) == (None, "1,234 tokens a second")
+    assert (check.passed, check.found) == (None, "1,234 tokens per second")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.command import Cli, finish, start
 from tests.paths import ROOT
 
 
-def test_machine_that_runs_the_tests_can_train_and_is_told_so(cli: Cli) -> None:
+def test_test_machine_can_train(cli: Cli) -> None:
     outcome = cli("doctor")
     assert outcome.code == 0, outcome.out
     *checks, summary = outcome.out.splitlines()
@@ -42,7 +42,7 @@ def test_json_holds_facts_that_agree_with_mlx(cli: Cli) -> None:
     assert found["can_train"] is True
 
 
-def test_mlx_that_kills_its_process_is_told_and_exits_1(tmp_path: Path) -> None:
+def test_mlx_crash_is_reported_and_exits_1(tmp_path: Path) -> None:
     broken = tmp_path / "mlx"
     broken.mkdir()
     (broken / "__init__.py").write_text("")
@@ -56,7 +56,7 @@ def test_mlx_that_kills_its_process_is_told_and_exits_1(tmp_path: Path) -> None:
     assert "mlxtune cannot train here" in outcome.out
 
 
-def test_mlx_that_cannot_be_imported_is_told_by_its_last_line(tmp_path: Path) -> None:
+def test_mlx_import_failure_is_reported_by_its_last_line(tmp_path: Path) -> None:
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "__init__.py").write_text("")
     (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: no such file')")
@@ -83,7 +83,7 @@ def test_file_of_the_person_named_like_a_library_is_left_alone(tmp_path: Path) -
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-def test_mlx_imported_first_is_found_out() -> None:
+def test_mlx_imported_first_is_detected() -> None:
     code = (
         "import mlx.core; from mlxtune.diagnosis import doctor\n"
         "print(doctor._mlx_first(doctor.facts.Device('CPU', '', 1, None, 1, blas='b')))"
@@ -95,7 +95,7 @@ def test_mlx_imported_first_is_found_out() -> None:
     assert ours.stdout == "False\n"
 
 
-def test_memory_that_a_run_has_reserved_is_told() -> None:
+def test_reserved_memory_is_reported() -> None:
     lock = reserve(user_cache() / "memory", 5 * 10**9, 10**12, "/somewhere/run")
     try:
         notes = [check.found for check in mlxtune.doctor().checks if check.name == "reserved"]
@@ -123,7 +123,7 @@ def distribution(folder: Path, name: str, version: str, *lines: str, files: str 
     (info / "RECORD").write_text(files)
 
 
-def test_requirements_are_those_of_the_package_its_extras_and_what_it_rests_on(
+def test_requirements_cover_the_package_its_extras_and_dependencies(
     installed: Path,
 ) -> None:
     distribution(
@@ -166,7 +166,7 @@ def test_two_packages_with_the_library_of_mlx_are_found(installed: Path) -> None
 # Output of the system's tools
 
 
-def test_folders_are_measured_and_one_that_is_not_there_yet_is_no_problem(
+def test_folders_are_measured_and_a_missing_one_is_fine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
@@ -194,7 +194,7 @@ def test_downloads_are_where_hugging_face_keeps_them(
 
 
 @pytest.mark.parametrize(("value", "name"), [("1", "HF_HUB_OFFLINE"), ("0", ""), ("", "")])
-def test_offline_is_what_hugging_face_takes_for_it(
+def test_offline_follows_hugging_face(
     monkeypatch: pytest.MonkeyPatch, value: str, name: str
 ) -> None:
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
@@ -202,7 +202,7 @@ def test_offline_is_what_hugging_face_takes_for_it(
     assert facts.offline() == name
 
 
-def test_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone() -> Path:
         raise FileNotFoundError(2, "No such file or directory")
 
@@ -217,7 +217,7 @@ def test_missing_tool_prints_nothing() -> None:
     assert facts.tool_output("no-such-tool-anywhere", "-g") == ""
 
 
-def test_cache_that_cannot_be_made_is_told_and_stops_nothing(
+def test_cache_that_cannot_be_created_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")

@@ -35,7 +35,7 @@ def test_kernels_equal_the_cpu(dtype: str) -> None:
 
 def only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove all kernels but one."""
-    chosen = tuple(each for each in kernel_proof.KERNELS if each.name == name)
+    chosen = tuple(kernel for kernel in kernel_proof.KERNELS if kernel.name == name)
     assert chosen
     monkeypatch.setattr(kernel_proof, "KERNELS", chosen)
 
@@ -105,7 +105,7 @@ def test_kernel_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx.fast, "gated_delta_update", raising)
     last = KERNELS[0]
-    rule = next(each for each in KERNELS if each.name == "gated delta rule")
+    rule = next(kernel for kernel in KERNELS if kernel.name == "gated delta rule")
     monkeypatch.setattr(kernel_proof, "KERNELS", (rule, last))
     broken, fine = kernel_checks("float32")
     assert (broken.name, broken.passed) == ("gated delta rule", False)

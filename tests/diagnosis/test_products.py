@@ -43,7 +43,7 @@ def _in_float32(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     product = getattr(mx, name)
 
     def precise(x: mx.array, w: mx.array, *scales: mx.array, **how: Any) -> mx.array:
-        exact = (each.astype(mx.float32) for each in scales)
+        exact = (scale.astype(mx.float32) for scale in scales)
         return product(x.astype(mx.float32), w, *exact, **how).astype(x.dtype)
 
     monkeypatch.setattr(mx, name, precise)
@@ -182,7 +182,7 @@ def test_attention_that_is_wrong_in_its_last_block_is_found(
     monkeypatch: pytest.MonkeyPatch, length: int, dtype: str
 ) -> None:
     name = f"32 heads, {length} tokens"
-    chosen = tuple(each for each in kernel_proof.KERNELS if each.name == name)
+    chosen = tuple(kernel for kernel in kernel_proof.KERNELS if kernel.name == name)
     monkeypatch.setattr(kernel_proof, "KERNELS", chosen)
     assert [check.passed for check in kernel_checks(dtype)] == [True]
     right = mx.fast.scaled_dot_product_attention

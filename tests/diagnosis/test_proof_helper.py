@@ -57,7 +57,9 @@ def wrong(scale: float) -> Any:
     def changed(self: InstructPipeline, *arguments: Any, **options: Any) -> Any:
         result = whole(self, *arguments, **options)
         if self.forward.execution.packs:
-            name = [each for each in result.gradients if each.endswith("down_proj.lora_b")][-1]
+            name = [
+                gradient for gradient in result.gradients if gradient.endswith("down_proj.lora_b")
+            ][-1]
             value = np.array(result.gradients[name])
             value.flat[0] += scale
             result.gradients[name] = value
@@ -85,7 +87,7 @@ def test_gpu_has_none_of_the_ways_of_the_cpu(monkeypatch: pytest.MonkeyPatch) ->
     assert [way.name for way in proof_helper.ways()] == ["plain", "gpu", "gpu, recomputed"]
 
 
-def test_dropout_of_the_ways_is_that_of_the_plain_step(folder: Path) -> None:
+def test_dropout_of_each_execution_matches_the_plain_step(folder: Path) -> None:
     way = next(way for way in proof_helper.ways() if way.dropout)
     assert way.execution.recompute
     examples = random_examples(3)
@@ -94,7 +96,7 @@ def test_dropout_of_the_ways_is_that_of_the_plain_step(folder: Path) -> None:
     assert abs(with_dropout[0] - without[0]) > 1e-4
 
 
-def test_memory_is_that_of_each_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_matches_each_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof_helper, "_examples", lambda *_: random_examples(12))
     # The larger size runs first; its peak must not count for the next.
     monkeypatch.setattr(proof_helper, "SIZES", (512, 32))

@@ -191,7 +191,7 @@ def test_checks_are_printed_once_where_stdout_and_stderr_are_one(
         ("bench", BENCH | {"losses_agree": False}, 1),
     ],
 )
-def test_what_is_not_equal_fails_and_exits_1(
+def test_unequal_results_fail_and_exit_1(
     cli: Cli, fakes: dict[str, Any], part: str, value: Any, failures: int
 ) -> None:
     fakes[part] = value
@@ -218,7 +218,9 @@ def test_busy_machine_fails_nothing(cli: Cli, fakes: dict[str, Any], part: str) 
     fakes["steps"] = [check_speed("shapes as they are", 0.01)]
     outcome = cli("doctor", "--prove", "--json")
     assert outcome.code == 0
-    late = [each for each in json.loads(outcome.out)["checks"] if each["expected"] == "completion"]
+    late = [
+        check for check in json.loads(outcome.out)["checks"] if check["expected"] == "completion"
+    ]
     assert late
     assert f"nothing failed, {len(late)} did not end in time" in outcome.err
 
@@ -270,7 +272,7 @@ def test_error_fails_its_checks_and_the_others_still_run(
     assert "Traceback" not in outcome.err
 
 
-def test_check_found_before_a_crash_is_kept() -> None:
+def test_check_from_before_a_crash_is_kept() -> None:
     def crashing() -> Iterator[ProofCheck]:
         yield check_bytes("first", "a", "a", promised=True)
         raise RuntimeError("broke")

@@ -78,7 +78,7 @@ def shared(error: str, **machine: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "error",
     [
-        "/Users/anna/My models/wedding: cannot be loaded",
+        "/Users/anna/My models/wedding cannot be loaded",
         "~anna/models/wedding",
         "C:\\Users\\anna\\wedding.safetensors",
         "models/wedding on ANNAS-MACBOOK",

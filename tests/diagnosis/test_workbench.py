@@ -42,7 +42,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
 def test_step_has_rows_that_share_beginnings_and_one_twice(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in Workbench(tmp_path).step.read_text().splitlines()]
     roles = [[message["role"][0] for message in row["messages"]] for row in rows]
-    assert sorted({"".join(each) for each in roles}) == ["sua", "suaua", "ua", "uaua"]
+    assert sorted({"".join(role) for role in roles}) == ["sua", "suaua", "ua", "uaua"]
     assert rows[-1] == rows[-2]
 
 
@@ -109,7 +109,7 @@ def test_run_that_was_not_stopped_is_an_error(
         Workbench(tmp_path).resumed(QWEN, signal.SIGINT)
 
 
-def test_demo_is_beside_the_package() -> None:
+def test_demo_is_next_to_the_package() -> None:
     for name in (QWEN, workbench.GEMMA):
         assert (Workbench(Path()).model(name) / "model.safetensors").is_file()
 

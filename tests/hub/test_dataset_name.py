@@ -42,7 +42,7 @@ def test_anything_else_is_a_path(text: str) -> None:
     assert dataset_name(text) is None
 
 
-def test_whatever_is_here_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_name_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert dataset_name("org/gsm8k") is not None
     (tmp_path / "org").mkdir()

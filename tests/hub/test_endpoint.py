@@ -14,8 +14,8 @@ from mlxtune.backend.models.model_folder import find_folder
 from mlxtune.errors import ConfigError, MlxTuneError
 from mlxtune.hub import check_endpoint
 from mlxtune.hub.client import without_password
+from mlxtune.hub.dataset_download import fetch
 from mlxtune.hub.dataset_name import DatasetName
-from mlxtune.hub.datasets import fetch
 from mlxtune.hub.upload import check_may_write
 from tests.hub_server import Hub
 

@@ -99,7 +99,7 @@ def test_data_of_the_hub_has_its_licence_and_commit(tmp_path: Path) -> None:
 # Paths
 
 
-def test_command_has_names_in_the_place_of_paths(tmp_path: Path) -> None:
+def test_command_has_names_instead_of_paths(tmp_path: Path) -> None:
     options = {
         "model_path": "/home/ann/models/tiny",
         "data": ("/home/ann/secret/a.jsonl", HUB["name"], "../secret/b.jsonl"),
@@ -200,8 +200,8 @@ def test_metadata_names_base_data_and_results(tmp_path: Path) -> None:
     assert card.data.base_model_relation == "adapter"
     assert card.data.datasets == ["org/sums"]
     assert card.data.library_name == "peft"
-    assert [each.metric_value for each in card.data.eval_results] == [4.0, 1.0]
-    assert {each.dataset_type for each in card.data.eval_results} == {"org/sums"}
+    assert [eval_result.metric_value for eval_result in card.data.eval_results] == [4.0, 1.0]
+    assert {eval_result.dataset_type for eval_result in card.data.eval_results} == {"org/sums"}
 
 
 def test_metadata_names_no_base_model_that_is_not_on_the_hub(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_metadata_of_forged_records_stays_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*sorted(each for each in OPTIONS if OPTIONS[each].path), "template"]
+    "name", [*sorted(option for option in OPTIONS if OPTIONS[option].path), "template"]
 )
 def test_card_has_the_path_of_no_option(tmp_path: Path, name: str) -> None:
     value: Any = "/home/ann/secret/file.jinja"

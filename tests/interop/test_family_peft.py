@@ -105,7 +105,7 @@ def assert_near(found: npt.NDArray[Any], expected: npt.NDArray[Any], tolerance: 
 
 
 @pytest.mark.parametrize("member", FAMILY)
-def test_outputs_and_gradients_are_those_of_peft(folder: Path, member: str) -> None:
+def test_outputs_and_gradients_match_peft(folder: Path, member: str) -> None:
     options, of_peft = FAMILY[member]
     pipeline, model = ours(folder, **options), theirs(folder, **of_peft)
     fill_lora_b(pipeline)
@@ -174,7 +174,7 @@ def test_dora_drops_what_peft_drops(bias: bool) -> None:
 
 
 @pytest.mark.parametrize("member", ["LoRA", "DoRA"])
-def test_steps_with_two_rates_are_those_of_peft(folder: Path, member: str) -> None:
+def test_steps_with_two_rates_match_peft(folder: Path, member: str) -> None:
     options, of_peft = FAMILY[member]
     rate, ratio, decay = 1e-3, 8.0, 0.1
     pipeline = ours(folder, lr_ratio=ratio, learning_rate=rate, weight_decay=decay, **options)

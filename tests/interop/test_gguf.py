@@ -134,7 +134,7 @@ def test_names_shapes_and_values_are_those_of_llama_cpps_converter(
         np.testing.assert_array_equal(written[name].data, tensor)
 
 
-def test_heads_are_those_of_the_loaded_model(tmp_path: Path) -> None:
+def test_heads_match_the_loaded_model(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
     base = load_base(model, "float32")
     rows = np.arange(len(base.model.layers[0].self_attn.q_proj.weight))

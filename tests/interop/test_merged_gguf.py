@@ -99,7 +99,9 @@ def test_merged_file_has_the_weights_of_the_folder(
     outcome = cli("fuse", "--adapter", adapter, "--output", output, "--gguf")
     assert outcome.code == 0, outcome.err
     assert "14 fused weights equal to the folder's" in outcome.err
-    tensors = {each.name: each.data for each in gguf.GGUFReader(output / "model.gguf").tensors}
+    tensors = {
+        tensor.name: tensor.data for tensor in gguf.GGUFReader(output / "model.gguf").tensors
+    }
     weights = mx_load(output / "model.safetensors")
     np.testing.assert_array_equal(
         tensors["blk.1.ffn_up.weight"], weights["model.layers.1.mlp.up_proj.weight"]
@@ -132,7 +134,7 @@ def test_conversion_that_fails_is_one_line_and_leaves_nothing(
     options = ["--output", tmp_path / "fused", "--gguf", "--quiet"]
     outcome = cli("fuse", "--adapter", adapter, *options)
     assert line in outcome.error
-    assert [each.name for each in tmp_path.iterdir()] == ["bin"]
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
 
 def test_without_the_converter_its_command_is_printed(

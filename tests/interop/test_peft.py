@@ -271,7 +271,7 @@ def test_dora_is_pefts_in_mlx_lm_in_its_fused_weights_and_back(llama: Path, tmp_
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
     ],
 )
-def test_what_lora_of_mlx_lm_has_no_place_for_is_named(
+def test_feature_unsupported_by_mlx_lms_lora_is_named(
     llama: Path, tmp_path: Path, config: dict[str, Any], named: str
 ) -> None:
     from mlxtune import ModelError

@@ -122,7 +122,7 @@ def supervised(batch: Any, objective: Objective) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
-def test_step_is_that_of_trl(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_matches_trl(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     objective = objective_of(case)
     trainer = trainer_of(family, objective.name, loss=case.built_for)
@@ -207,9 +207,7 @@ def test_twenty_steps_give_the_adapter_of_trl(family: str, name: str) -> None:
 
 @pytest.mark.parametrize("count", [100, long(3334)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pairs_and_their_log_probabilities_are_those_of_trl(
-    family: str, count: int, tmp_path: Path
-) -> None:
+def test_pairs_and_log_probabilities_match_trl(family: str, count: int, tmp_path: Path) -> None:
     folder, rows = write_model(tmp_path / family, family), generated(count, longest=10)
     (folder / "chat_template.jinja").write_text(CHATML if family == "llama" else THINKING)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -225,7 +223,7 @@ def test_pairs_and_their_log_probabilities_are_those_of_trl(
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
-def test_pairs_of_a_real_vocabulary_are_those_of_trl(tmp_path: Path) -> None:
+def test_pairs_of_a_real_vocabulary_match_trl(tmp_path: Path) -> None:
     """In Qwen's vocabulary, an answer's first newline merges with the header's newline."""
     folder = shutil.copytree(SHARED / "tokenizers" / "qwen3", tmp_path / "qwen2.5")
     shutil.copy(SHARED / "templates" / "qwen2_5.jinja", folder / "chat_template.jinja")
@@ -237,7 +235,7 @@ def test_pairs_of_a_real_vocabulary_are_those_of_trl(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
-def test_pairs_in_every_real_template_and_thinking_mode_are_those_of_trl(tmp_path: Path) -> None:
+def test_pairs_match_trl_in_every_real_template_and_thinking_mode(tmp_path: Path) -> None:
     for seed, folder in enumerate(write_folders(SHARED, tmp_path).values()):
         # Gemma's template accepts no system message.
         rows = generated(1250, seed=seed, system=folder.path.name != "gemma.jinja")

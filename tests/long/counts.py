@@ -172,18 +172,18 @@ def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[s
     graph, counts = exported(gradient, tokens), Counter[str]()
     dependent = set(graph.inputs)
     shapes = {name: shape for name, (shape, _) in graph.arrays.items()}
-    for each in graph.operations:
-        depends = [name in dependent for name in each.inputs]
+    for operation in graph.operations:
+        depends = [name in dependent for name in operation.inputs]
         if any(depends):
-            dependent.update(each.outputs)
-        out = math.prod(shapes[each.outputs[0]])
-        if each.kind in _PRODUCTS:
-            deep = len(shapes[each.outputs[0]]) > 3
-            attends = each.kind == "Matmul" and deep and all(depends)
-            inner = shapes[each.inputs[0]][-1]
+            dependent.update(operation.outputs)
+        out = math.prod(shapes[operation.outputs[0]])
+        if operation.kind in _PRODUCTS:
+            deep = len(shapes[operation.outputs[0]]) > 3
+            attends = operation.kind == "Matmul" and deep and all(depends)
+            inner = shapes[operation.inputs[0]][-1]
             counts["attention" if attends else "products"] += 2 * out * inner
-        elif each.kind == "Convolution":
-            counts["products"] += 2 * out * math.prod(shapes[each.inputs[1]][1:])
+        elif operation.kind == "Convolution":
+            counts["products"] += 2 * out * math.prod(shapes[operation.inputs[1]][1:])
     return counts
 
 
@@ -220,7 +220,7 @@ def counted_evaluations() -> Iterator[list[int]]:
     evaluate, start = mx.eval, mx.async_eval
 
     def counted(*arrays: Any) -> None:
-        count[0] += not any(arrays and arrays[0] is each for each in started)
+        count[0] += not any(arrays and arrays[0] is request for request in started)
         evaluate(*arrays)
 
     def counted_start(*arrays: Any) -> None:
@@ -343,7 +343,7 @@ def _stand_in(
         return [first, *rest] if rest else first
 
     def call(*args: Any, **options: Any) -> mx.array:
-        given = [each for each in (*args, *options.values()) if isinstance(each, mx.array)]
+        given = [option for option in (*args, *options.values()) if isinstance(option, mx.array)]
         return cast(mx.array, function(*given))
 
     return call

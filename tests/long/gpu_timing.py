@@ -82,7 +82,7 @@ def take_steps(
 def compared(
     found: Mapping[str, Any], case: Mapping[str, Any], card: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a result's tokens a second, first loss against mlxtune's, and share of the peak."""
+    """Return a result's tokens per second, first loss against mlxtune's, and share of the peak."""
     if "seconds" not in found:
         return {}
     fastest = min(found["seconds"])

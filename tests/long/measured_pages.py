@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from tests.long import bench_table, device_proofs
 from tests.long.measured import FOLDER, SIDES, Card, CardCase, read_cards
 from tests.paths import DOCS, ROOT
@@ -58,16 +58,16 @@ def cpu_results(folder: Path) -> list[Any]:
 
 def summary(cards: Iterable[Card], cpu: Iterable[Mapping[str, Any]]) -> str:
     """Return README's table: mlxtune's speed and memory against each peer on each machine."""
-    rows = [["", "against", "tokens a second", "peak memory"]]
+    rows = [["", "against", "tokens per second", "peak memory"]]
     for card in cards:
         for peer in _PEERS:
             if ratios := [_ratios(case, peer) for case in card.cases if case.comparable(peer)]:
-                machine = f"{card.device}, bfloat16, {count(len(ratios), 'case')}"
+                machine = f"{card.device}, bfloat16, {pluralise(len(ratios), 'case')}"
                 rows.append([machine, SIDES[peer], *_ranges(ratios)])
     ratios = [
         (result["ratio"]["real_tokens_per_s"], result["ratio"]["peak_memory"]) for result in cpu
     ]
-    machine = f"two x86-64 cores, float32, {count(len(ratios), 'case')}"
+    machine = f"two x86-64 cores, float32, {pluralise(len(ratios), 'case')}"
     rows.append([machine, "mlx-lm", *_ranges(ratios)])
     rows.append(["a Mac", "", "not measured", "not measured"])
     return _table(rows)
@@ -86,7 +86,7 @@ def card_table(card: Card) -> str:
 def machines(cards: Iterable[Card]) -> str:
     """Return the table of the cards: software, date, and mlxtune against mlx-lm."""
     columns = ["card", "driver, CUDA", "mlx, mlx-lm, transformers", "measured", "commit"]
-    rows = [[*columns, "tokens a second, against mlx-lm", "against transformers + PEFT"]]
+    rows = [[*columns, "tokens per second, against mlx-lm", "against transformers + PEFT"]]
     for card in cards:
         report = card.report
         packages = [report["versions"][name] for name in ("mlx", "mlx-lm", "transformers")]

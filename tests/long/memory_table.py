@@ -153,7 +153,7 @@ def predicted(name: str, bits: int) -> Row:
         base = loading.open_base(folder, "auto")
         config = PlanConfig(model_path=scratch)
         execution = Execution(operations.MLX, recompute=True)
-        found = shapes.model_shapes(base, config.lora(), execution.operations.memory)
+        found = shapes.model_shapes(base, config.pipeline_config(), execution.operations.memory)
         # The table is for Macs, wherever it is made.
         found = replace(found, graphs=None)
         peaks = {n: least(found, execution, BatchLoad.single(n, n)).total for n in LENGTHS}

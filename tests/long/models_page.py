@@ -106,7 +106,9 @@ def _breaks(record: Mapping[str, Any]) -> Iterator[str]:
 
 def _row(name: str, record: Mapping[str, Any]) -> str:
     gets = [title for key, title in _GETS.items() if record["gets"].get(key)]
-    exports = [each if each in record["exports_all"] else f"{each}*" for each in record["exports"]]
+    exports = [
+        export if export in record["exports_all"] else f"{export}*" for export in record["exports"]
+    ]
     return _line(
         [
             _title(name),

@@ -68,5 +68,5 @@ class PipelineGraphs:
         yield from found
 
     def _inputs(self, examples: Sequence[Example]) -> Iterator[StepInputs]:
-        for _, batch in self._pipeline._engine.batches.of(examples):
+        for _, batch in self._pipeline._engine.batches.iterate(examples):
             yield self._pipeline._engine.inputs(batch, 1)

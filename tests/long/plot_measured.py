@@ -22,7 +22,7 @@ _BAR = 0.27  # the height of a bar, where a case is 1 high
 
 @dataclass(frozen=True)
 class Bars:
-    """A case: tokens a second and peak GB of each side that was measured."""
+    """A case: tokens per second and peak GB of each side that was measured."""
 
     title: str
     sides: dict[str, tuple[float, float]]
@@ -61,7 +61,7 @@ def cpu_bars() -> list[Bars]:
 
 
 def draw_bench() -> None:
-    """Draw tokens a second and peak memory of all sides, under a heading for each machine."""
+    """Draw tokens per second and peak memory of all sides, under a heading for each machine."""
     groups = {f"On an {card.device}, bfloat16": card_bars(card) for card in read_cards()}
     groups = {title: bars for title, bars in groups.items() if bars}
     groups["On two CPU cores, float32"] = cpu_bars()
@@ -98,9 +98,9 @@ def _case_height(case: Bars) -> float:
 
 
 def _draw_group(axes: Sequence[Any], bars: Sequence[Bars]) -> None:
-    """Draw a machine's cases on a pair of axes: tokens a second, and peak memory."""
+    """Draw a machine's cases on a pair of axes: tokens per second, and peak memory."""
     panels = (
-        ("tokens a second, and mlxtune's as a multiple", "×{:.1f}"),
+        ("tokens per second, and mlxtune's as a multiple", "×{:.1f}"),
         ("peak memory in GB, and mlxtune's share of it", "{:.0%}"),
     )
     for quantity, (axis, (title, ratio_text)) in enumerate(zip(axes, panels, strict=True)):

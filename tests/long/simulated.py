@@ -86,7 +86,7 @@ def main() -> None:
     given, arguments = parser.parse_known_args()
     if not given.hidden and not given.device:
         parser.error("name --hidden or --device")
-    paths = [each for each in arguments if (ROOT / each.partition("::")[0]).exists()]
+    paths = [argument for argument in arguments if (ROOT / argument.partition("::")[0]).exists()]
     if given.device and not paths:
         arguments = [*arguments, *WHERE_IT_MATTERS]
     environment = dict(os.environ)

@@ -58,13 +58,13 @@ def costs(job: Job) -> dict[str, Any]:
     products = [needed_products(trainer, examples) for examples in job.steps]
     counted = _counted(source, job.steps)
     counted["matmul_flops"]["needed"] = sum(map(needed_flops, products))
-    seconds = [product_seconds(each, trainer.base.dtype) for each in products]
+    seconds = [product_seconds(product, trainer.base.dtype) for product in products]
     return counted | {"products": seconds}
 
 
 def needed_products(trainer: OurTrainer, examples: Sequence[Example]) -> Products:
     """Return the products that one of mlxtune's steps needs."""
-    batches = trainer.pipeline._engine.batches.of(examples)
+    batches = trainer.pipeline._engine.batches.iterate(examples)
     return step_products(
         trainer.pipeline.model,
         [stretch for _, batch in batches for stretch in batch.stretches],

@@ -23,7 +23,13 @@ from mlxtune.core.data import cache, problems
 from mlxtune.core.data.problems import BadRow, SkippedRows, where
 from mlxtune.errors import ConfigError, DataError
 from mlxtune.session import arguments
-from mlxtune.session.arguments import Resolved, resolve, takes_options, takes_resolved, with_rows
+from mlxtune.session.arguments import (
+    ResolvedOptions,
+    resolve,
+    takes_options,
+    takes_resolved,
+    with_rows,
+)
 from mlxtune.views.console import RunConsole
 from tests.configs import config
 from tests.hub_server import Dataset as HubDataset
@@ -52,7 +58,7 @@ def described(config: TrainConfig, *, loudly: bool = False) -> tuple[str, int, b
 def test_fields_of_the_config_are_keywords_beside_the_function_s_own() -> None:
     assert described(model_path="m", data="d", rank=3, loudly=True) == ("m", 3, True)
     assert described(TrainConfig("m", data=("d",)), loudly=True) == ("m", 8, True)
-    with pytest.raises(ConfigError, match=r"no option 'learning_rate', here: lr=0\.1"):
+    with pytest.raises(ConfigError, match=r"unknown option 'learning_rate': use lr=0\.1"):
         described(model_path="m", data="d", learning_rate=0.1)
     with pytest.raises(ConfigError, match=r"name the options: described\(model_path=…, data=…\)"):
         described("m", "d")
@@ -89,9 +95,9 @@ NO_DICTIONARY = (
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        ([], "data: has no rows"),
-        (ROWS[0], "data: is one row: put it in a list, data=[{…}]"),
-        ({"messages": []}, "data: is one row: put it in a list, data=[{…}]"),
+        ([], "data has no rows"),
+        (ROWS[0], "data is one row: put it in a list, data=[{…}]"),
+        ({"messages": []}, "data is one row: put it in a list, data=[{…}]"),
         ([{}, 3], NO_DICTIONARY),
         ([{"text": object()}], "data: row 1 is not JSON: it has a value of type object"),
     ],
@@ -104,7 +110,7 @@ def test_rows_that_are_none_are_named(rows: Any, problem: str) -> None:
 
 def test_rows_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "_MOST_ROWS", 3)
-    with pytest.raises(DataError, match=r"^data: has no end after 3 rows \(107 B\): end the iter"):
+    with pytest.raises(DataError, match=r"^data has no end after 3 rows \(107 B\): end the iter"):
         with_rows({"data": cycle(ROWS)})
     assert len(read(with_rows({"data": ROWS * 2})["data"])) == 4
 
@@ -151,7 +157,9 @@ def test_run_from_python_calls_back_after_steps_and_validations(
 
     assert steps == [1, 2]
     assert result.training is not None
-    assert [(each.step, each.val_loss) for each in result.training.validations] == validations
+    assert [
+        (validation.step, validation.val_loss) for validation in result.training.validations
+    ] == validations
     assert mlxtune.plan(model_path=model, data=rows).steps == 2
     assert [ledger.path for ledger in result.ledgers] == ["data"]
 
@@ -171,7 +179,7 @@ class Once:
 
 def test_rows_that_can_be_read_once_lose_none_and_have_their_length() -> None:
     assert len(read(with_rows({"data": Once(ROWS)})["data"])) == len(ROWS)
-    with pytest.raises(DataError, match=f"^data: has more rows than its length, {len(ROWS)}$"):
+    with pytest.raises(DataError, match=f"^data has more rows than its length, {len(ROWS)}$"):
         with_rows({"data": Once(cycle(ROWS))})
 
 
@@ -223,7 +231,7 @@ def test_rows_of_data_frames_are_read_and_kept_private() -> None:
 
 
 @takes_resolved(TrainConfig)
-def rank_and_given(options: Resolved[TrainConfig]) -> tuple[int, frozenset[str]]:
+def rank_and_given(options: ResolvedOptions[TrainConfig]) -> tuple[int, frozenset[str]]:
     return options.config.rank, options.given
 
 
@@ -234,9 +242,9 @@ def test_command_gets_the_names_of_the_given_options() -> None:
     assert rank_and_given(resolve(config(rank=8))) == (8, given)
 
 
-def test_options_of_an_earlier_run_are_all_given_and_taken_as_they_are() -> None:
+def test_options_of_an_earlier_run_are_reused_unchanged() -> None:
     recorded = config(init_adapter="removed since")
-    rank, given = rank_and_given(Resolved.recorded(recorded))
+    rank, given = rank_and_given(ResolvedOptions.recorded(recorded))
     assert rank == recorded.rank
     assert {"rank", "alpha", "targets", "epochs"} <= given
 
@@ -269,7 +277,7 @@ def test_plain_run_builds_one_config(
     options = {"model_path": model, "data": chat, "max_steps": 1, "samples": 1}
     mlxtune.train(**options, quiet=True, output=tmp_path / "a")
     assert len(built) == 1
-    train = next(each for each in COMMANDS if each.name == "train")
+    train = next(command for command in COMMANDS if command.name == "train")
     flags = ["--model-path", str(model), "--data", str(chat), "--max-steps", "1", "--quiet"]
     train.main([*flags, "--output", str(tmp_path / "b")], standalone_mode=False)
     assert len(built) == 2
@@ -298,8 +306,8 @@ def test_worker_builds_one_config(
     built: list[TrainConfig],
 ) -> None:
     workers = Workers()
-    workers.index, workers.size = index, 2
-    monkeypatch.setattr(workers, "texts", lambda text: [text, text])
+    workers.rank, workers.world_size = index, 2
+    monkeypatch.setattr(workers, "all_gather_text", lambda text: [text, text])
 
     @contextmanager
     def watched(*_: Any) -> Iterator[list[str]]:

@@ -124,7 +124,7 @@ def test_length_is_what_the_data_needs_and_the_memory_allows() -> None:
     assert chosen(needed=2048, fitting=0)["max_seq_len"] == 2  # the plan then gives the reason
 
 
-def test_given_options_stay() -> None:
+def test_options_set_by_the_user_stay() -> None:
     given = config(rank=4, epochs=2, batch_size=8)
     found = choose(FACTS, given, given_options(given))
     assert not found.keys() & {"rank", "epochs"}
@@ -147,6 +147,6 @@ def test_command_line_gives_the_same_options() -> None:
     flags = command.make_context("train", words[2:]).params
     for name in ("config", "dry_run", "resume"):
         flags.pop(name)
-    fields = {each.name for each in dataclasses.fields(TrainConfig)}
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
     values = {name: value for name, value in flags.items() if name in fields}
     assert merged(TrainConfig, None, values) == run

@@ -268,7 +268,7 @@ def test_thinking_is_trained_as_it_is_asked_for(tmp_path: Path) -> None:
     assert notes == {"thinking left out by the template": 1, "duplicate row": 1}
 
 
-def test_thinking_of_a_template_that_knows_none_changes_nothing_and_says_so(
+def test_thinking_option_without_template_support_is_a_note(
     own_template: Path, tmp_path: Path, train: Cli
 ) -> None:
     file = str(write_chat(tmp_path / "a.jsonl", sums(3)))
@@ -320,7 +320,7 @@ def test_duplicates_and_leaks_are_warned_of_by_both(
     assert f"    {other}:1\n" in shown
 
 
-def test_identical_rows_stand_on_one_side(model: Path, tmp_path: Path) -> None:
+def test_identical_rows_are_held_out_or_trained_on_together(model: Path, tmp_path: Path) -> None:
     # These rows are the same for the model, but are written differently.
     again = [
         {"id": i, "messages": [dict(zip(("content", "role"), (c, r), strict=True)) for r, c in row]}
@@ -341,7 +341,7 @@ def test_identical_rows_stand_on_one_side(model: Path, tmp_path: Path) -> None:
     assert sum(ledger["notes"]["duplicate row"] for ledger in found.files[1:]) == 10
 
 
-def test_saved_ledger_is_that_of_inspect_and_adds_up(
+def test_saved_ledger_matches_inspect_and_adds_up(
     inspect: Cli, train: Cli, output: Path, tmp_path: Path
 ) -> None:
     long = [("user", "Hi"), ("assistant", "word " * 30)]
@@ -369,7 +369,7 @@ def test_saved_ledger_is_that_of_inspect_and_adds_up(
     assert ledger["rows_truncated"] == 2
 
 
-def test_rows_that_differ_only_behind_a_thousand_alike_are_split(
+def test_rows_that_differ_only_after_a_thousand_equal_ones_are_split(
     model: Path, tmp_path: Path
 ) -> None:
     file = write_chat(tmp_path / "a.jsonl", [*sums(1) * 1100, *sums(2)[1:]])
@@ -429,7 +429,7 @@ def test_built_in_template_is_chosen_by_the_type_of_the_model(
     assert reader.describe() == f"built-in {name}, as the model has none"
 
 
-def test_base_model_without_a_template_stops_with_what_there_is_to_choose(
+def test_base_model_without_a_template_lists_the_choices(
     tmp_path: Path,
 ) -> None:
     folder = write_model(tmp_path / "model", "llama", bos=False)
@@ -483,7 +483,7 @@ def test_template_of_a_file_is_used_and_decides_the_cache(tmp_path: Path) -> Non
             assert texts(found) == [greeting + chatml("q", "a")]
             assert found.template == "from a file"
     jinja.unlink()
-    with pytest.raises(ModelError, match=r"--template .*mine\.jinja: cannot be read: "):
+    with pytest.raises(ModelError, match=r"--template .*mine\.jinja cannot be read: "):
         both(folder, file, tmp_path, template=str(jinja))
 
 

@@ -112,7 +112,7 @@ CHANGES: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_changed_file_is_encoded_anew(
+def test_changed_file_is_encoded_again(
     load: Load, loads: list[Path], folder: Path, chat: Path, change: Callable[[Path, Path], object]
 ) -> None:
     before = content(load())
@@ -124,7 +124,7 @@ def test_changed_file_is_encoded_anew(
         assert after != before
 
 
-def test_file_of_equal_size_and_time_is_encoded_anew(
+def test_changed_file_of_equal_size_and_time_is_encoded_again(
     load: Load, loads: list[Path], chat: Path
 ) -> None:
     load()
@@ -135,7 +135,7 @@ def test_file_of_equal_size_and_time_is_encoded_anew(
     assert len(loads) == 3
 
 
-def test_changed_option_is_encoded_anew(load: Load, loads: list[Path]) -> None:
+def test_changed_option_encodes_again(load: Load, loads: list[Path]) -> None:
     options: list[dict[str, Any]] = [
         *({"template": "qwen3"}, {"template": "gemma"}, {"turns": "last"}, {"thinking": "off"}),
         *({"merge_system": True}, {"format": "chat"}, {"field": "messages=messages"}),
@@ -237,7 +237,7 @@ def test_cache_is_the_users_unless_a_folder_is_named(
 
 
 @pytest.mark.parametrize("below", ["chat.jsonl", "chat.jsonl/below", "locked"])
-def test_cache_that_cannot_be_written_is_done_without(
+def test_run_continues_without_an_unwritable_cache(
     load: Load, chat: Path, tmp_path: Path, below: str
 ) -> None:
     if below == "locked":
@@ -249,7 +249,7 @@ def test_cache_that_cannot_be_written_is_done_without(
     assert chat.read_bytes() == before
 
 
-def test_damaged_entry_is_encoded_anew(load: Load, loads: list[Path], tmp_path: Path) -> None:
+def test_damaged_entry_is_encoded_again(load: Load, loads: list[Path], tmp_path: Path) -> None:
     expected = content(load())
     (file,) = (tmp_path / "cache").glob("*/tokens")
     damaged = bytearray(file.read_bytes())

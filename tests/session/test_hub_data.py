@@ -99,7 +99,9 @@ def test_run_records_where_its_data_came_from(train: Cli, output: Path) -> None:
         }
     ]
     ledgers = json.loads((output.parent / "checkpoints" / "ledger.json").read_text())
-    assert {each["path"]: (each["rows_train"], each["rows_validation"]) for each in ledgers} == {
+    assert {
+        ledger["path"]: (ledger["rows_train"], ledger["rows_validation"]) for ledger in ledgers
+    } == {
         "org/sums:train": (20, 0),
         "org/sums:validation": (0, 4),
     }
@@ -144,7 +146,7 @@ def test_commands_before_training_read_the_same(cli: Cli, model: Path, command: 
     assert outcome.code == 0, outcome.err
     found = json.loads(outcome.out)
     if command == "inspect":
-        assert [each["path"] for each in found["files"]] == [
+        assert [file["path"] for file in found["files"]] == [
             "org/sums:train",
             "org/sums:validation",
         ]

@@ -41,7 +41,7 @@ def about(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_run_says_what_it_is_before_its_first_step(
+def test_run_describes_itself_before_its_first_step(
     model: Path, chat: Path, tmp_path: Path, run: tuple[Path, TrainResult]
 ) -> None:
     with pytest.raises(TrainingInterrupted):
@@ -54,7 +54,7 @@ def test_run_says_what_it_is_before_its_first_step(
     assert early == whole
 
 
-def test_run_says_its_model_plan_options_and_data(
+def test_run_reports_model_plan_options_and_data(
     run: tuple[Path, TrainResult], model: Path, chat: Path
 ) -> None:
     said = about(run[0])
@@ -111,7 +111,7 @@ def test_page_and_list_are_of_the_run(run: tuple[Path, TrainResult]) -> None:
     assert summary.problems == ()
 
 
-def test_run_that_goes_on_keeps_its_start(model: Path, chat: Path, tmp_path: Path) -> None:
+def test_continuing_run_keeps_its_start(model: Path, chat: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingInterrupted):
         recipe(config(model, chat, tmp_path), stop_after=3)
     folder = tmp_path / "checkpoints"
@@ -139,7 +139,7 @@ def stopped(model: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize("damage", [None, "{", "[]", '{"started_at": 7}'])
-def test_run_goes_on_whatever_became_of_what_it_had_said(
+def test_run_resumes_with_missing_or_damaged_run_json(
     stopped: Path, tmp_path: Path, damage: str | None
 ) -> None:
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)

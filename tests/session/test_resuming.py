@@ -97,7 +97,7 @@ def test_resumed_run_needs_no_other_option_and_ends_as_the_whole_run(
     assert (output.parent / config).read_bytes() == (whole.parent / config).read_bytes()
 
 
-def test_resumed_run_says_where_it_goes_on(cli: Cli, train: Cli, output: Path) -> None:
+def test_resumed_run_reports_where_it_continues(cli: Cli, train: Cli, output: Path) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         stop_after(6, monkeypatch)
         assert train(*OPTIONS, quiet=False).code == 130
@@ -122,7 +122,7 @@ def test_without_a_folder_the_run_is_where_the_checkpoints_would_be(
 
 
 def test_unknown_option_of_a_resumed_run_names_ours(stopped: Path) -> None:
-    with pytest.raises(ConfigError, match="no option 'iters', here: max_steps=5"):
+    with pytest.raises(ConfigError, match="unknown option 'iters': use max_steps=5"):
         resume(stopped, iters=5)
 
 
@@ -161,11 +161,14 @@ def test_run_is_resumed_from_another_folder_and_after_it_was_moved(
         (["--targets", "q_proj"], "--targets q_proj: the run has all"),
         (["--lr", "1e-3", "--seed", 7], "--seed 7: the run has 42"),
         (["--template", "gemma"], "--template gemma: the run has auto"),
-        (["--epochs", 2], "--epochs 2: the run has 3, and may only get more"),
+        (["--epochs", 2], "--epochs can only be raised (the run has 3)"),
         (["--max-seq-len", "many"], "--max-seq-len must be a whole number"),
         (["--save-minutes", -1], "--save-minutes must be at least 0"),
         (["--val-steps", 2], "--val-steps 2: the run has the default (only at its end)"),
-        (["--max-steps", 2], "--max-steps 2: the run has the default (at the end of --epochs)"),
+        (
+            ["--max-steps", 2],
+            "--max-steps can only be raised (the run has the default (at the end of --epochs)",
+        ),
     ],
 )
 def test_option_that_would_change_the_result_is_an_error_that_names_it(
@@ -178,7 +181,7 @@ def test_option_that_would_change_the_result_is_an_error_that_names_it(
     assert sorted(stopped.rglob("*")) == before
 
 
-def test_what_does_not_change_the_result_may_be_given(
+def test_options_without_effect_on_the_result_are_accepted(
     cli: Cli, stopped: Path, output: Path, whole: Path
 ) -> None:
     given = ["--save-steps", 2, "--keep", 1, "--memory-limit", 12, "--rank", 8, "--lr", "0.01"]
@@ -187,7 +190,7 @@ def test_what_does_not_change_the_result_may_be_given(
     assert len(list(stopped.glob("step-*")) + list(stopped.glob("epoch-*"))) == 1
 
 
-def test_run_that_goes_on_elsewhere_keeps_its_record_of_trained_rows(
+def test_moved_run_keeps_its_record_of_trained_rows(
     cli: Cli, stopped: Path, tmp_path: Path
 ) -> None:
     record = stopped / "trained_rows.bin"
@@ -207,7 +210,7 @@ def test_other_data_is_an_error_and_moved_data_is_none(
     assert "--data" in cli("train", "--resume", stopped, "--data", other).error
     outcome = cli("train", "--resume", stopped, "--val-data", other)
     assert outcome.code == 1
-    assert "error: --val-data: gives different examples" in outcome.err
+    assert "error: --val-data gives different examples" in outcome.err
 
     moved = Path(shutil.move(chat, tmp_path / "moved.jsonl"))
     assert "chat.jsonl" in cli("train", "--resume", stopped).error
@@ -253,7 +256,7 @@ def test_other_weights_are_an_error(cli: Cli, stopped: Path, model: Path, tmp_pa
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
     other = write_model(tmp_path / "other", "qwen3", seed=1)
     error = cli("train", "--resume", stopped, "--model-path", other).error
-    assert error.startswith("--model-path: its weights are not those")
+    assert error.startswith("--model-path: its weights differ from those")
     # A copy with equal weights is the same model.
     assert cli("train", "--resume", stopped, "--model-path", copy).code == 0
 
@@ -287,13 +290,13 @@ def test_unfinished_run_is_not_overwritten_unless_asked(train: Cli, stopped: Pat
     assert train(*short).code == 0
 
 
-def test_damaged_checkpoint_is_passed_over_and_named(cli: Cli, stopped: Path, output: Path) -> None:
+def test_damaged_checkpoint_is_skipped_and_named(cli: Cli, stopped: Path, output: Path) -> None:
     weights = stopped / "step-6" / "optimizer.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     outcome = cli("train", "--resume", stopped)
     assert outcome.code == 0
     (warning,) = outcome.err.splitlines()
-    assert warning.startswith(f"warning: {stopped / 'step-6'}: cannot be used: optimizer")
+    assert warning.startswith(f"warning: {stopped / 'step-6'} cannot be used: optimizer")
     assert output.is_file()
 
 
@@ -337,7 +340,7 @@ def test_run_killed_in_a_validation_within_an_epoch_ends_as_the_whole_run(
     assert metrics_of(output) == metrics_of(whole)
 
 
-def test_second_run_in_a_folder_is_told_who_trains_there(
+def test_second_run_in_a_folder_is_refused_with_the_holder(
     train: Cli, model: Path, chat: Path, output: Path
 ) -> None:
     paths = ["--model-path", model, "--data", chat, "--output", output]
@@ -390,13 +393,13 @@ def test_run_over_weighted_files_is_resumed_to_the_same_adapter(
 
     plain = ["--data", tmp_path / "a.jsonl", *data[1:]]
     changed = cli("train", "--resume", tmp_path / "out", *plain)
-    problem = "--data: gives different examples from those that the run was trained on"
+    problem = "--data gives different examples than the run was trained on"
     assert changed.error.startswith(problem)
     assert cli("train", "--resume", tmp_path / "out").code == 0
 
     adapters = [tmp_path / name / "adapters.safetensors" for name in ("whole", "out")]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
     ledgers = json.loads((tmp_path / "out/checkpoints/ledger.json").read_text())
-    assert [each.get("weight", 1) for each in ledgers] == [1.5, 1]
+    assert [ledger.get("weight", 1) for ledger in ledgers] == [1.5, 1]
     result = json.loads((tmp_path / "out/checkpoints/result.json").read_text())
     assert len(result["best_val_loss_of_files"]) == 2

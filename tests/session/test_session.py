@@ -128,8 +128,8 @@ def test_first_worker_of_a_machine_reads_data_before_the_others(
 ) -> None:
     """The second wait is for the run's own reading, which takes what --auto has read."""
     workers, order, encode_file = Workers(), [], dataset.encode_file
-    workers.size = 2
-    monkeypatch.setattr(workers, "wait", lambda: order.append("wait"))
+    workers.world_size = 2
+    monkeypatch.setattr(workers, "barrier", lambda: order.append("wait"))
 
     def read(*arguments: Any, **options: Any) -> Any:
         order.append("read")

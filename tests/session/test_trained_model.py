@@ -61,7 +61,7 @@ def test_base_model_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "out", "gone")
 
     said = (
-        f"{adapter / 'adapters.safetensors'}: its base model gone is not there: give --model-path"
+        f"{adapter / 'adapters.safetensors'}: its base model gone does not exist: pass --model-path"
     )
     with pytest.raises(ModelError, match=f"^{re.escape(said)}$"):
         as_trained(UseConfig(adapter=str(adapter)), AdapterFile.find(str(adapter)))

@@ -45,7 +45,7 @@ def load(folder: Path, rows: list[Any], **options: Any) -> tuple[Dataset, Reader
 
 
 def unknown_ends(dataset: Dataset) -> list[Finding]:
-    return [each for each in dataset.findings if each.kind == problems.UNKNOWN_END]
+    return [finding for finding in dataset.findings if finding.kind == problems.UNKNOWN_END]
 
 
 def test_end_that_the_model_does_not_know_is_found_with_what_helps(tmp_path: Path) -> None:

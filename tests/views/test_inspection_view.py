@@ -284,7 +284,7 @@ def test_page_shows_errors_first_with_advice_and_places() -> None:
         assert page(findings=findings).text("verdict").startswith(verdict)
 
 
-def test_place_links_to_its_row_on_the_page() -> None:
+def test_source_links_to_its_row_on_the_page() -> None:
     shown = page()
     links = {has["href"] for tag, has in shown.tags if tag == "a"}
     targets = {has["id"] for _, has in shown.tags if "id" in has}

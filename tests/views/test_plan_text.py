@@ -129,7 +129,7 @@ def test_rate_far_above_the_usual_is_warned_of() -> None:
 
 
 WORKERS = Scaling(4, 10.0, 0.3, 12_500_000)
-SHARE = "the busiest computes up to 30% of a step"
+SHARE = "the busiest worker computes up to 30% of a step"
 EXCHANGE = "adding 12.5 MB of gradients takes 15.6 ms at 10 Gbit/s"
 
 
@@ -143,8 +143,8 @@ KEPT = "tokens with activations kept"
         ({}, "optimizer       20 MB"),
         ({}, "head            80 MB"),
         ({}, "80 training rows: 9,000 tokens, 2,000 of them supervised"),
-        ({}, "the model reads 80% as many tokens, padding included"),
-        ({}, "60 steps, 20 in an epoch"),
+        ({}, "the model processes 80% of that number, padding included"),
+        ({}, "60 steps, 20 per epoch"),
         ({}, "Time: unknown until a first run"),
         ({"speed": SPEED}, "about 12m 00s at 38 tokens/s measured on 2026-03-04"),
         ({"scaling": WORKERS}, f"Workers: 4: {SHARE}; {EXCHANGE}"),

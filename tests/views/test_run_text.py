@@ -59,18 +59,19 @@ def test_loss_has_its_perplexity() -> None:
                 rows_skipped=Counter({"no assistant turn": 7, "not valid JSON": 3}),
                 **{"tokens_supervised": 20_000, "tokens_context": 29_000, "tokens_truncated": 1000},
             ),
-            "chat.jsonl: 1,010 rows read, 800 train, 200 validate, 10 skipped (no assistant turn: "
+            "chat.jsonl: 1,010 rows read, 800 for training, 200 for validation, 10 skipped (no "
+            "assistant turn: "
             "7, not valid JSON: 3)",
             "50,000 tokens = 20,000 supervised + 29,000 context + 1,000 truncated from 1 row",
         ),
         (
             Ledger("chat.jsonl", 1, 1, tokens=9, tokens_supervised=3, tokens_context=6),
-            "chat.jsonl: 1 row read, 1 train",
+            "chat.jsonl: 1 row read, 1 for training",
             "9 tokens = 3 supervised + 6 context + 0 truncated",
         ),
         (
             Ledger("a", 3, 1, 1, Counter(b=1), examples=3, tokens=9, tokens_context=9),
-            "a: 3 rows read, 1 train, 1 validate, 1 skipped (b: 1)",
+            "a: 3 rows read, 1 for training, 1 for validation, 1 skipped (b: 1)",
             "9 tokens in 3 examples = 0 supervised + 9 context + 0 truncated",
         ),
     ],
@@ -140,8 +141,8 @@ def test_plan_shows_steps_rows_and_learning_rate() -> None:
         "8 steps of 3 rows, 2 epochs; 10 training rows, no validation; learning rate 0.0003, "
         "warmup-cosine; seed 7"
     )
-    assert "10 training rows, 3 validate;" in plan(corpus[:3])
-    assert "3 validate every 2 steps;" in plan(corpus[:3], val_steps=2)
+    assert "10 training rows, 3 for validation;" in plan(corpus[:3])
+    assert "3 for validation every 2 steps;" in plan(corpus[:3], val_steps=2)
     assert plan([], val_steps=2) == plan([])
 
 
@@ -256,7 +257,7 @@ def test_profile_of_a_run_is_a_table_of_means() -> None:
     made.add(StepProfile(20, 4.0, {"forward": Phase(3.5, 1, 6_000_000), "other": Phase(0.5, 0, 0)}))
     assert [" ".join(line.split()) for line in run_text.profile_table(made)] == [
         "2 steps profiled, 3 s a step",
-        "phase time share takes peak",
+        "phase time percent takes peak",
         "data 50 ms 1.7% 2 kB 1 MB",
         "forward 2 s 66.7% 3 MB 6 MB",
         "backward 650 ms 21.7% 5 MB 9 MB",

@@ -79,7 +79,7 @@ def test_one_question_at_a_time(asker: Asker, run: Path) -> None:
     asker.ask(run, "wait")
     with pytest.raises(OutputError, match="another question"):
         asker.ask(run, "2 + 2?")
-    asker.hush()
+    asker.cancel()
     assert answered(asker, run).problem == "stopped"
     asker.ask(run, "2 + 2?")
     assert answered(asker, run).base == "base"

@@ -85,7 +85,7 @@ def test_reconnected_page_receives_only_changed_parts(tmp_path: Path) -> None:
     assert parts_of(following(Live(run, Asker()), last="other")).keys() > {"charts", "data"}
 
 
-def test_several_runs_stand_side_by_side_and_each_has_its_view(tmp_path: Path) -> None:
+def test_several_runs_are_side_by_side_and_each_has_its_view(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", finished=False)
     lock = lock_run(b)
     live = Live(tmp_path, Asker())

@@ -182,13 +182,13 @@ class AdapterFile:
         else:
             problem = f"lacks {join_few(sorted(needed - tensors.keys()), 3)}"
         if not tensors or needed != tensors.keys():
-            raise ModelError(f"{self.path}: is not a {info.kind} adapter: it {problem:.200}")
+            raise ModelError(f"{self.path} is not a {info.kind} adapter: it {problem:.200}")
         for module in modules:
             # A is (in, rank), or (experts, rank, in).
             shape = tensors[f"{module}.lora_a"].shape
             if len(shape) not in (2, 3) or shape[1] != info.rank:
                 raise ModelError(
-                    f"{self.config_path}: gives rank {info.rank}, but {module:.200} has A of shape "
+                    f"{self.config_path} gives rank {info.rank}, but {module:.200} has A of shape "
                     f"{tuple(shape)}: config and adapter do not belong together"
                 )
         return modules
@@ -199,12 +199,12 @@ class AdapterFile:
         # MLX does not check the header (mlx#3363, mlx#3409), so the file must have the header that
         # was checked.
         if self.has_changed and tensor_header(self.path) != self.header:
-            raise ModelError(f"{self.path}: has changed since it was opened: run the command again")
+            raise ModelError(f"{self.path} has changed since it was opened: run the command again")
         arrays = {
             name: value.astype(mx.float32) for name, value in read_arrays(self.path)[0].items()
         }
         if broken := [name for name, value in arrays.items() if not mx.isfinite(value).all()]:
-            raise ModelError(f"{self.path}: has NaN or infinite values in {join_few(broken)}")
+            raise ModelError(f"{self.path} has NaN or infinite values in {join_few(broken)}")
         return arrays
 
 

@@ -44,27 +44,29 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
     For a run without an adapter next to its checkpoints, return the best checkpoint's adapter.
     `option` is the command-line option that gave the path. Raises ModelError.
     """
-    given = as_path(path)
-    places = ("", ADAPTER, f"{BEST}/{ADAPTER}", f"checkpoints/{BEST}/{ADAPTER}")
+    named = as_path(path)
+    candidates = ("", ADAPTER, f"{BEST}/{ADAPTER}", f"checkpoints/{BEST}/{ADAPTER}")
     try:
-        if file := next((given / place for place in places if (given / place).is_file()), None):
+        if file := next(
+            (named / candidate for candidate in candidates if (named / candidate).is_file()), None
+        ):
             return file
-        problem = _no_adapter(given, option)
+        problem = _no_adapter(named, option)
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}: check {option}") from error
+        raise ModelError(f"{path} cannot be read: {error.strerror}: check {option}") from error
     raise ModelError(f"{path}: {problem}")
 
 
-def _no_adapter(given: Path, option: str) -> str:
+def _no_adapter(path: Path, option: str) -> str:
     """Return why there is no adapter file at a path, with a remedy."""
-    if not given.exists():
+    if not path.exists():
         return f"no such file or folder: check {option}"
-    if (given / "adapter_model.safetensors").is_file():
-        command = f"mlxtune import {shlex.quote(str(given))} --output imported"
+    if (path / "adapter_model.safetensors").is_file():
+        command = f"mlxtune import {shlex.quote(str(path))} --output imported"
         return f"is a PEFT adapter: convert it with {command}"
-    for run in (given, given / "checkpoints"):
-        if found := find_checkpoints(run)[0]:
-            named = f"{option} {shlex.quote(str(found[0].folder))}"
+    for run in (path, path / "checkpoints"):
+        if checkpoint := find_checkpoints(run)[0]:
+            named = f"{option} {shlex.quote(str(checkpoint[0].folder))}"
             if is_unfinished(run):
                 resumed = resume_command(run)
                 return f"the run has not finished: resume it with {resumed}, or use {named}"
@@ -81,7 +83,7 @@ def check_replaceable(weights: Path) -> None:
             ours = ours or is_ours(path)
         if not ours:
             raise OutputError(
-                f"{path}: is not part of an adapter, and would be replaced: move it away, or "
+                f"{path} is not part of an adapter, and would be replaced: move it away, or "
                 "choose another --output"
             )
 
@@ -94,8 +96,8 @@ def check_known(weights: Path, kept: Iterable[Path]) -> None:
     """
     path, known = weights, False
     if os.path.lexists(weights):
-        own = _hash_of(weights)
-        known = own is not None and any(_hash_of(each) == own for each in kept)
+        digest = _hash_of(weights)
+        known = digest is not None and any(_hash_of(each) == digest for each in kept)
     elif os.path.lexists(path := weights.with_name(ADAPTER_CONFIG)):
         with suppress(OSError, ValueError):
             known = "mlxtune" in read_json(path, CONFIG_LIMITS)
@@ -103,7 +105,7 @@ def check_known(weights: Path, kept: Iterable[Path]) -> None:
         return
     if not known:
         raise OutputError(
-            f"{path}: is not from an earlier run in this folder, and would be lost: choose another "
+            f"{path} is not from an earlier run in this folder, and would be lost: choose another "
             "--output, or replace the file with --overwrite"
         )
 
@@ -125,8 +127,8 @@ def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str,
         config = read_json(weights.with_name(ADAPTER_CONFIG), CONFIG_LIMITS)
     except (OSError, ValueError):
         return
-    own = config.get("mlxtune")
-    there = own.get("base", base) if isinstance(own, Mapping) else base
+    mark = config.get("mlxtune")
+    there = mark.get("base", base) if isinstance(mark, Mapping) else base
     others = (path for path in weights.parent.glob("*.safetensors") if path != weights)
     same = _same(config, described) and there == base
     if same or not any(map(_holds_adapter, others)):
@@ -142,11 +144,11 @@ def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str,
 def _same(config: Mapping[str, Any], described: Mapping[str, Any]) -> bool:
     """Return whether a config has all entries of `described`, nested entries included."""
     for name, value in described.items():
-        own = config.get(name)
+        recorded = config.get(name)
         if isinstance(value, Mapping):
-            if not isinstance(own, Mapping) or not _same(own, value):
+            if not isinstance(recorded, Mapping) or not _same(recorded, value):
                 return False
-        elif own != value:
+        elif recorded != value:
             return False
     return True
 
@@ -167,10 +169,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
         return read_json(Path(os.path.realpath(path)), CONFIG_LIMITS)
     except FileNotFoundError:
         raise ModelError(
-            f"{path}: is missing: copy it from the folder where the adapter was trained"
+            f"{path} is missing: copy it from the folder where the adapter was trained"
         ) from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+        raise ModelError(f"{path} cannot be read: {one_line(error)}") from error
 
 
 def is_valid_scale(scale: float, rank: int) -> bool:
@@ -194,7 +196,7 @@ def tensor_header(path: Path) -> TensorHeader:
     try:
         return read_header(path)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+        raise ModelError(f"{path} cannot be read: {one_line(error)}") from error
 
 
 def load_tensors(
@@ -215,7 +217,7 @@ def load_tensors(
             if header.tensors[name].dtype != dtype
         ]
         if others:
-            raise ModelError(f"{path}: has dtypes that no run writes: {join_few(others, 3)}")
+            raise ModelError(f"{path} has dtypes that no run writes: {join_few(others, 3)}")
     return read_arrays(path)
 
 
@@ -228,7 +230,7 @@ def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         mx.eval(loaded[0])
     except _UNREADABLE as error:
-        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+        raise ModelError(f"{path} cannot be read: {one_line(error)}") from error
     return loaded
 
 

@@ -75,7 +75,7 @@ def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
             raise other_base_error(adapter.path, info.model, f"the model has no {name:.200}")
         if not isinstance(module, PROJECTIONS):
             raise ModelError(
-                f"{adapter.path}: has LoRA on {name}, which is not a projection: "
+                f"{adapter.path} has LoRA on {name}, which is not a projection: "
                 "mlxtune supports LoRA on projections only"
             )
         modules[name] = lora_layer(module, name, info.rank, info.scale, config, dropout_keys)
@@ -104,8 +104,8 @@ def _changes_nothing(
 
 
 def _config_of(adapter: AdapterFile, names: list[str]) -> InstructConfig:
-    places = [place for name in names if (place := layer_and_path(name))]
-    targets = tuple(sorted({path for _, path in places} or names))
+    layers_and_paths = [layer_path for name in names if (layer_path := layer_and_path(name))]
+    targets = tuple(sorted({path for _, path in layers_and_paths} or names))
     try:
         return InstructConfig(targets=targets, **training_options(adapter.info))
     except ConfigError as error:
@@ -133,7 +133,7 @@ def base_options(adapter: AdapterFile, folder: Path, options: BaseOptions) -> Ba
         return replace(as_stored, quantize=quantize, double_quant=bool(double))
     if quantize == NF4 or quantization_of(config) != MLX_FORMATS[quantize]:
         raise ModelError(
-            f"{folder}: is quantised, but not to {quantize}, which training used: "
+            f"{folder} is quantised, but not to {quantize}, which training used: "
             "name the full-precision model"
         )
     return as_stored
@@ -145,15 +145,15 @@ def base_difference(adapter: AdapterFile, folder: Path) -> str | None:
     The result is None if the adapter has no fingerprint of its base: other tools write none. Raises
     ModelError if a file cannot be read.
     """
-    info, own = adapter.info, base_fingerprint(folder)
+    info, fingerprint = adapter.info, base_fingerprint(folder)
     trained = info.mlxtune.get("base")
     # A fingerprint with other keys is ignored: it is forged, or from a later version.
-    if not isinstance(trained, Mapping) or trained.keys() != own.keys():
+    if not isinstance(trained, Mapping) or trained.keys() != fingerprint.keys():
         return None
-    if is_same_base(trained, own):
+    if is_same_base(trained, fingerprint):
         return None
     named = f", {info.model!r:.100}" if info.model else ""
-    return f"{adapter.path}: was trained on another base model{named}, not on {folder}"
+    return f"{adapter.path} was trained on another base model{named}, not on {folder}"
 
 
 def check_model(adapter: AdapterFile, folder: Path) -> None:
@@ -167,11 +167,11 @@ def check_model(adapter: AdapterFile, folder: Path) -> None:
         other = trained["layout"] != own["layout"] and base_difference(adapter, folder)
     else:
         other = _model_type(named) not in (None, _model_type(folder)) and (
-            f"{adapter.path}: was trained on another base model, {info.model!r:.100}, "
+            f"{adapter.path} was trained on another base model, {info.model!r:.100}, "
             f"not on {folder}"
         )
     if other:
-        raise ModelError(f"{other}: give the right --model-path")
+        raise ModelError(f"{other}: pass the right --model-path")
 
 
 def _model_type(folder: Path) -> str | None:
@@ -184,7 +184,7 @@ def _model_type(folder: Path) -> str | None:
 def check_base(adapter: AdapterFile, folder: Path, *, other_base: bool) -> None:
     """Raise ModelError if `base_difference` finds a difference, unless `other_base` is set."""
     if not other_base and (problem := base_difference(adapter, folder)) is not None:
-        raise ModelError(f"{problem}: give the right --model-path, or add --other-base")
+        raise ModelError(f"{problem}: pass the right --model-path, or add --other-base")
 
 
 def base_mismatch(adapter: AdapterFile, base: BaseModel, options: BaseOptions) -> str | None:
@@ -200,4 +200,4 @@ def base_mismatch(adapter: AdapterFile, base: BaseModel, options: BaseOptions) -
         trained_on = f"the base quantised to {format_name(trained.quantize, trained.double_quant)}"
         double = " --double-quant" if trained.double_quant else ""
         remedy = f"add --quantize {trained.quantize}{double}"
-    return f"{adapter.path}: was trained on {trained_on}: {remedy} to use the same base"
+    return f"{adapter.path} was trained on {trained_on}: {remedy} to use the same base"

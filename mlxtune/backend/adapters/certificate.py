@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.errors import OutputError
 
 CERTIFICATE = "certificate.json"
@@ -124,8 +124,8 @@ class Retention:
         # The first trial uses the base's own storage, for comparison.
         shown = dict.fromkeys((self.chosen, self.tried[0]))
         trials = [
-            f"{each.value:.4g} stored {each.storage} ({each.lost:.0%} of the gain lost)"
-            for each in shown
+            f"{example.value:.4g} stored {example.storage} ({example.lost:.0%} of the gain lost)"
+            for example in shown
         ]
         return f"{self.measure}: {gain}, {'; '.join(trials)}"
 
@@ -202,11 +202,11 @@ class Certificate:
             else f"rounding explains {self.tolerance:.2g}"
         )
         lines = [
-            f"{count(compared.prompts, 'prompt')}, {count(compared.tokens, 'position')}, "
+            f"{pluralise(compared.prompts, 'prompt')}, {pluralise(compared.tokens, 'position')}, "
             f"{self.dtype}: logits differ by up to {compared.largest_difference:.2g} ({allowed}; "
             f"the adapter changes them by up to {self.effect:.2g})",
             f"KL {compared.mean_kl:.2g} nats per token; greedy answers agree in {compared.same} of "
-            f"{count(compared.generated, 'token')}",
+            f"{pluralise(compared.generated, 'token')}",
         ]
         if self.tolerance is not None and self.tolerance > self.effect:
             other = "--dtype float32 proves" if self.weights is None else "equal weights prove"
@@ -215,7 +215,7 @@ class Certificate:
             )
         if self.weights is not None:
             lines.append(
-                f"{count(self.weights.fused, 'tensor')} fused, with errors up to "
+                f"{pluralise(self.weights.fused, 'tensor')} fused, with errors up to "
                 f"{self.weights.largest_error:.2g} of the largest weight; "
                 f"{self.weights.unchanged} identical to the base model's"
             )

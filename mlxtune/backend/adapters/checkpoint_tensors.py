@@ -141,5 +141,5 @@ def read_optimizer(path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any]
     try:
         settings = {name: int(value) for name, value in metadata.items()}
     except ValueError as error:
-        raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+        raise ModelError(f"{path} cannot be read: {one_line(error)}") from error
     return tree_unflatten(list(tensors.items())), settings

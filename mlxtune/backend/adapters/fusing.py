@@ -129,7 +129,7 @@ def _dequantize(base: _Base, kept: Collection[str] = ()) -> None:
 def _weight(name: str, module: nn.Module) -> mx.array:
     if "global_scale" in module:
         raise ModelError(
-            f"{name}: is quantised with a global scale, which mlxtune cannot dequantise"
+            f"{name} is quantised with a global scale, which mlxtune cannot dequantise"
         )
     return dequantized_weight(module)
 
@@ -215,10 +215,10 @@ def _save(path: Path, tensors: Mapping[str, mx.array]) -> None:
         mx.save_safetensors(str(path), dict(tensors), metadata={"format": "mlx"})
     except RuntimeError as error:  # MLX's error for a full disk
         raise OutputError(
-            f"{path}: cannot be written: {one_line(error)}: free some disk space"
+            f"{path} cannot be written: {one_line(error)}: free some disk space"
         ) from error
     if path.stat().st_size < sum(value.nbytes for value in tensors.values()):
-        raise OutputError(f"{path}: was only written in part: free some disk space")
+        raise OutputError(f"{path} was only written in part: free some disk space")
 
 
 def _copied_files(base: Path) -> Iterator[Path]:
@@ -248,13 +248,13 @@ def check_copied(base: Path) -> None:
             if path.is_file():
                 check_file(path, limits_of(path.name))
         except TooLarge as error:
-            raise ModelError(f"{path}: cannot be copied: {error}: download it again") from error
+            raise ModelError(f"{path} cannot be copied: {error}: download it again") from error
 
 
 def _projection(modules: Mapping[str, nn.Module], name: str, folder: Path) -> nn.Module:
     module = modules.get(name)
     if module is None:
-        raise ModelError(f"{folder}: has no {name}, which the adapter needs")
+        raise ModelError(f"{folder} has no {name}, which the adapter needs")
     if not isinstance(module, PROJECTIONS):
         raise ModelError(f"{folder}: {name} is not a projection, but the adapter changes it")
     return module
@@ -327,13 +327,13 @@ def _errors(module: nn.Module, expected: nn.Module, wanted: mx.array) -> tuple[f
 
 def _others(before: nn.Module, after: nn.Module, adapter: Adapter) -> Iterator[tuple[str, bool]]:
     """Yield the name of each tensor without an update, and whether it is equal in both models."""
-    own, tensors = tuple(f"{name}." for name in adapter.modules), []
+    prefixes, tensors = tuple(f"{name}." for name in adapter.modules), []
     for model in (before, after):
         tensors.append(
             {
                 name: value
                 for name, value in tree_flatten(model.parameters())
-                if not name.startswith(own) or name.endswith(".bias")
+                if not name.startswith(prefixes) or name.endswith(".bias")
             }
         )
         model.update(tree_map(lambda _: mx.array([]), model.parameters()))

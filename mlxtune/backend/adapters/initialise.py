@@ -76,7 +76,9 @@ def _other_targets(adapter: AdapterFile, model: nn.Module) -> Iterator[str]:
     theirs, ours = set(adapter.module_names()), set(adapted_modules(model))
     of_this_model = theirs <= {name for name, _ in model.named_modules()}
     targets, given = (
-        sorted({place[1] for place in map(layer_and_path, names) if place is not None})
+        sorted(
+            {layer_path[1] for layer_path in map(layer_and_path, names) if layer_path is not None}
+        )
         for names in (theirs, ours)
     )
     if of_this_model and targets != given:
@@ -104,19 +106,19 @@ def with_adapter(given: Mapping[str, Any], adapter: AdapterFile) -> dict[str, An
     precedence, and `initialise` reports contradictions. With `rslora`, the scale is expressed as
     alpha / √rank. Raises ModelError if training cannot continue from the adapter.
     """
-    info, places = adapter.info, []
+    info, layer_paths = adapter.info, []
     for name in adapter.module_names():
-        if (place := layer_and_path(name)) is None:
+        if (layer_path := layer_and_path(name)) is None:
             raise ModelError(
-                f"{adapter.path}: has LoRA on {name:.200}, outside the layers, where mlxtune "
+                f"{adapter.path} has LoRA on {name:.200}, outside the layers, where mlxtune "
                 "cannot train it"
             )
-        places.append(place)
-    last = 1 + max(layer for layer, _ in places)
+        layer_paths.append(layer_path)
+    last = 1 + max(layer for layer, _ in layer_paths)
     rslora = bool(given["rslora"]) if "rslora" in given else None
     return {
         **training_options(info, rslora),
-        "targets": sorted({path for _, path in places}),
+        "targets": sorted({path for _, path in layer_paths}),
         # mlx-lm takes a num_layers above the model's number of layers as all layers.
         "num_layers": info.num_layers if (info.num_layers or last) < last else None,
         **given,

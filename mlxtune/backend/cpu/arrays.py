@@ -16,9 +16,9 @@ Floats = npt.NDArray[np.float32]
 
 def _thread_count() -> int:
     """Return the number of threads: OMP_NUM_THREADS, as for BLAS, or else one per CPU."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdigit() and int(given):
-        return int(given)
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    if variable.isdigit() and int(variable):
+        return int(variable)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

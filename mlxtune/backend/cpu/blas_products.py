@@ -265,9 +265,9 @@ def _over_vocabulary(weight: Weight, hidden: Floats, *, expects: bool) -> _HeadS
     else:
         in_parts(partial(_take_stored, stored, heads), len(stored))
     whole, *others = heads
-    for each in others:
-        if each.total.any():
-            whole.add(each)
+    for other in others:
+        if other.total.any():
+            whole.add(other)
     return whole
 
 

@@ -127,12 +127,12 @@ def rope(
         return mx.fast.rope(
             x, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs
         )
-    given = None if freqs is None else np.array(freqs.astype(mx.float32)).tobytes()
+    frequencies = None if freqs is None else np.array(freqs.astype(mx.float32)).tobytes()
     if layout is None:
-        cosines, sines = _table(x.shape[2], dims, offset, base, scale, given)
+        cosines, sines = _table(x.shape[2], dims, offset, base, scale, frequencies)
     else:
         length = -(-layout.longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-        whole = _table(length, dims, offset, base, scale, given)
+        whole = _table(length, dims, offset, base, scale, frequencies)
         cosines, sines = (values[layout.positions] for values in whole)
 
     # The projection before the rotation orders memory by token, the attention after it by head.

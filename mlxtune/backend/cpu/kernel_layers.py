@@ -124,20 +124,20 @@ _running: ContextVar[KeptProducts | None] = ContextVar("kept products", default=
 
 def product(make: Callable[[], mx.array]) -> mx.array:
     """Return the running layer's next product, computed by `make` unless it is kept."""
-    kept = _running.get()
-    return make() if kept is None else kept.product(make)
+    products = _running.get()
+    return make() if products is None else products.product(make)
 
 
 def reads_attention() -> bool:
     """Return whether the running pass needs attention's output, not only its gradient."""
-    kept = _running.get()
-    return kept is None or not kept.replays or kept.reads.attention
+    products = _running.get()
+    return products is None or not products.replays or products.reads.attention
 
 
 def reads_gate() -> bool:
     """Return whether the running pass needs the gate's output, not only its gradient."""
-    kept = _running.get()
-    return kept is None or not kept.replays or kept.reads.gate
+    products = _running.get()
+    return products is None or not products.replays or products.reads.gate
 
 
 def unread(*shape: int) -> mx.array:
@@ -158,19 +158,19 @@ class KernelLayers:
         self, layer: nn.Module, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
     ) -> list[mx.array]:
         """Return the outputs of a layer, with a backward pass that replays any kept products."""
-        kept = KeptProducts(BackwardReads.of(layer)) if self._keep_products else None
+        products = KeptProducts(BackwardReads.of(layer)) if self._keep_products else None
 
         def forward(*given: mx.array) -> list[mx.array]:
-            with kept.running(replays=False) if kept else nullcontext():
+            with products.running(replays=False) if products else nullcontext():
                 return _detached(function(*_detached(given)))
 
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
             # MLX passes a single array without a list, as for a layer with no trained parameters.
             primals = _detached([primals] if isinstance(primals, mx.array) else primals)
-            with kept.running(replays=True) if kept else nullcontext():
+            with products.running(replays=True) if products else nullcontext():
                 gradients = _detached(mx.vjp(function, primals, list(cotangents))[1])
-            if kept is not None:
-                kept.clear()
+            if products is not None:
+                products.clear()
             return gradients
 
         return list(differentiable(forward, backward)(*inputs))

@@ -107,8 +107,8 @@ def _variable(name: str, default: int) -> int:
     text = os.environ.get(name)
     if text is None:
         return default
-    found = re.match(r"\s*[+-]?[0-9]{1,9}", text)
-    return int(found[0]) if found else 0
+    match = re.match(r"\s*[+-]?[0-9]{1,9}", text)
+    return int(match[0]) if match else 0
 
 
 def free_now() -> int | None:

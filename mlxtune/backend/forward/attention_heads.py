@@ -54,8 +54,8 @@ class KernelAttention:
             return None
         q, k, v = self._kernels.padded(self._heads, layout, *projected)
         output = scaled_dot_product_attention(q, k, v, cache, self._scale, mask)
-        found: mx.array = mixer.o_proj(self._kernels.packed(layout, output))
-        return found
+        attended: mx.array = mixer.o_proj(self._kernels.packed(layout, output))
+        return attended
 
 
 def kernel_attention(mixer: nn.Module, kernels_for: KernelsFor) -> KernelAttention | None:
@@ -134,12 +134,12 @@ def _with_parts(
 ) -> mx.array:
     """Return what a mixer computes between given projections and its output projection."""
     parts = {name: mixer[name] for name in (*_PROJECTIONS, "rope")}
-    given: dict[str, Callable[..., mx.array]] = {
+    replacements: dict[str, Callable[..., mx.array]] = {
         name: lambda _, array=array: array
         for name, array in zip(_PROJECTIONS[:3], projected, strict=True)
     }
     try:
-        dict.update(mixer, {**given, "o_proj": lambda x: x, "rope": rope})
+        dict.update(mixer, {**replacements, "o_proj": lambda x: x, "rope": rope})
         output: mx.array = mixer(projected[0], "causal", PackedCache())
         return output
     finally:

@@ -13,7 +13,7 @@ import numpy as np
 from mlxtune.backend.forward.head import TrunkAndHead
 from mlxtune.backend.forward.layer_calls import Layerwise
 from mlxtune.backend.forward.loss import (
-    Losses,
+    LossFn,
     cross_entropies,
     head_losses,
     sharded_cross_entropies,
@@ -40,10 +40,10 @@ from mlxtune.errors import ModelError
 _RAISED_FLOAT16 = 256.0
 
 # Maps hidden states (P, H) at the supervised positions to their losses (P,), which come first.
-Head = Callable[[mx.array], Sequence[mx.array]]
+HeadFn = Callable[[mx.array], Sequence[mx.array]]
 # Maps the losses (P,) of a micro-batch to its part of the step's loss, and to values without a
 # gradient that the step adds up.
-Reduce = Callable[[mx.array], tuple[mx.array, ...]]
+ReduceFn = Callable[[mx.array], tuple[mx.array, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,16 +75,16 @@ class StepInputs:
 
 
 def summed(losses: mx.array) -> tuple[mx.array, ...]:
-    """Return the sum of losses, as a `Reduce` function."""
+    """Return the sum of losses, as a `ReduceFn`."""
     return (losses.sum(),)
 
 
 class Forward:
-    """Computes the losses of one model, to which LoRA is already applied.
+    """Computes the losses and gradients of one model, to which LoRA is already applied.
 
-    `execution` is the given execution, without options that the model does not support, and
-    `operations` are its operations. Without `trains`, no gradients are computed, and the model
-    needs no LoRA. An adapter that will be switched off and on must be on the model at construction.
+    The attribute `execution` is the requested execution minus the features that this model does
+    not support, and `operations` are its operations. Without `trains`, there are no gradients, and
+    the model needs no LoRA. To switch an adapter off and on later, attach it before construction.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class Forward:
         )
         self.layerwise: Layerwise | None = None
         if trains:
-            self.recompute(execution.recompute)
+            self.set_recompute(execution.recompute)
         weight = parts.weight
         self._linear_head = None if weight is None else self.operations.linear_head(parts.dtype)
         self._vocabulary: dict[str, Any] = {}
         # In 16 bits, MLX's function, which is fused on Metal and CUDA, allocates no float32 logits.
         dtype = parts.logits_dtype
         in_16_bits = dtype is not None and dtype != mx.float32
-        self._entropies: Losses = (
+        self._entropies: LossFn = (
             mx.fast.cross_entropy if in_16_bits else self.operations.cross_entropies
         )
         if parts.vocabulary is not None:
@@ -129,12 +129,12 @@ class Forward:
                 raise ModelError("--parallel tensor does not work with this architecture's head")
             self._entropies = partial(sharded_cross_entropies, parts.vocabulary)
             self._vocabulary = {"vocabulary": parts.vocabulary}
-        self._around_head: Callable[[Head, mx.array], Sequence[mx.array]] | None = None
+        self._around_head: Callable[[HeadFn, mx.array], Sequence[mx.array]] | None = None
         # The trained parameters, which a step replaces with the arrays of its graph.
         self.trained = TrainedParameters(model)
         self.gradients = mx.value_and_grad(self.scaled_loss)
 
-    def recompute(self, value: bool) -> None:
+    def set_recompute(self, value: bool) -> None:
         """Recompute layers' activations in backward passes if `value`; otherwise, keep them."""
         if self.layerwise is not None:
             self.layerwise.restore()
@@ -146,7 +146,7 @@ class Forward:
         """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
         self.execution = replace(self.execution, loss_chunk=execution.loss_chunk)
         self.limit(execution.micro_batch_tokens)
-        self.recompute(execution.recompute)
+        self.set_recompute(execution.recompute)
 
     def limit(self, max_tokens: int) -> None:
         """Run at most `max_tokens` tokens together from now on."""
@@ -200,7 +200,7 @@ class Forward:
             return StepInputs(
                 tokens,
                 mx.array(labels),
-                Gather(batch.places, batch.inputs.size),
+                Gather(batch.label_positions, batch.inputs.size),
                 keys=None if keys is None else keys[mx.array(batch.owners)][None],
                 layout=Layout(batch.segments, self.execution.rounding),
             )
@@ -216,7 +216,7 @@ class Forward:
         parameters: Mapping[str, mx.array],
         inputs: StepInputs,
         scale: mx.array,
-        reduce: Reduce = summed,
+        reduce: ReduceFn = summed,
     ) -> tuple[mx.array, ...]:
         """Return `scale` times a micro-batch's loss, in nats, float32, then the values of `reduce`.
 
@@ -230,7 +230,7 @@ class Forward:
             if inputs.chosen is None:
                 losses = self._whole_losses(inputs)
             else:
-                hidden = inputs.chosen.of(self._hidden(inputs, caches))
+                hidden = inputs.chosen.gather(self._hidden(inputs, caches))
                 head, around = self._head(inputs.labels), self._around_head
                 losses = (head(hidden) if around is None else around(head, hidden))[0]
         self.mixers.stop_noting()
@@ -249,7 +249,7 @@ class Forward:
             caches = self._caches(inputs)
             if inputs.chosen is None:
                 return self._whole_losses(inputs)
-            hidden, labels = inputs.chosen.of(self._hidden(inputs, caches)), inputs.labels
+            hidden, labels = inputs.chosen.gather(self._hidden(inputs, caches)), inputs.labels
             if (
                 self._linear_head is not None
                 and (weight := self._trunk_and_head.weight) is not None
@@ -267,7 +267,7 @@ class Forward:
         return nullcontext() if self.layerwise is None else self.layerwise.running()
 
     @contextmanager
-    def watched(self, around: Callable[[Head, mx.array], Sequence[mx.array]]) -> Iterator[None]:
+    def watched(self, around: Callable[[HeadFn, mx.array], Sequence[mx.array]]) -> Iterator[None]:
         """Inside the block, call `around(head, hidden)` in place of a split model's head."""
         self._around_head = around
         try:
@@ -285,7 +285,7 @@ class Forward:
         hidden = self._trunk_and_head.hidden(inputs.tokens, caches)
         return hidden.reshape(-1, hidden.shape[-1])
 
-    def _head(self, labels: mx.array) -> Head:
+    def _head(self, labels: mx.array) -> HeadFn:
         if self._linear_head is not None and (weight := self._trunk_and_head.weight) is not None:
             losses = partial(self._linear_head.trained_head_losses, weight)
             return lambda hidden: [losses(hidden, labels, **self._vocabulary)]

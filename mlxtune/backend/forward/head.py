@@ -69,7 +69,7 @@ class TrunkAndHead:
         self._owner = self._text
         self._name, self._trunk = find_trunk(self._text)
         parts = [
-            each.vocabulary for each in find_heads(self._text) if isinstance(each, VocabularyShard)
+            head.vocabulary for head in find_heads(self._text) if isinstance(head, VocabularyShard)
         ]
         self.vocabulary: Vocabulary | None = parts[0] if parts else None
         self.weight: mx.array | QuantizedHead | None = None

@@ -25,7 +25,7 @@ def cross_entropies(model: nn.Module, inputs: mx.array, labels: mx.array) -> mx.
     return nn.losses.cross_entropy(model(inputs).astype(mx.float32), labels)
 
 
-Losses = Callable[[mx.array, mx.array], mx.array]
+LossFn = Callable[[mx.array, mx.array], mx.array]
 Weight = mx.array | QuantizedHead
 
 
@@ -58,13 +58,13 @@ def sharded_cross_entropies(vocabulary: Vocabulary, logits: mx.array, labels: mx
 
     The gradient is with respect to the worker's logits.
     """
-    places, here = vocabulary.find(labels[:, None])
+    columns, here = vocabulary.find(labels[:, None])
 
     def forward(logits: mx.array) -> list[mx.array]:
         logits = logits.astype(mx.float32)
         highest = vocabulary.highest(logits.max(axis=-1, keepdims=True))
         exponentials = mx.exp(logits - highest)
-        own = mx.where(here, _at(logits, places) - highest, 0)
+        own = mx.where(here, _at(logits, columns) - highest, 0)
         sums = mx.concatenate([exponentials.sum(axis=-1, keepdims=True), own], axis=-1)
         total, right = mx.split(vocabulary.sum(sums), 2, axis=-1)
         return [(mx.log(total) - right)[:, 0], exponentials / total]
@@ -72,7 +72,7 @@ def sharded_cross_entropies(vocabulary: Vocabulary, logits: mx.array, labels: mx
     def backward(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
         cotangent, probabilities = cotangents[0][:, None], outputs[1]
         probabilities = mx.put_along_axis(
-            probabilities, places, _at(probabilities, places) - here, axis=-1
+            probabilities, columns, _at(probabilities, columns) - here, axis=-1
         )
         return (probabilities * cotangent).astype(logits.dtype)
 
@@ -88,7 +88,7 @@ def head_losses(
     hidden: mx.array,
     labels: mx.array,
     chunk: int,
-    losses: Losses,
+    losses: LossFn,
 ) -> mx.array:
     """Return the cross-entropy of each hidden state, in nats, float32 (P,), with no gradient.
 
@@ -110,7 +110,7 @@ def trained_head(
     logits: Callable[[mx.array], mx.array],
     labels: mx.array,
     chunk: int,
-    losses: Losses,
+    losses: LossFn,
 ) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
     """Return a function from hidden states (P, H) to their cross-entropy, in nats, float32 (P,).
 
@@ -127,18 +127,18 @@ def trained_head(
     losses_and_gradient = mx.value_and_grad(chunk_losses)
 
     def forward(hidden: mx.array) -> tuple[mx.array, mx.array]:
-        found: list[mx.array] = []
+        losses_of_chunks: list[mx.array] = []
         gradients: list[mx.array] = []
         for start in range(0, hidden.shape[0], chunk):
             at = slice(start, start + chunk)
             rows = hidden[at]
             if gradients:
                 # Chunks run one after the other; otherwise the graph would hold all logits.
-                rows = mx.depends(rows, [gradients[-1], found[-1]])
+                rows = mx.depends(rows, [gradients[-1], losses_of_chunks[-1]])
             (_, each), gradient = losses_and_gradient(rows, labels[at])
-            found.append(each)
+            losses_of_chunks.append(each)
             gradients.append(gradient)
-        whole = mx.concatenate(found)
+        whole = mx.concatenate(losses_of_chunks)
         # The gradient is computed together with the losses, so that no inputs are kept for it.
         return whole, mx.depends(mx.concatenate(gradients), whole)
 
@@ -255,5 +255,5 @@ def _weight_rows(weight: Weight, tokens: mx.array, vocabulary: Vocabulary | None
     """Return the weight's rows for tokens, float32 (P, H); zeros for other workers' tokens."""
     if vocabulary is None:
         return weight[tokens].astype(mx.float32)
-    places, here = vocabulary.find(tokens)
-    return mx.where(here[:, None], weight[places].astype(mx.float32), 0)
+    indices, here = vocabulary.find(tokens)
+    return mx.where(here[:, None], weight[indices].astype(mx.float32), 0)

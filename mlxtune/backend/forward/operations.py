@@ -120,7 +120,7 @@ def _cpu_operations() -> Any:
 
 
 MLX, PLAIN = MlxOperations(), MlxOperations(plain=True)
-KERNELS = _cpu_operations()
+CPU_OPERATIONS = _cpu_operations()
 
 
 def best_execution(
@@ -137,8 +137,8 @@ def best_execution(
         return Execution(PLAIN, head_apart=False, packs=False)
     if kind == "gpu" or (kind == "auto" and not on_cpu()):
         return Execution(MLX, fixed_cost=_GPU_COST, rounding=rounding())
-    if KERNELS is not None and KERNELS.pay_off(parameters, getattr(mx, dtype), model):
-        return Execution(KERNELS, fixed_cost=_CPU_COST)
+    if CPU_OPERATIONS is not None and CPU_OPERATIONS.pay_off(parameters, getattr(mx, dtype), model):
+        return Execution(CPU_OPERATIONS, fixed_cost=_CPU_COST)
     return Execution(MLX, fixed_cost=_CPU_COST)
 
 

@@ -72,7 +72,7 @@ class Mixers:
         layout = packed.layout()
         if layout is None:
             return mixer(*args, **options)
-        causal = any(isinstance(each, str) for each in (*args, *options.values()))
+        causal = any(isinstance(option, str) for option in (*args, *options.values()))
         if causal and self.by_segments:
             try:
                 return mixer(*args, **options)
@@ -165,9 +165,9 @@ class _Repacking:
             flat = cotangent.reshape(-1, cotangent.shape[-1])
             if layout.shared is None:
                 return gathered(flat, layout.places)[None]
-            tokens, places = layout.shared
+            tokens, indices = layout.shared
             # The gradients of padding are zeros.
-            total, each = mx.split(gathered(flat, places), [len(layout.positions)])
+            total, each = mx.split(gathered(flat, indices), [len(layout.positions)])
             total[tokens] = each.reshape(len(tokens), -1, each.shape[-1]).sum(axis=1)
             return total[None]
 
@@ -185,4 +185,4 @@ class _Repacking:
         rows = self._layout.padded_indices
         if not isinstance(padded, mx.array) or padded.ndim != 3 or padded.shape[:2] != rows.shape:
             return padded
-        return self._layout.to_packed.of(padded.reshape(rows.size, -1))[None]
+        return self._layout.to_packed.gather(padded.reshape(rows.size, -1))[None]

@@ -52,7 +52,7 @@ class Texts:
     @property
     def packed(self) -> list[int]:
         """The tokens of the sequence."""
-        return [self.tokens[place // self.length][place % self.length] for place in self.places]
+        return [self.tokens[index // self.length][index % self.length] for index in self.places]
 
 
 # Metal runs special kernels (`sdpa_vector`) if the number of queries times the number of query
@@ -95,10 +95,10 @@ class LayerInputs:
     @contextmanager
     def compared(self) -> Iterator[None]:
         """Inside the block, compare layers' inputs with the kept inputs, and pass on the latter."""
-        self.differences, self._dtypes, kept = [], set(), iter(self.alone)
+        self.differences, self._dtypes, expected = [], set(), iter(self.alone)
 
         def compare(layer: nn.Module, *args: Any, **options: Any) -> Any:
-            alone = next(kept) if args else None
+            alone = next(expected) if args else None
             if not isinstance(alone, mx.array):
                 return layer(*args, **options)
             return layer(self.compare(alone, args[0]), *args[1:], **options)

@@ -36,8 +36,10 @@ class SharedInput:
 
     def __init__(self, projections: Sequence[nn.Module]) -> None:
         self.projections = list(projections)
-        self.members = [each for each in projections if isinstance(each, LoRALinear)]
-        self._columns = sum(each.lora_a.shape[1] for each in self.members)
+        self.members = [
+            projection for projection in projections if isinstance(projection, LoRALinear)
+        ]
+        self._columns = sum(member.lora_a.shape[1] for member in self.members)
         self._run = differentiable(self._forward, self._backward)
         self._x: mx.array | None = None
         self._kept: dict[int, mx.array] = {}
@@ -58,21 +60,21 @@ class SharedInput:
 
     def _outputs(self, x: mx.array) -> list[mx.array]:
         first = self.members[0].lora_a if self.members else None
-        trained = [] if first is None else [first, *(each.lora_b for each in self.members)]
+        trained = [] if first is None else [first, *(member.lora_b for member in self.members)]
         # A function made outside an export has no gradient inside it.
         run = differentiable(self._forward, self._backward) if exporting() else self._run
-        outputs = run(x, *(each.astype(x.dtype) for each in trained))
+        outputs = run(x, *(array.astype(x.dtype) for array in trained))
         return list(outputs[: len(self.projections)])
 
     def _forward(self, x: mx.array, *trained: mx.array) -> list[mx.array]:
         if not trained:
-            return [each(x) for each in self.projections]
+            return [projection(x) for projection in self.projections]
         narrow, bs = x @ trained[0], iter(trained[1:])
         outputs = [
-            mx.addmm(each.linear(x), narrow, next(bs), alpha=each.scale)
-            if isinstance(each, LoRALinear)
-            else each(x)
-            for each in self.projections
+            mx.addmm(projection.linear(x), narrow, next(bs), alpha=projection.scale)
+            if isinstance(projection, LoRALinear)
+            else projection(x)
+            for projection in self.projections
         ]
         return [*outputs, narrow]
 

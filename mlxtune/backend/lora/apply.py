@@ -28,7 +28,7 @@ from mlxtune.backend.lora.targets import (
 from mlxtune.backend.workers.shards import ShardedLinear, shards_of
 from mlxtune.config import InstructConfig
 from mlxtune.config.lora_config import scale_of, target_ranks
-from mlxtune.core.formatting import count, join_few
+from mlxtune.core.formatting import join_few, pluralise
 
 # Warn if experts account for more than this fraction of an adapter's parameters.
 _MOSTLY = 0.5
@@ -134,10 +134,10 @@ class LoRASummary:
     def _mixed(self) -> Iterator[str]:
         """Yield a description of each target that matches both experts and other projections."""
         for target in self.config.targets:
-            found = [match for match in self.matches if is_named(match.path, target)]
-            if len({bool(match.experts) for match in found}) == 2:
-                places = (f"{each.path} in {count(each.layers, 'layer')}" for each in found)
-                yield f"{target} matches {', '.join(places)}"
+            matching = [match for match in self.matches if is_named(match.path, target)]
+            if len({bool(match.experts) for match in matching}) == 2:
+                layers = (f"{each.path} in {pluralise(each.layers, 'layer')}" for each in matching)
+                yield f"{target} matches {', '.join(layers)}"
 
     def warnings(self) -> Iterator[str]:
         """Yield warnings about experts with and without LoRA, each with a remedy."""
@@ -145,9 +145,9 @@ class LoRASummary:
         names = {match.path.rsplit(".", 1)[-1] for match in trained}
         left = [match for match in self.matches if match.experts and not match.parameters]
         if left := [match for match in left if match.path.rsplit(".", 1)[-1] in names]:
-            places = join_few(f"{each.path} in {count(each.layers, 'layer')}" for each in left)
+            layers = join_few(f"{each.path} in {pluralise(each.layers, 'layer')}" for each in left)
             yield (
-                f"--targets {','.join(self.config.targets)} leaves experts untrained: {places}: "
+                f"--targets {','.join(self.config.targets)} leaves experts untrained: {layers}: "
                 f"add {','.join(each.path for each in left)} to train them too"
             )
         experts = [match for match in trained if match.experts]
@@ -157,7 +157,7 @@ class LoRASummary:
             yield (
                 f"{size / self.trainable_parameters:.0%} of the adapter's "
                 f"{self.trainable_parameters:,} parameters belong to experts, each of which "
-                "sees only its share of the tokens: leave them out of --targets, or give a lower "
+                "sees only some of the tokens: leave them out of --targets, or give a lower "
                 f"--target-rank to {', '.join(each.path for each in experts)}"
             )
 

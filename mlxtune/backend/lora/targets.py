@@ -31,8 +31,8 @@ _CLIPPED = ("prediction_coefs", "correction_coefs")
 
 def experts_per_token(options: Mapping[str, Any]) -> int | None:
     """Return the largest number of experts per token in a model's options; None if unknown."""
-    given = next((options[name] for name in _PER_TOKEN if options.get(name)), None)
-    return max(map(int, given)) if isinstance(given, list) else given and int(given)
+    per_token = next((options[name] for name in _PER_TOKEN if options.get(name)), None)
+    return max(map(int, per_token)) if isinstance(per_token, list) else per_token and int(per_token)
 
 
 def projections(layer: nn.Module) -> dict[str, nn.Module]:
@@ -105,7 +105,7 @@ def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> Non
             "--dora": config.dora,
             f"--init {config.init}": config.init != "lora",
         }
-        if refused := [option for option, given in options.items() if given]:
+        if refused := [option for option, is_set in options.items() if is_set]:
             raise ModelError(
                 f"{refused[0]} does not work on the experts of {name}: "
                 "leave it out, or name other --targets"

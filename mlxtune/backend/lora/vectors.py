@@ -125,14 +125,14 @@ class LoRAVectors:
 
     def for_file(self, vectors: Sequence[mx.array]) -> list[mx.array]:
         """Return vectors in a file's order."""
-        if self._lie_as_in_file:
+        if self._matches_file_order:
             return list(vectors)
         arrays = self.matrices(vectors)
         return [_joined([arrays[name] for name in names]) for names in self._names]
 
     def from_file(self, vectors: Sequence[mx.array]) -> list[mx.array]:
         """Return a file's vectors in the order of this layout."""
-        if self._lie_as_in_file:
+        if self._matches_file_order:
             return list(vectors)
         arrays: dict[str, mx.array] = {}
         for names, vector in zip(self._names, vectors, strict=True):
@@ -141,7 +141,7 @@ class LoRAVectors:
         return self.join(arrays)
 
     @property
-    def _lie_as_in_file(self) -> bool:
+    def _matches_file_order(self) -> bool:
         here = [[name for part in parts for name in part.names] for parts in self._parts]
         return here == self._names and all(
             len(part.names) == 1 for parts in self._parts for part in parts
@@ -158,11 +158,11 @@ def _parts(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, _P
             continue
         dtype, shared, name = module.input_dtype, module.shared, f"{path}.lora_b"
         members = [module] if shared is None else shared.members
-        ranks = [each.lora_a.shape[1] for each in members]
+        ranks = [member.lora_a.shape[1] for member in members]
         number = next(i for i, each in enumerate(members) if each is module)
         above, below = sum(ranks[:number]), sum(ranks[number + 1 :])
         parts[name] = _Part((name,), (shapes[name],), dtype, above, below)
-        names = tuple(f"{paths[id(each)]}.lora_a" for each in members)
+        names = tuple(f"{paths[id(member)]}.lora_a" for member in members)
         if number:
             del parts[names[number]]
         else:

@@ -66,13 +66,13 @@ def measure(
     try:
         with allocator.peaks_kept():
             for recompute in modes:
-                pipeline.forward.recompute(recompute)
+                pipeline.forward.set_recompute(recompute)
                 measured = _measured(pipeline, replace(shapes, measured=None), measured)
     # Any error may occur: layers may need unusual arguments, or not fit in memory.
     except Exception:  # noqa: BLE001
         return None
     finally:
-        pipeline.forward.recompute(began)
+        pipeline.forward.set_recompute(began)
         allocator.release()
     return measured
 
@@ -82,29 +82,31 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
     execution = pipeline.forward.execution
     operations = pipeline.forward.operations
     lengths = _LAZY if operations.lazy else _EAGER
-    few = _LAZY_LAYERS if operations.lazy else _EAGER_LAYERS
-    few *= _covering(list(pipeline.forward.model.layers)[-shapes.layers :])
-    few = min(few, _MOST_LAYERS, shapes.layers)
-    many = min(few if execution.recompute else 2 * few, shapes.layers)
-    micro_batches = [_group(pipeline, each) for each in lengths]
+    layers = _LAZY_LAYERS if operations.lazy else _EAGER_LAYERS
+    layers *= _covering(list(pipeline.forward.model.layers)[-shapes.layers :])
+    layers = min(layers, _MOST_LAYERS, shapes.layers)
+    many = min(layers if execution.recompute else 2 * layers, shapes.layers)
+    micro_batches = [_group(pipeline, length) for length in lengths]
     size, loads = shapes.itemsize, [load for load, _ in micro_batches]
-    given = [inputs for _, inputs in micro_batches]
-    kept = [operations.memory.kept(shapes.with_layers(1), execution, load) for load in loads]
+    inputs_of_each = [inputs for _, inputs in micro_batches]
+    kept_of_each = [
+        operations.memory.kept(shapes.with_layers(1), execution, load) for load in loads
+    ]
     working = [operations.memory.in_layer(shapes, execution, load) for load in loads]
-    peaks = _peaks(pipeline, many, given)
+    peaks = _peaks(pipeline, many, inputs_of_each)
     if execution.recompute:
-        known = [many * Factors().of(each, size) for each in kept]
+        known = [many * Factors().of(entries, size) for entries in kept_of_each]
         return replace(found, again=_fitted(working, peaks - known, size))
-    if many == few:
+    if many == layers:
         whole = [
             Entries(one.fixed, one.tokens + many * each.tokens, one.scores + many * each.scores)
-            for one, each in zip(working, kept, strict=True)
+            for one, each in zip(working, kept_of_each, strict=True)
         ]
         of_all = _fitted(whole, peaks, size)
         return replace(found, kept=replace(of_all, fixed=None), working=of_all)
-    differences = (peaks - _peaks(pipeline, few, given)) / (many - few)
-    of_kept = replace(_fitted(kept, differences, size, _PRIOR_OF_DIFFERENCE), fixed=None)
-    left = peaks - [many * of_kept.of(each, size) for each in kept]
+    differences = (peaks - _peaks(pipeline, layers, inputs_of_each)) / (many - layers)
+    of_kept = replace(_fitted(kept_of_each, differences, size, _PRIOR_OF_DIFFERENCE), fixed=None)
+    left = peaks - [many * of_kept.of(entries, size) for entries in kept_of_each]
     return replace(found, kept=of_kept, working=_fitted(working, left, size))
 
 
@@ -118,7 +120,7 @@ def _covering(layers: Sequence[nn.Module]) -> int:
     return next((n for n in counts if set(kinds[-n:]) == set(kinds)), 1)
 
 
-def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[StepInputs]) -> Floats:
+def _peaks(pipeline: InstructPipeline, count: int, inputs_of_each: Sequence[StepInputs]) -> Floats:
     """Return the peak in bytes of each micro-batch's pass through the last `count` layers."""
     forward, model = pipeline.forward, pipeline.forward.model
     layers = list(model.layers)
@@ -133,11 +135,13 @@ def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[StepInputs]) 
     model.train()
     allocator.release()
     with _alone(model, active) as shift:
-        for inputs in given:
+        for inputs in inputs_of_each:
 
-            def loss(parameters: Mapping[str, mx.array], added: mx.array, given: StepInputs) -> Any:
+            def loss(
+                parameters: Mapping[str, mx.array], added: mx.array, inputs_of_each: StepInputs
+            ) -> Any:
                 shift[0] = added
-                return forward.scaled_loss(parameters, given, mx.array(1.0))[0]
+                return forward.scaled_loss(parameters, inputs_of_each, mx.array(1.0))[0]
 
             def compute(inputs: StepInputs = inputs) -> None:
                 mx.eval(mx.grad(loss, argnums=(0, 1))(parameters, zero, inputs))
@@ -189,7 +193,7 @@ def _group(pipeline: InstructPipeline, tokens: int) -> tuple[BatchLoad, StepInpu
     ends = [(np.arange(own + 1, dtype=np.int32) + shift) % 10 for shift in (3, 7)]
     step = [Example(row, np.concatenate([start, end]), mask) for row, end in enumerate(ends)]
     batches = MicroBatches(pipeline.forward, 2 * tokens)
-    ((micro_batch, batch),) = batches.of(step)
+    ((micro_batch, batch),) = batches.iterate(step)
     return load_of(micro_batch, batches.lengths(step)), pipeline.step_inputs(batch, 1)
 
 
@@ -197,7 +201,9 @@ def _fitted(
     estimates: Sequence[Entries], peaks: Floats, itemsize: int, prior: float = _PRIOR
 ) -> Factors:
     """Return the non-negative factors that fit estimates to peaks with the least relative error."""
-    grown = itemsize * np.array([[each.tokens, each.scores] for each in estimates], dtype=float)
+    grown = itemsize * np.array(
+        [[estimate.tokens, estimate.scores] for estimate in estimates], dtype=float
+    )
     ratio = max(peaks[-1], 1.0) / max(float(grown[-1].sum()), 1.0)
     weights = 1 / np.maximum(peaks, peaks.max() / 10)
     terms = np.column_stack([grown, np.ones(len(peaks))]) * weights[:, None]

@@ -159,8 +159,8 @@ def _reads_rope(given: Any, keys: frozenset[str]) -> bool:
     if not isinstance(given, Mapping):
         return False
     layers = [each for each in given.values() if isinstance(each, Mapping)] or [given]
-    thetas = {each.get("rope_theta") for each in layers}
-    partial = {each.get("partial_rotary_factor", 1) for each in layers}
+    thetas = {layer.get("rope_theta") for layer in layers}
+    partial = {layer.get("partial_rotary_factor", 1) for layer in layers}
     return (
         not keys.isdisjoint(_THETA)
         and (partial <= {1, None} or not keys.isdisjoint(_PARTIAL))

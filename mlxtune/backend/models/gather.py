@@ -27,54 +27,54 @@ def gathered(array: mx.array, index: mx.array, exists: mx.array | None = None) -
 
 
 class Gather:
-    """Selects the rows `places`, ints (P,), of arrays with `count` rows.
+    """Selects the rows `indices`, ints (P,), of arrays with `count` rows.
 
     MLX's gradient of indexing adds into zeros, on a GPU in any order. This gradient gathers:
 
-        places      1 3 3          row 3 is chosen twice: the last token of a shared prefix
+        indices     1 3 3          row 3 is chosen twice: the last token of a shared prefix
         gradient    . 0 . 2 . .    the index of each row's cotangent, `.` for zero; row 3 gets 1 + 2
     """
 
-    def __init__(self, places: npt.NDArray[Any], count: int) -> None:
-        self._places = places.astype(np.int32)
+    def __init__(self, indices: npt.NDArray[Any], count: int) -> None:
+        self._indices = indices.astype(np.int32)
         self._count = count
 
-    def of(self, array: mx.array) -> mx.array:
-        """Return array[places], (P, C), for an array (N, C)."""
-        places = self._index
+    def gather(self, array: mx.array) -> mx.array:
+        """Return array[indices], (P, C), for an array (N, C)."""
+        indices = self._index
 
         def backward(_: Any, cotangent: mx.array, __: Any) -> mx.array:
             sources, is_chosen, repeated = self._sources
-            found = gathered(cotangent, sources, is_chosen)
+            gradient = gathered(cotangent, sources, is_chosen)
             if repeated is not None:
-                rows, each, is_one = repeated
-                found[rows] = gathered(cotangent, each, is_one).sum(axis=1)
-            return found
+                rows, positions, is_one = repeated
+                gradient[rows] = gathered(cotangent, positions, is_one).sum(axis=1)
+            return gradient
 
-        return differentiable(lambda array: gathered(array, places), backward)(array)
+        return differentiable(lambda array: gathered(array, indices), backward)(array)
 
     @cached_property
     def _index(self) -> mx.array:
-        return mx.array(self._places)
+        return mx.array(self._indices)
 
     @cached_property
     def _sources(self) -> tuple[mx.array, mx.array, tuple[mx.array, mx.array, mx.array] | None]:
-        """Return the places of the array's rows in the result, for the gradient.
+        """Return the positions of the array's rows in the result, for the gradient.
 
-        For each row: a place, int32 (N,), and whether the row was chosen, (N, 1). For rows chosen
-        more than once, if any: their indices, int32 (S,), all their places (S, R), and which of
-        these R places exist (S, R, 1).
+        For each row: a position, int32 (N,), and whether the row was chosen, (N, 1). For rows
+        chosen more than once, if any: their indices, int32 (S,), all their positions (S, R), and
+        which of these R positions exist (S, R, 1).
         """
-        places, total = self._places, len(self._places)
+        indices, total = self._indices, len(self._indices)
         sources = np.full(self._count, -1, dtype=np.int32)
-        sources[places] = np.arange(total, dtype=np.int32)
-        counts = np.bincount(places, minlength=self._count)
+        sources[indices] = np.arange(total, dtype=np.int32)
+        counts = np.bincount(indices, minlength=self._count)
         rows = np.flatnonzero(counts > 1).astype(np.int32)
         chosen = mx.array(np.maximum(sources, 0)), mx.array(sources[:, None] >= 0)
         if not len(rows):
             return *chosen, None
-        each = np.zeros((len(rows), counts.max()), dtype=np.int32)
+        positions = np.zeros((len(rows), counts.max()), dtype=np.int32)
         for i, row in enumerate(rows):
-            each[i, : counts[row]] = np.flatnonzero(places == row)
+            positions[i, : counts[row]] = np.flatnonzero(indices == row)
         is_one = np.arange(counts.max()) < counts[rows, None]
-        return *chosen, (mx.array(rows), mx.array(each), mx.array(is_one[..., None]))
+        return *chosen, (mx.array(rows), mx.array(positions), mx.array(is_one[..., None]))

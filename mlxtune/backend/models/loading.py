@@ -44,7 +44,7 @@ from mlxtune.backend.models.stored_layers import (
 )
 from mlxtune.config.data_config import AS_STORED, BaseOptions
 from mlxtune.core.files.hashing import base_fingerprint
-from mlxtune.core.formatting import count, short_number
+from mlxtune.core.formatting import pluralise, short_number
 from mlxtune.errors import ModelError, one_line
 
 # The ways to compute a product with quantised weights.
@@ -87,7 +87,7 @@ class BaseModel:
             quantization = f"quantised{when} ({self.quantization}), "
         others = (
             "; only its language part is used: "
-            f"{count(self.passed_over, 'tensor')} for images or sound passed over"
+            f"{pluralise(self.passed_over, 'tensor')} for images or sound passed over"
         )
         unpacked = ", matrices dequantised for each use"
         return (
@@ -122,7 +122,7 @@ def open_base(folder: Path, dtype: str, options: BaseOptions = AS_STORED) -> Bas
     config = read_config(folder, trust_remote_code=options.trust_remote_code)
     if options.quantize is not None and is_quantized(config):
         raise ModelError(
-            f"{folder}: is already quantised: leave out --quantize {options.quantize}, "
+            f"{folder} is already quantised: leave out --quantize {options.quantize}, "
             "or name the full-precision model"
         )
     model, config = load_lazily(folder, config)
@@ -259,7 +259,7 @@ def read_weights(base: BaseModel) -> None:
 
 def _broken(folder: Path, error: Exception) -> ModelError:
     return ModelError(
-        f"{folder}: cannot be loaded: {one_line(error)}: "
+        f"{folder} cannot be loaded: {one_line(error)}: "
         "its config.json or weights are broken or do not belong together: download it again"
     )
 
@@ -289,13 +289,13 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     stored in 16 bits: each use casts them exactly, which takes a few percent of the time but halves
     the memory of weights.
     """
-    kept, casts_stored = set(), on_cpu() and dtype == mx.float32
+    uncast, casts_stored = set(), on_cpu() and dtype == mx.float32
     for path, module in model.named_modules():
         if isinstance(module, NF4Linear):
-            kept |= {f"{path}.{name}" for name in ("scales", "nested_scales", "nested_mean")}
+            uncast |= {f"{path}.{name}" for name in ("scales", "nested_scales", "nested_mean")}
         elif casts_stored and type(module) in _STORED:
-            kept.add(f"{path}.weight")
-    cast_parameters(model, dtype, kept)
+            uncast.add(f"{path}.weight")
+    cast_parameters(model, dtype, uncast)
 
     def stored(module: nn.Module) -> nn.Module | None:
         kind = _STORED.get(type(module))

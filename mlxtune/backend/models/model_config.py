@@ -140,7 +140,7 @@ def _no_counts(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _integers(values: list[Any]) -> bool:
-    return bool(values) and all(type(each) is int for each in values)
+    return bool(values) and all(type(value) is int for value in values)
 
 
 def _unknown_formats(config: Mapping[str, Any]) -> Iterator[str]:
@@ -197,9 +197,9 @@ def _layer_kinds(config: Mapping[str, Any]) -> Iterator[str]:
 
 def misfit(error: Exception, config: Mapping[str, Any]) -> str | None:
     """Explain MLX's error for a weight of the wrong shape; return None for other errors."""
-    if (found := _OTHER_SHAPE.search(str(error))) is None:
+    if (match := _OTHER_SHAPE.search(str(error))) is None:
         return None
-    made, stored, name = found.groups()
+    made, stored, name = match.groups()
     shapes = [[int(n) for n in re.findall(r"\d+", shape)] for shape in (made, stored)]
     sizes = {
         key: value

@@ -60,10 +60,10 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
         is_file = folder.exists()
     except OSError as error:
         raise ModelError(
-            f"{model_path}: cannot be read: {error.strerror}: check --model-path"
+            f"{model_path} cannot be read: {error.strerror}: check --model-path"
         ) from error
     if is_file:
-        raise ModelError(f"{model_path}: is a file: --model-path takes the folder that contains it")
+        raise ModelError(f"{model_path} is a file: --model-path takes the folder that contains it")
     if not _REPOSITORY.fullmatch(model_path):
         raise ModelError(f"{model_path}: no such folder: check --model-path")
     patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS if weights else _SMALL_FILES
@@ -81,7 +81,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
 def _meant(folder: Path) -> str:
     """Return a suggestion if a neighbouring folder has a similar name, else an empty string."""
     try:
-        names = [each.name for each in folder.parent.iterdir() if each.is_dir()]
+        names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
     except OSError:
         return ""
     near = difflib.get_close_matches(folder.name, names, n=1, cutoff=0.8)
@@ -97,22 +97,22 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
     path = folder / "config.json"
     if not path.exists():
         if within := sorted(folder.glob("*/config.json")):
-            found = within[0].parent
-            raise ModelError(f"{folder}: has no config.json: name a folder in it, such as {found}")
-        raise ModelError(f"{folder}: has no config.json: is this a model folder?")
+            nested = within[0].parent
+            raise ModelError(f"{folder} has no config.json: name a folder in it, such as {nested}")
+        raise ModelError(f"{folder} has no config.json: is this a model folder?")
     check_files(folder)
     try:
         config = mlx_lm_utils.load_config(folder)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
-            f"{path}: is not valid JSON: {one_line(error)}: download it again"
+            f"{path} is not valid JSON: {one_line(error)}: download it again"
         ) from error
     except (AttributeError, TypeError) as error:
         raise ModelError(
             f"{path} or generation_config.json: is not a JSON object: download it again"
         ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{path}: has no model_type: is this a language model's folder?")
+        raise ModelError(f"{path} has no model_type: is this a language model's folder?")
     if config.get("model_file") is not None:
         _check_code(path, config["model_file"], trusted=trust_remote_code)
         return config
@@ -195,9 +195,9 @@ def check_files(folder: Path) -> None:
         if path.is_dir() or path.suffix not in _READ:
             continue
         if not path.is_file():
-            raise ModelError(f"{path}: is not a regular file: download it again")
+            raise ModelError(f"{path} is not a regular file: download it again")
         if reading.is_lfs_pointer(_start(path)):
-            raise ModelError(f"{path}: is a Git LFS pointer: run git lfs pull in its folder")
+            raise ModelError(f"{path} is a Git LFS pointer: run git lfs pull in its folder")
         if path.suffix != ".safetensors":
             _check_size(path)
     path = folder / "config.json"
@@ -224,8 +224,7 @@ def _check_size(path: Path) -> None:
             reading.read_value(path, limits)
     except TooLarge as error:
         raise ModelError(
-            f"{path}: is far larger than such a file should be: {one_line(error)}: "
-            "download it again"
+            f"{path} is far larger than such a file should be: {one_line(error)}: download it again"
         ) from error
     except (OSError, ValueError):
         pass  # the error surfaces where the file is needed
@@ -238,7 +237,7 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """
     headers = _tensors(folder)
     if not (tensors := len(headers)):
-        raise ModelError(f"{folder}: has no weights (model*.safetensors): download it again")
+        raise ModelError(f"{folder} has no weights (model*.safetensors): download it again")
     if problem := next(weight_problems(headers, config), None):
         raise ModelError(f"{folder}: its weights are broken: {problem}: download it again")
     for name, count in counts(config, LAYERS):
@@ -260,7 +259,7 @@ def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
             continue
         stem, _, kind = name.rpartition(".")
         known = (*_FLOATS, "U8") if kind == "scales" else (*_FLOATS, "U32", "U8")
-        scaled = info.dtype in _SCALED and any(stem + each in tensors for each in _SCALES)
+        scaled = info.dtype in _SCALED and any(stem + scale in tensors for scale in _SCALES)
         if info.dtype not in known and not scaled:
             yield f"{name:.100} is {info.dtype}, not one of {', '.join(known)}"
         elif quantised and kind == "scales" and f"{stem}.weight" in tensors:
@@ -302,11 +301,11 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
             header = read_header(path).tensors
         except (OSError, ValueError) as error:
             raise ModelError(
-                f"{path}: cannot be read: {one_line(error)}: download it again"
+                f"{path} cannot be read: {one_line(error)}: download it again"
             ) from error
         if twice := tensors.keys() & header.keys():
             raise ModelError(
-                f"{path}: has {min(twice):.100}, which another weight file beside it has too: "
+                f"{path} has {min(twice):.100}, which another weight file beside it has too: "
                 "remove the file that does not belong to the model"
             )
         tensors |= header

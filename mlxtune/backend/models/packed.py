@@ -90,7 +90,7 @@ class Layout:
         return mx.array(self._padded[0] >= 0)
 
     @cached_property
-    def every_place(self) -> tuple[mx.array, mx.array]:
+    def every_index(self) -> tuple[mx.array, mx.array]:
         """All places of each token in the flattened `padded_indices`.
 
         The places of token n are the entries `starts[n]` to `starts[n + 1]` of the second array;
@@ -120,11 +120,11 @@ class Layout:
         if not len(tokens):
             return None
         padding = np.flatnonzero(rows.reshape(-1) < 0)
-        places = np.full((len(tokens), counts.max()), padding[:1].max(initial=0), dtype=np.int32)
+        indices = np.full((len(tokens), counts.max()), padding[:1].max(initial=0), dtype=np.int32)
         for i in range(counts.max()):
             has = counts[tokens] > i
-            places[has, i] = order[starts[tokens[has]] + i]
-        return mx.array(tokens), mx.array(np.concatenate([first, places.reshape(-1)]))
+            indices[has, i] = order[starts[tokens[has]] + i]
+        return mx.array(tokens), mx.array(np.concatenate([first, indices.reshape(-1)]))
 
     @cached_property
     def _places_by_token(self) -> tuple[Ints, Ints]:
@@ -150,11 +150,11 @@ class Layout:
         width = max(lengths) + (min(lengths) == max(lengths) and may_share)
         width = self.rounding.rounded_width(width)
         rows = np.full((len(ends), width), -1, dtype=np.int32)
-        places = np.zeros(len(self.positions), dtype=np.int32)
+        indices = np.zeros(len(self.positions), dtype=np.int32)
         for i, row in enumerate(unpadded):
             rows[i, : len(row)] = row
-            places[row] = i * width + np.arange(len(row), dtype=np.int32)
-        return rows, places
+            indices[row] = i * width + np.arange(len(row), dtype=np.int32)
+        return rows, indices
 
 
 _current: ContextVar[Layout | None] = ContextVar("layout", default=None)

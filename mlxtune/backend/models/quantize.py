@@ -144,7 +144,7 @@ def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
         return mx.quantize(rows, module.group_size, module.bits, mode=module.mode)
 
     made = in_parts(weight.reshape(-1, weight.shape[-1]), _AT_ONCE, quantize)
-    module.weight, module.scales = (each.reshape(*weight.shape[:-1], -1) for each in made)
+    module.weight, module.scales = (array.reshape(*weight.shape[:-1], -1) for array in made)
 
 
 def _to_nf4(model: nn.Module, predicate: Predicate | None, double_quant: bool) -> None:

@@ -43,8 +43,8 @@ class Replacements:
     def _subclass(self, kind: type) -> type | None:
         """Return a subclass that uses the replacements; None if none applies."""
         if kind not in self._known:
-            given = self.kinds.get(kind)
-            self._known[kind] = self._with_functions(given or kind) or given
+            methods = self.kinds.get(kind)
+            self._known[kind] = self._with_functions(methods or kind) or methods
         return self._known[kind]
 
     def _with_functions(self, kind: type) -> type | None:

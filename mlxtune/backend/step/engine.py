@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mlxtune.backend.device import allocator
 from mlxtune.backend.device.retry import Attempt
-from mlxtune.backend.forward.forward import Forward, Reduce, StepInputs
+from mlxtune.backend.forward.forward import Forward, ReduceFn, StepInputs
 from mlxtune.backend.lora.apply import LoRASummary
 from mlxtune.backend.lora.lora_layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer
@@ -20,7 +20,7 @@ from mlxtune.backend.lora.vectors import LoRAVectors
 from mlxtune.backend.step.evaluator import passes_of
 from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
 from mlxtune.backend.step.phases import Phases
-from mlxtune.backend.step.step_loss import StepLoss, cuts_rows, loss_of_step, training_examples
+from mlxtune.backend.step.step_loss import StepLoss, divides_rows, loss_of_step, training_examples
 from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
@@ -45,7 +45,7 @@ class Engine:
 
     A fault of the GPU returns a launched step to its start: it is built and launched again. If a
     step has several micro-batches, the device computes one while the next is built. With several
-    `workers`, each worker builds its share of a step, and the graph sums the shares.
+    `workers`, each worker builds its part of a step, and the graph sums the parts.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class Engine:
             number = self.committed_steps + (1 if self.launched is None else 2)
         training = training_examples(examples)
         lengths = self.batches.lengths(training)
-        places = self._own_places(lengths)
-        own, own_lengths = [training[i] for i in places], lengths.only(places)
+        indices = self._own_indices(lengths)
+        own_examples, own_lengths = [training[i] for i in indices], lengths.only(indices)
         return OptimizerStep(
-            examples, number, rate, places, own, own_lengths, self.commit, requests
+            examples, number, rate, indices, own_examples, own_lengths, self.commit, requests
         )
 
     def _can_build_ahead(self, step: OptimizerStep) -> bool:
@@ -150,7 +150,7 @@ class Engine:
         if self.launched is None or self.launched.built is None or self.phases.timer:
             return False
         objective = self.objective
-        agrees = objective.keeps_rows_whole and self._workers.size > 1
+        agrees = objective.keeps_rows_whole and self._workers.world_size > 1
         if not self.forward.operations.lazy or objective.needs_first_pass or agrees:
             return False
         return self.batches.is_one(step.lengths)
@@ -175,7 +175,7 @@ class Engine:
         total = StepGradients(self._loss(step))
         compute = self.phases.gradients if self.phases.timer else forward.gradients
         try:
-            for micro_batch, batch in self.batches.of(step.own, step.lengths):
+            for micro_batch, batch in self.batches.iterate(step.own_examples, step.lengths):
                 if total.micro_batches:
                     # The device computes a micro-batch while the next one is built.
                     self.runner.start(total.graph)
@@ -190,7 +190,7 @@ class Engine:
             # Tracing has replaced the model's parameters with arrays of the trace.
             forward.trained.assign(own)
         total.finish(vectors, forward.loss_scale)
-        if self._workers.size > 1:
+        if self._workers.world_size > 1:
             self._sum_over_workers(total, step.requests)
         total.use_known_loss()
         if step.rate is not None:
@@ -205,9 +205,9 @@ class Engine:
         total: StepGradients,
         micro_batch: MicroBatch,
         counts: Sequence[int],
-    ) -> tuple[mx.array, Reduce]:
+    ) -> tuple[mx.array, ReduceFn]:
         """Return the scale of a micro-batch's loss, and what reduces its tokens' losses to it."""
-        examples = [step.places[i] for i in micro_batch.examples]
+        examples = [step.own_indices[i] for i in micro_batch.examples]
         scale = mx.array(self.forward.loss_scale / total.step_loss.divisor)
         return scale, total.step_loss.reduce(examples, counts)
 
@@ -319,25 +319,25 @@ class Engine:
     def _loss(self, step: OptimizerStep) -> StepLoss:
         """Return a step's loss, after the forward passes that must come first."""
         logps_of = partial(self._logps, number=step.number)
-        cut = self.objective.keeps_rows_whole and self._cuts_rows(step)
-        return loss_of_step(self.objective, step.examples, logps_of, cut=cut)
+        is_divided = self.objective.keeps_rows_whole and self._divides_rows(step)
+        return loss_of_step(self.objective, step.examples, logps_of, is_divided=is_divided)
 
     def _logps(self, examples: Sequence[Example], number: int) -> npt.NDArray[np.float64]:
         """Return examples' log-probabilities (E,) over all workers, with a step's dropout."""
-        return -self.losses.of(examples, keys=partial(self._keys, number))
+        return -self.losses.compute(examples, keys=partial(self._keys, number))
 
-    def _cuts_rows(self, step: OptimizerStep) -> bool:
+    def _divides_rows(self, step: OptimizerStep) -> bool:
         """Return whether any worker cuts a row into several micro-batches."""
         divided = [micro_batch.examples for micro_batch in self.batches.divided(step.lengths)]
-        found = np.zeros(self._workers.size)
-        found[self._workers.index] = cuts_rows(step.lengths.row_ids, divided)
-        return bool(self._workers.merge(found).any())
+        divides = np.zeros(self._workers.world_size)
+        divides[self._workers.rank] = divides_rows(step.lengths.row_ids, divided)
+        return bool(self._workers.merge(divides).any())
 
     # Workers
 
-    def _own_places(self, lengths: StepLengths) -> list[int]:
+    def _own_indices(self, lengths: StepLengths) -> list[int]:
         """Return the indices of this worker's examples; rows may have to stay whole."""
-        if self._workers.size == 1:
+        if self._workers.world_size == 1:
             return list(range(len(lengths)))
         costs = self.forward.facts.costs(lengths.forward, lengths.supervised)
         if not self.objective.keeps_rows_whole:
@@ -357,4 +357,4 @@ class Engine:
             gradients = self.vectors.join(named)
         else:
             loss, gradients, counts = workers.sum_step(total.loss, total.gradients, own, requests)
-        total.merge(loss, gradients, counts, [workers.sum_own(each) for each in total.values])
+        total.merge(loss, gradients, counts, [workers.sum_own(value) for value in total.values])

@@ -18,7 +18,7 @@ from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.runner import GraphRunner
-from mlxtune.backend.workers.workers import ALONE, Workers
+from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.core.data.encode import Example, forward_tokens, predicted_tokens
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import vocabulary_block
@@ -43,7 +43,7 @@ _KERNELS, _READ = 35, 2
 Keys = Callable[[PaddedBatch | Pack], mx.array | None]
 
 
-class ExampleLosses:
+class LossEvaluator:
     """Computes the losses of examples, in the largest batches that memory and time allow.
 
     The device computes a batch while the next is prepared, and never holds two batches. Batches are
@@ -74,7 +74,7 @@ class ExampleLosses:
         """Limit batches' memory peak to `most` bytes, unless training's micro-batches need more."""
         self._memory.limit(most)
 
-    def of(
+    def compute(
         self,
         examples: Sequence[Example],
         on_progress: Callable[[int], None] = lambda done: None,
@@ -90,15 +90,15 @@ class ExampleLosses:
         # Rows stay whole, as their examples may share a prompt. Sorting by length reduces padding.
         rows = rows_of(example.key for example in examples)
         rows.sort(key=lambda row: max(len(examples[i]) for i in row))
-        if workers.size > 1:
+        if workers.world_size > 1:
             counts = (map(each, examples) for each in (forward_tokens, predicted_tokens))
             costs = self._forward.facts.costs(*counts)
             mine = workers.own_items([sum(costs[i] for i in row) for row in rows])
             rows = [rows[row] for row in mine]
         order = [i for row in rows for i in row]
-        show = lambda done: on_progress(min(done * workers.size, len(examples)))  # noqa: E731
+        show = lambda done: on_progress(min(done * workers.world_size, len(examples)))  # noqa: E731
         losses[order] = self._own([examples[i] for i in order], show, keys)
-        return losses if workers.size == 1 else workers.merge(losses)
+        return losses if workers.world_size == 1 else workers.merge(losses)
 
     def _own(
         self, examples: Sequence[Example], on_progress: Callable[[int], None], keys: Keys
@@ -113,7 +113,7 @@ class ExampleLosses:
             try:
                 for attempt in self._runner.attempts(lengths, batches.halve):
                     with attempt:
-                        self._compute(batches.of(chosen, lengths), losses[start:], show, keys)
+                        self._compute(batches.iterate(chosen, lengths), losses[start:], show, keys)
             finally:
                 if batches.max_tokens < allowed:
                     self._most = self._lowered = batches.max_tokens
@@ -125,7 +125,9 @@ class ExampleLosses:
         while tokens > least:
             batches = replace(self._training, own_limit=tokens)
             micro_batches = batches.divided(lengths)
-            if all(self._memory.fits(load_of(each, lengths)) for each in micro_batches):
+            if all(
+                self._memory.fits(load_of(micro_batch, lengths)) for micro_batch in micro_batches
+            ):
                 return batches
             tokens //= 2
         return replace(self._training, own_limit=least)
@@ -203,9 +205,9 @@ class EvaluationMemory:
 
         No batch fits if the model computes the logits of all tokens together.
         """
-        return self._head_apart and self.of(load) <= self._free
+        return self._head_apart and self.estimate(load) <= self._free
 
-    def of(self, load: BatchLoad) -> int:
+    def estimate(self, load: BatchLoad) -> int:
         """Estimate how many bytes a padded batch takes, with attention's scores kept."""
         tokens = max(load.tokens, load.examples * load.width)
         entries = _PRODUCTS * self._facts.widest_layer * tokens
@@ -230,7 +232,7 @@ class Passes(NamedTuple):
 
     batches: MicroBatches
     runner: GraphRunner
-    losses: ExampleLosses
+    losses: LossEvaluator
 
 
 def passes_of(
@@ -252,7 +254,7 @@ def passes_of(
     alone = not workers.shards_model
     batches = MicroBatches(forward, keyed=keyed, keeps_limit=not alone, whole_rows=whole_rows)
     runner = GraphRunner(forward, parameters, remedy=remedy, warn=warn, retries=alone)
-    losses = ExampleLosses(forward, batches, runner, parameters, workers, other_bytes)
+    losses = LossEvaluator(forward, batches, runner, parameters, workers, other_bytes)
     return Passes(batches, runner, losses)
 
 
@@ -269,7 +271,7 @@ class Evaluator:
         warn: Callable[[str], None],
         *,
         execution: Execution | None = None,
-        workers: Workers = ALONE,
+        workers: Workers = SINGLE_PROCESS,
     ) -> None:
         model, parameters = base.model, base.parameters
         model.eval()
@@ -281,8 +283,8 @@ class Evaluator:
     def losses(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
     ) -> npt.NDArray[np.float64]:
-        """Return the losses of examples; see `ExampleLosses.of`."""
-        return self._losses.of(examples, on_progress)
+        """Return the losses of examples; see `LossEvaluator.compute`."""
+        return self._losses.compute(examples, on_progress)
 
     def close(self) -> None:
         """Restore the model's original layers and functions."""

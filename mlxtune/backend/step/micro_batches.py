@@ -53,7 +53,7 @@ class MicroBatches:
         """Return the lengths of examples, by which they are divided."""
         return StepLengths.of(examples, keyed=self.keyed)
 
-    def of(
+    def iterate(
         self, examples: Sequence[Example], lengths: StepLengths | None = None
     ) -> Iterator[tuple[MicroBatch, PaddedBatch | Pack]]:
         """Yield each micro-batch of examples with these lengths, and its arrays."""
@@ -114,9 +114,9 @@ def _whole_row_micro_batches(
     alone = [together(row) for row in rows_of(lengths.row_ids)]
     filled: list[MicroBatch] = []
     for row in sorted(filter(None, alone), key=lambda micro_batch: -micro_batch.tokens):
-        for place, micro_batch in enumerate(filled):
+        for index, micro_batch in enumerate(filled):
             if (both := together(sorted((*micro_batch.examples, *row.examples)))) is not None:
-                filled[place] = both
+                filled[index] = both
                 break
         else:
             filled.append(row)

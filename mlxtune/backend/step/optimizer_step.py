@@ -108,18 +108,19 @@ class StepGradients:
 class OptimizerStep:
     """Step `number` on `examples`, at a learning rate; without a `rate`, it only has gradients.
 
-    This worker computes the gradients of the examples `own`, whose indices among all examples that
-    get a gradient are `places`; `lengths` are their lengths. With several workers, the step sends
-    the `requests` of this worker. `built` is the step's graph until it is computed, or fails.
-    `commit` waits for a launched step, which then has an `outcome`, its result or error; `agreed`,
-    the requests of several workers; and `ended`, the `time.perf_counter` at its end.
+    This worker computes the gradients of the examples `own_examples`, whose indices among all
+    examples that get a gradient are `own_indices`; `lengths` are their lengths. With several
+    workers, the step sends the `requests` of this worker. `built` is the step's graph until it is
+    computed, or fails. `commit` waits for a launched step, which then has an `outcome`, its result
+    or error; `agreed`, the requests of several workers; and `ended`, the `time.perf_counter` at its
+    end.
     """
 
     examples: Sequence[Example]
     number: int
     rate: float | None
-    places: Sequence[int]
-    own: Sequence[Example]
+    own_indices: Sequence[int]
+    own_examples: Sequence[Example]
     lengths: StepLengths
     commit: Callable[[OptimizerStep], object]
     requests: Requests = NO_REQUESTS

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxtune.backend.device import allocator
-from mlxtune.backend.forward.forward import Forward, Head, StepInputs
+from mlxtune.backend.forward.forward import Forward, HeadFn, StepInputs
 from mlxtune.core.run.profile import PhaseTimer
 
 
@@ -42,7 +42,7 @@ class Phases:
         self.end("data", inputs.arrays)
         states: list[mx.array] = []
 
-        def around(head: Head, hidden: mx.array) -> Sequence[mx.array]:
+        def around(head: HeadFn, hidden: mx.array) -> Sequence[mx.array]:
             # Layers that are not lazy have finished here.
             states.append(hidden)
             self.end("forward")

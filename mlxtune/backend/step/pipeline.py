@@ -20,7 +20,7 @@ from mlxtune.backend.step.engine import Engine
 from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
 from mlxtune.backend.step.phases import Phases
 from mlxtune.backend.step.step_loss import count_tokens, training_examples
-from mlxtune.backend.workers.workers import ALONE, Workers
+from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.outcome import perplexity
@@ -45,7 +45,7 @@ class InstructPipeline:
     values from `restore`, and the argument `initial_hash` gives the SHA-256 of any adapter that the
     run started from. `provenance` returns further entries for a checkpoint's metadata. A
     step minimises `objective`. With several `workers`, each worker's pipeline takes the same steps,
-    and computes its share of the examples.
+    and computes the losses of its part of the examples.
 
     Raises ModelError if LoRA cannot be applied.
     """
@@ -63,7 +63,7 @@ class InstructPipeline:
         initial_hash: str | None = None,
         provenance: Callable[[], Mapping[str, Any]] = dict,
         warn: Callable[[str], None] = warnings.warn,
-        workers: Workers = ALONE,
+        workers: Workers = SINGLE_PROCESS,
         objective: Objective = SFT,
     ) -> None:
         self.objective = objective
@@ -91,7 +91,7 @@ class InstructPipeline:
     @property
     def group_size(self) -> int:
         """The number of workers that take each step together."""
-        return self._workers.size
+        return self._workers.world_size
 
     @property
     def phases(self) -> Phases:
@@ -183,7 +183,7 @@ class InstructPipeline:
         """Return each example's summed log-probability over its supervised tokens, float64 (E,)."""
         self._engine.commit_launched()
         self.model.eval()
-        return -self._engine.losses.of(examples, on_progress)
+        return -self._engine.losses.compute(examples, on_progress)
 
     def reference(self) -> Mapping[str, Any]:
         """Return the JSON values on which the initial model's log-probabilities depend."""
@@ -245,9 +245,9 @@ class InstructPipeline:
         Raises ModelError if the adapter does not fit.
         """
         self._engine.commit_launched()
-        if self._workers.index == 0:
+        if self._workers.rank == 0:
             checkpoint_tensors.read_parameters(folder, self.model, self.lora)
-        self.model.update(self._workers.from_first(self.model.trainable_parameters()))
+        self.model.update(self._workers.broadcast(self.model.trainable_parameters()))
         self._engine.optimizer.adopt(self.model)
 
     def restore(self, folder: Path) -> None:
@@ -259,7 +259,7 @@ class InstructPipeline:
         state, settings = checkpoint_tensors.read_optimizer(path, self._engine.optimizer.state)
         tokens, steps = settings.get("micro_batch_tokens", 0), settings.get("step", -1)
         if tokens < 1 or steps < 0:
-            raise ModelError(f"{path}: has no step or micro-batch size")
+            raise ModelError(f"{path} has no step or micro-batch size")
         self._engine.commit_launched()
         checkpoint_tensors.read_parameters(folder, self.model, self.lora)
         self._engine.restore(state, steps, tokens)

@@ -63,16 +63,17 @@ class Graph:
 
 
 class GraphRunner:
-    """Runs the graphs of steps and evaluations, in stages if they take long.
+    """Runs the graphs of steps and evaluations on the device, and retries them after GPU faults.
 
-    A stage ends at the output of a layer's mixer or at the gradients of a layer. Stages change no
-    arithmetic, so their number may depend on measured times. `parameters` counts the parameters of
-    the model.
+    A long graph runs in stages, each of which ends at the output of a layer's mixer or at a
+    layer's gradients. Stages change no arithmetic, so measured times may decide their number.
 
-    After a fault of the GPU, a pass is tried again, with micro-batches of half the size if memory
-    ran out, or if the GPU stopped a command that took too long and stages cannot be shorter. `warn`
-    is called each time; `remedy` is an error's advice if not even one example fits. Without
-    `retries`, a fault is an error: workers that share the model wait for each other within a pass.
+    After a fault of the GPU, the pass is retried. Its micro-batches are halved if memory ran out,
+    or if a command exceeded the GPU's time limit and stages cannot get shorter. Without `retries`,
+    a fault is an error: workers that share a model wait for each other within a pass.
+
+    `parameters` counts the model's parameters. `warn` is called before each retry. `remedy` is the
+    advice in the error for a single example that does not fit.
     """
 
     def __init__(
@@ -193,9 +194,9 @@ class GraphRunner:
         if not fault.asks_for_less:
             self._warn(f"{what} ({one_line(text)}): trying again")
         elif fault is not Fault.OUT_OF_MEMORY and self.shorten():
-            self._warn(f"{what}: shorter evaluations from here on; to avoid this, {fault.remedy}")
+            self._warn(f"{what}: shorter evaluations from now on; to avoid this, {fault.remedy}")
         elif (tokens := halve(lengths)) is not None:
-            self._warn(f"{what}: micro-batches of up to {tokens:,} tokens from here on")
+            self._warn(f"{what}: micro-batches of up to {tokens:,} tokens from now on")
         else:
             one = f"with one example of up to {max(lengths.tokens):,} tokens at a time"
             remedy = self._remedy if fault is Fault.OUT_OF_MEMORY else ""

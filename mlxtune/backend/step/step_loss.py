@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.forward.forward import Reduce, summed
+from mlxtune.backend.forward.forward import ReduceFn, summed
 from mlxtune.core.data.conversation import MISMATCHED
 from mlxtune.core.data.encode import Example, predicted_tokens
 from mlxtune.core.objectives.objective import AnswerLayout, Objective, Totals
@@ -52,7 +52,7 @@ class StepLoss:
     def zeros(self) -> list[mx.array]:
         return []
 
-    def reduce(self, members: Sequence[int], counts: Sequence[int]) -> Reduce:
+    def reduce(self, members: Sequence[int], counts: Sequence[int]) -> ReduceFn:
         """Return the loss of a micro-batch as a function.
 
         `members` are the indices of its examples, `counts` the numbers of their supervised tokens.
@@ -93,18 +93,20 @@ class PreferenceLoss(StepLoss):
     def zeros(self) -> list[mx.array]:
         return [mx.zeros(len(self.examples))]
 
-    def reduce(self, members: Sequence[int], counts: Sequence[int]) -> Reduce:
-        """Return the function from a micro-batch's losses to its part of the step's loss.
+    def reduce(self, members: Sequence[int], counts: Sequence[int]) -> ReduceFn:
+        """Return a function that maps a micro-batch's losses to its part of the step's loss.
 
-        With `weights`, this is its part of `sum(w * logp)`.
+        With `weights`, the step's loss is `sum(weights * logps)`.
         """
-        own = self._own_weights(members) if self.weights is not None else self._own_loss(members)
+        loss_of_members = (
+            self._own_weights(members) if self.weights is not None else self._own_loss(members)
+        )
         owners = mx.array(np.repeat(np.arange(len(members)), counts))
-        places = mx.array(list(members))
+        indices = mx.array(list(members))
 
         def loss(losses: mx.array) -> tuple[mx.array, ...]:
             logps = mx.zeros(len(members)).at[owners].add(-losses.astype(mx.float32))
-            return own(logps), self.zeros()[0].at[places].add(logps)
+            return loss_of_members(logps), self.zeros()[0].at[indices].add(logps)
 
         return loss
 
@@ -115,21 +117,21 @@ class PreferenceLoss(StepLoss):
     def check_first(self, values: Sequence[mx.array], *, in_16_bits: bool) -> None:
         """Raise ModelError if the first step's loss does not match the reference.
 
-        At the first step, policy and reference are the same model, so DPO's loss is ln 2. Rounding
-        may differ, because the reference may have run in different micro-batches.
+        At the first step, policy and reference are the same model, so DPO's loss is ln 2, except
+        for rounding: the reference may have run in different micro-batches.
         """
         expected = self.objective.expected_first_loss(self.layout)
         if expected is None:
             return
         logps = np.array(values[0], dtype=np.float64)
-        found = self._of(logps)
+        first_loss = self._of(logps)
         rounding = _ROUNDING_16_BITS if in_16_bits else _ROUNDING
         size = float(np.abs(logps).sum()) / self.layout.rows
         allowed = _FIRST_LOSS + self.objective.options.strength * rounding * size
-        if not abs(found - expected) <= allowed:
+        if not abs(first_loss - expected) <= allowed:
             raise ModelError(
-                f"the first loss is {found:.7f}, but should be {expected:.7f}: "
-                "the reference's log-probabilities are not those of this model and data: start "
+                f"the first loss is {first_loss:.7f}, but should be {expected:.7f}: "
+                "the reference's log-probabilities do not match this model and data: start "
                 "over with --overwrite and --no-cache"
             )
 
@@ -148,8 +150,8 @@ class PreferenceLoss(StepLoss):
 
         def loss(logps: mx.array) -> mx.array:
             sums = mx.zeros(layout.counts.size).at[slots].add(logps).reshape(layout.counts.shape)
-            found: mx.array = self.objective.loss(sums, layout, self.totals, mx)
-            return found
+            total: mx.array = self.objective.loss(sums, layout, self.totals, mx)
+            return total
 
         return loss
 
@@ -159,11 +161,11 @@ def loss_of_step(
     examples: Sequence[Example],
     logps_of: Callable[[Sequence[Example]], _Floats],
     *,
-    cut: bool,
+    is_divided: bool,
 ) -> StepLoss:
     """Return the loss of a step, after the forward passes that must come first.
 
-    `cut` says whether any row's examples are in several micro-batches; `logps_of` computes
+    `is_divided` says whether any row's examples are in several micro-batches; `logps_of` computes
     log-probabilities (E,). Both cover all workers. Raises ValueError if no token is supervised.
     """
     training = training_examples(examples)
@@ -175,7 +177,7 @@ def loss_of_step(
         between = objective.lay_out(others)
         kl = objective.kl(between, between.sums(logps_of(others)))
     totals = objective.totals(layout, kl)
-    if not (objective.is_across_rows or cut):
+    if not (objective.is_across_rows or is_divided):
         return PreferenceLoss(*tokens, training, objective, layout, totals)
     logps = logps_of(training)
     weights = _weights(objective, layout, totals, logps)
@@ -196,7 +198,7 @@ def count_tokens(examples: Sequence[Example]) -> int:
     )
 
 
-def cuts_rows(row_ids: Sequence[int], micro_batches: Iterable[Sequence[int]]) -> bool:
+def divides_rows(row_ids: Sequence[int], micro_batches: Iterable[Sequence[int]]) -> bool:
     """Return whether the examples of any row are in several micro-batches, given as indices."""
     seen: set[int] = set()
     for indices in micro_batches:
@@ -214,5 +216,5 @@ def _weights(objective: Objective, layout: AnswerLayout, totals: Totals, logps: 
         return objective.loss(sums, layout, totals, mx)
 
     sums = mx.array(layout.sums(logps).astype(np.float32))
-    found = np.array(mx.grad(loss)(sums), dtype=np.float64)
-    return found.reshape(-1)[layout.slots]
+    derivatives = np.array(mx.grad(loss)(sums), dtype=np.float64)
+    return derivatives.reshape(-1)[layout.slots]

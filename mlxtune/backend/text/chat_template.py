@@ -276,7 +276,7 @@ def read_template_file(path: Path) -> str:
     try:
         return read_text(path, TEMPLATE)
     except (OSError, ValueError) as error:
-        raise ModelError(f"--template {path}: cannot be read: {one_line(error)}") from error
+        raise ModelError(f"--template {path} cannot be read: {one_line(error)}") from error
 
 
 def read_chat_template(folder: Path) -> dict[str, str]:
@@ -309,6 +309,6 @@ def read_chat_template(folder: Path) -> dict[str, str]:
         raise ModelError(f"{folder}: its chat template is not text: download the model again")
     if sources and _DEFAULT not in sources:
         raise ModelError(
-            f"{folder}: has chat templates, but none named {_DEFAULT}: name a built-in --template"
+            f"{folder} has chat templates, but none named {_DEFAULT}: name a built-in --template"
         )
     return sources

@@ -239,9 +239,9 @@ class _CheckedSampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         self.finish(but=1)
-        found = mx.isnan(logprobs).any()
-        mx.async_eval(found)  # type: ignore[no-untyped-call]
-        self._found.append(found)
+        has_nan = mx.isnan(logprobs).any()
+        mx.async_eval(has_nan)  # type: ignore[no-untyped-call]
+        self._found.append(has_nan)
         return self._sampler(logprobs)
 
     def finish(self, but: int = 0) -> None:

@@ -174,7 +174,7 @@ def load_tokenizer(
             return SentencePieceTokenizer(spm, eos_ids)
         except (OSError, RuntimeError) as error:
             raise ModelError(
-                f"{spm}: is not a SentencePiece model ({one_line(error)}): download it again"
+                f"{spm} is not a SentencePiece model ({one_line(error)}): download it again"
             ) from error
     try:
         # Without this option, transformers asks on the terminal whether to run a folder's code.
@@ -197,7 +197,7 @@ def load_tokenizer(
     # For a folder without a tokenizer, transformers returns an empty one.
     if not loaded.encode_batch(["a"])[0].ids:
         raise ModelError(
-            f"{folder}: has no tokenizer (tokenizer.json or tokenizer.model): download it again"
+            f"{folder} has no tokenizer (tokenizer.json or tokenizer.model): download it again"
         )
     return loaded
 
@@ -233,7 +233,7 @@ def _tokenizer_files(folder: Path) -> list[Path]:
     for name in chosen:
         if not is_file_name(name):
             raise ModelError(
-                f"{config}: names {name!r:.60} as a tokenizer, but that is not a file in its "
+                f"{config} names {name!r:.60} as a tokenizer, but that is not a file in its "
                 "folder: remove fast_tokenizer_files"
             )
     paths = [folder / name for name in dict.fromkeys([*names[:1], *chosen])]

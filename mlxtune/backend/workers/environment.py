@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.core.files.reading import read_text
-from mlxtune.core.formatting import byte_size, count, short_duration
+from mlxtune.core.formatting import byte_size, pluralise, short_duration
 from mlxtune.core.machine.machine_checks import OK, PROBLEM, Check
 from mlxtune.errors import ConfigError, shorten
 
@@ -75,7 +75,7 @@ def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check
     """Yield checks of whether workers agree, and of their network; `reports` has one per worker."""
     first, *others = reports
     machines = len({report.machine for report in reports})
-    yield Check(OK, "workers", f"{len(reports)} on {count(machines, 'machine')}")
+    yield Check(OK, "workers", f"{len(reports)} on {pluralise(machines, 'machine')}")
     for worker, report in enumerate(others, 1):
         if differ := difference(report.versions, first.versions):
             problem = f"worker {worker} has {differ}"
@@ -100,17 +100,17 @@ def difference(own: Mapping[str, Any], first: Mapping[str, Any]) -> str:
 
 def _file(path: str, hashes: Sequence[str | None], expected: str | None) -> Check:
     for problem, workers in (
-        ("cannot be read", [worker for worker, found in enumerate(hashes) if found is None]),
+        ("cannot be read", [worker for worker, digest in enumerate(hashes) if digest is None]),
         (
             "is not the same as worker 0's",
-            [worker for worker, found in enumerate(hashes) if found != expected],
+            [worker for worker, digest in enumerate(hashes) if digest != expected],
         ),
     ):
         if workers:
             where = ", ".join(map(str, workers))
             remedy = "copy it to the same place on every machine"
-            found = f"{path} {problem} on worker {where}"
-            return Check(PROBLEM, "files", found, remedy, stops=True)
+            digest = f"{path} {problem} on worker {where}"
+            return Check(PROBLEM, "files", digest, remedy, stops=True)
     return Check(OK, "files", f"{path} is the same on all workers")
 
 

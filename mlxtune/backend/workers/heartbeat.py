@@ -246,7 +246,7 @@ class Watch:
     def __init__(self, workers: Workers, began: str, describe: Callable[[int | None], str]) -> None:
         self._workers, self._describe = workers, describe
         self.found = threading.Event()
-        silent = f"worker {1 - workers.index}" if workers.size == 2 else "another worker"
+        silent = f"worker {1 - workers.rank}" if workers.world_size == 2 else "another worker"
         problem = (
             f"{silent} does not answer, or has ended: start all workers again, on ports that "
             "nothing else uses (mlx.launch --starting-port), and allow connections between the "
@@ -265,7 +265,7 @@ class Watch:
         for worker, how in enumerate(begun):
             if how != begun[0]:
                 self.heartbeat.close()
-                if workers.index:
+                if workers.rank:
                     # Worker 0 prints the error.
                     raise SystemExit(1)
                 raise WorkerError(
@@ -277,16 +277,16 @@ class Watch:
         """Start the heartbeat, and return each worker's `began`."""
         workers = self._workers
         # MLX's connections, over which the token goes, are private to the workers.
-        token = workers.bytes_from_first(secrets.token_bytes(TOKEN_SIZE))
+        token = workers.broadcast_bytes(secrets.token_bytes(TOKEN_SIZE))
         self.heartbeat = Heartbeat(self._end, token)
-        server = None if workers.index else Heartbeat.listen(_address())
+        server = None if workers.rank else Heartbeat.listen(_address())
         port = 0 if server is None else server.getsockname()[1]
-        met = workers.texts(json.dumps([_address(), port, began, machine_id()]))
-        places, ports, begun, self.machines = zip(*map(json.loads, met), strict=True)
+        met = workers.all_gather_text(json.dumps([_address(), port, began, machine_id()]))
+        addresses, ports, begun, self.machines = zip(*map(json.loads, met), strict=True)
         if server is not None:
-            self.heartbeat.accept(server, workers.size - 1)
+            self.heartbeat.accept(server, workers.world_size - 1)
         else:
-            self.heartbeat.connect(places[0], ports[0], workers.index)
+            self.heartbeat.connect(addresses[0], ports[0], workers.rank)
         return begun
 
     def loss_behind(self, error: Exception) -> str | None:
@@ -311,7 +311,7 @@ class Watch:
             self._exit(self._line())
 
     def _exit(self, line: str) -> None:
-        name = f"worker {self._workers.index}: " if self._workers.index else ""
+        name = f"worker {self._workers.rank}: " if self._workers.rank else ""
         sys.stderr.write(printable(f"mlxtune: error: {name}{line}") + "\n")
         sys.stderr.flush()
         os._exit(1)
@@ -338,8 +338,8 @@ def watched(
     except Exception as error:
         if (line := watch.loss_behind(error)) is not None:
             raise WorkerError(line) from error
-        if workers.index and isinstance(error, MlxTuneError):
-            error.args = (f"worker {workers.index}: {error}",)
+        if workers.rank and isinstance(error, MlxTuneError):
+            error.args = (f"worker {workers.rank}: {error}",)
         raise
     finally:
         watch.found.set()

@@ -35,7 +35,7 @@ from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.scratch import lasting_folder, nowhere, scratch_folder
 from mlxtune.core.files.writing import as_output_error, open_to_append
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.core.machine.facts import machine_id, versions
 from mlxtune.core.machine.machine_checks import PROBLEM, Check
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
@@ -98,18 +98,18 @@ def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, R
     the errors of `find`.
     """
     workers = join()
-    if workers.size == 1:
+    if workers.world_size == 1:
         return find()
     packed, run, resume_point = io.BytesIO(), Path(), None
     with watched(workers, "--resume"):
-        if workers.index == 0:
+        if workers.rank == 0:
             run, resume_point = find()
             with zipfile.ZipFile(packed, "w", strict_timestamps=False) as files:
                 for folder in dict.fromkeys([resume_point.checkpoint.folder, run / BEST]):
                     for path in folder.glob("*"):
                         files.write(path, path.relative_to(run))
-        content = workers.bytes_from_first(packed.getvalue())
-        run = Path(workers.texts(str(run))[0])
+        content = workers.broadcast_bytes(packed.getvalue())
+        run = Path(workers.all_gather_text(str(run))[0])
         if resume_point is None:
             with as_output_error(Path(tempfile.gettempdir()), "TMPDIR"):
                 copy = lasting_folder("resumed")
@@ -141,7 +141,7 @@ class _Log:
         return False
 
 
-class Says(Protocol):
+class MessageSink(Protocol):
     """A console or a log, which receives the lines of a run."""
 
     def say(self, label: str, text: str) -> None: ...
@@ -149,7 +149,7 @@ class Says(Protocol):
     def warn(self, text: str) -> None: ...
 
 
-ConsoleT = TypeVar("ConsoleT", bound=Says)
+ConsoleT = TypeVar("ConsoleT", bound=MessageSink)
 
 
 class LastStep(TrainingObserver):
@@ -187,28 +187,30 @@ class WorkerRun(Generic[ConsoleT]):
     @contextmanager
     def in_turn(self) -> Iterator[None]:
         """Let the first worker of each machine run the block before the others."""
-        if self.workers.size > 1 and not self.first_on_machine:
-            self.workers.wait()
+        if self.workers.world_size > 1 and not self.first_on_machine:
+            self.workers.barrier()
         yield
-        if self.workers.size > 1 and self.first_on_machine:
-            self.workers.wait()
+        if self.workers.world_size > 1 and self.first_on_machine:
+            self.workers.barrier()
 
     def check_same(self, options: Mapping[str, Any], described: Mapping[str, Any]) -> None:
         """Raise WorkerError (worker 0) or exit (others) if options, versions or data differ."""
-        if self.workers.size == 1:
+        if self.workers.world_size == 1:
             return
         kinds = (Affects.RESULT, Affects.LENGTH)
         own = {name: value for name, value in options.items() if OPTIONS[name].affects in kinds}
         facts = {**described, "options": own}
-        texts = self.workers.texts(json.dumps({name: facts.get(name) for name in _COMMON}))
+        texts = self.workers.all_gather_text(
+            json.dumps({name: facts.get(name) for name in _COMMON})
+        )
         first, *others = map(json.loads, texts)
         for worker, other in enumerate(others, 1):
             for name, problem in _COMMON.items():
                 if other[name] != first[name]:
-                    found = (each[name] for each in (other, first))
-                    entries = (each if isinstance(each, dict) else {name: each} for each in found)
+                    values = (each[name] for each in (other, first))
+                    entries = (each if isinstance(each, dict) else {name: each} for each in values)
                     how = problem.format(difference(*entries))
-                    if self.workers.index:
+                    if self.workers.rank:
                         # Worker 0 raises the error.
                         self.console.warn(f"worker {worker} {how}")
                         raise SystemExit(1)
@@ -233,7 +235,7 @@ def join_run(
     # Worker 0 says for all that the others are awaited.
     says = () if launched_worker() > 0 else (partial(console.say, "Workers"),)
     workers = join(*says, tensor=tensor)
-    if workers.size == 1:
+    if workers.world_size == 1:
         if tensor:
             raise ConfigError(
                 [
@@ -249,30 +251,32 @@ def join_run(
             workers, f"--parallel {config.parallel}", partial(last_step.describe_loss, run)
         )
         machines = held.enter_context(watch)
-        here = machines[workers.index]
+        here = machines[workers.rank]
         own: dict[str, Any] = {"memory_limit": config.memory_limit / machines.count(here)}
         if tensor:
             # Workers share micro-batches, so they need one limit. Sampling needs the whole model,
             # which no worker has.
             own = {"memory_limit": _lowest(own["memory_limit"], workers), "samples": 0}
-        if workers.index:
-            log = _Log(run / f"worker-{workers.index}.log")
+        if workers.rank:
+            log = _Log(run / f"worker-{workers.rank}.log")
             held.callback(log.flush)
             console = console_of(config, cast(TextIO, log))
             with as_output_error(Path(tempfile.gettempdir()), "TMPDIR"):
                 scratch = held.enter_context(scratch_folder("worker"))
-            places = {"output": str(scratch / ADAPTER), "checkpoint_dir": str(scratch)}
-            own |= {**places, "overwrite": False, "track": (), "samples": 0}
+            scratch_paths = {"output": str(scratch / ADAPTER), "checkpoint_dir": str(scratch)}
+            own |= {**scratch_paths, "overwrite": False, "track": (), "samples": 0}
         config = replace(config, **own)
-        console.say("Workers", f"{workers.size} on {count(len(set(machines)), 'machine')}")
+        console.say(
+            "Workers", f"{workers.world_size} on {pluralise(len(set(machines)), 'machine')}"
+        )
         try:
             yield WorkerRun(
-                workers, config, console, machines.index(here) == workers.index, last_step
+                workers, config, console, machines.index(here) == workers.rank, last_step
             )
         except TrainingInterrupted as interrupt:
             # When a worker ends, mlx.launch ends the others, even if they have not saved yet.
-            workers.wait()
-            if workers.index:
+            workers.barrier()
+            if workers.rank:
                 # Worker 0 reports where the run was saved.
                 raise SystemExit(128 + interrupt.signal) from None
             raise
@@ -281,7 +285,7 @@ def join_run(
 def _lowest(memory_limit: float, workers: Workers) -> float:
     """Return the lowest memory limit that a worker can have, in GB."""
     limit = allocator.find_limits(memory_limit).memory / allocator.GB
-    return float(min(map(json.loads, workers.texts(json.dumps(limit)))))
+    return float(min(map(json.loads, workers.all_gather_text(json.dumps(limit)))))
 
 
 def check_workers(
@@ -298,7 +302,7 @@ def check_workers(
         problems=[(check.found, check.remedy) for check in checks if check.level == PROBLEM],
     )
     with watched(workers, "doctor"):
-        texts = workers.texts(json.dumps(report.as_dict()))
+        texts = workers.all_gather_text(json.dumps(report.as_dict()))
         link = Link(_seconds_to_add(workers, 4), _seconds_to_add(workers, _MEASURED), _MEASURED)
     reports = [WorkerReport(**json.loads(text)) for text in texts]
     return list(judge_workers(reports, link))
@@ -308,7 +312,7 @@ def _seconds_to_add(workers: Workers, size: int) -> float:
     """Return the shortest time to all-reduce `size` bytes of float32 numbers."""
     times = []
     for _ in range(_TIMES):
-        workers.wait()
+        workers.barrier()
         started = time.perf_counter()
         workers.add_zeros(size // 4)
         times.append(time.perf_counter() - started)

@@ -22,7 +22,7 @@ from mlx.utils import tree_unflatten
 
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.stored_layers import dimensions
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.errors import ModelError, one_line
 
 # Architectures for which tests found the sharded model's gradients equal to one worker's. mlx-lm
@@ -133,9 +133,9 @@ class Vocabulary:
 
     def find(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """Return each token's row on this worker, 0 if there is none, and whether there is one."""
-        places = tokens - self.start
-        here = (places >= 0) & (places < self.size)
-        return mx.where(here, places, 0), here
+        indices = tokens - self.start
+        here = (indices >= 0) & (indices < self.size)
+        return mx.where(here, indices, 0), here
 
     def enter(self, hidden: mx.array) -> mx.array:
         """Return hidden states unchanged; their gradient is summed over the workers."""
@@ -170,8 +170,8 @@ class ShardedEmbedding(VocabularyShard):
     """A worker's rows of embeddings; a lookup sums the results of all workers."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        places, here = self.vocabulary.find(tokens)
-        rows = super().__call__(places)
+        indices, here = self.vocabulary.find(tokens)
+        rows = super().__call__(indices)
         return self.vocabulary.sum(mx.where(here[..., None], rows, mx.array(0, rows.dtype)))
 
 
@@ -199,7 +199,7 @@ def shard_base(base: BaseModel, group: Any) -> BaseModel:
         model.shard(group)
     except (ValueError, AssertionError) as error:
         raise _refuse(
-            f"{base.folder} over {count(workers, 'worker')}: {one_line(error)}"
+            f"{base.folder} over {pluralise(workers, 'worker')}: {one_line(error)}"
         ) from error
     made: dict[str, nn.Module] = {}
     entrance = Entrance(group)
@@ -253,7 +253,7 @@ def _check(base: BaseModel, workers: int) -> None:
         size = config.get(name)
         if isinstance(size, int) and size % workers:
             raise _refuse(
-                f"{base.folder} over {count(workers, 'worker')}: its {name} is {size}: "
+                f"{base.folder} over {pluralise(workers, 'worker')}: its {name} is {size}: "
                 "start a number of workers that divides it"
             )
 

@@ -27,8 +27,8 @@ class Workers:
     def __init__(self, group: Any = None, *, tensor: bool = False) -> None:
         self.group = group
         self.shards_model = tensor and group is not None
-        self.index = 0 if group is None else int(group.rank())
-        self.size = 1 if group is None else int(group.size())
+        self.rank = 0 if group is None else int(group.rank())
+        self.world_size = 1 if group is None else int(group.size())
         self._gathered = 0
 
     @classmethod
@@ -41,17 +41,21 @@ class Workers:
 
     def describe(self) -> int | str:
         """Return the number of workers and whether they share the model: results depend on both."""
-        return f"{self.size} workers that share the model" if self.shards_model else self.size
+        return (
+            f"{self.world_size} workers that share the model"
+            if self.shards_model
+            else self.world_size
+        )
 
     def own_items(self, costs: Sequence[float]) -> list[int]:
         """Return the indices of this worker's items, ascending; see `deal`."""
         if self.shards_model:
             return list(range(len(costs)))
-        return deal(costs, self.size)[self.index]
+        return deal(costs, self.world_size)[self.rank]
 
     def sum(self, tree: Any) -> Any:
         """All-reduce a tree of float32 arrays; return the unevaluated sums."""
-        if self.size == 1:
+        if self.world_size == 1:
             return tree
         named = tree_flatten(tree)
         flat = mx.concatenate([value.astype(mx.float32).reshape(-1) for _, value in named])
@@ -78,14 +82,14 @@ class Workers:
         Each worker passes the sums over its examples. Workers that share the model have the same
         loss and counts, and the same gradients of the modules `alike`: these all count once.
         """
-        fraction = 1 / self.size if self.shards_model else 1.0
+        fraction = 1 / self.world_size if self.shards_model else 1.0
 
         def weigh(name: str, gradient: mx.array) -> mx.array:
             return gradient * fraction if name.rpartition(".")[0] in alike else gradient
 
         if self.shards_model:
             gradients = tree_map_with_path(weigh, gradients)
-        numbers = mx.array([*(fraction * each for each in counts), *map(float, requests)])
+        numbers = mx.array([*(fraction * count for count in counts), *map(float, requests)])
         return self.sum([loss * fraction, gradients, numbers])
 
     def sum_own(self, values: mx.array) -> mx.array:
@@ -94,15 +98,15 @@ class Workers:
 
     def merge(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Merge values (n,) exactly; each worker passes zeros in place of the others' values."""
-        if self.size == 1 or self.shards_model or not len(values):
+        if self.world_size == 1 or self.shards_model or not len(values):
             return values
         bits = mx.array(np.ascontiguousarray(values).view(np.uint32))
         summed = mx.distributed.all_sum(bits, group=self.group)
         return np.array(summed).view(np.float64)
 
-    def texts(self, own: str) -> list[str]:
-        """Return all workers' texts, worker 0's first. Raises WorkerError if a worker is gone."""
-        if self.size == 1:
+    def all_gather_text(self, own: str) -> list[str]:
+        """Return every worker's text, by rank. Raises WorkerError if a worker is gone."""
+        if self.world_size == 1:
             return [own]
         data = own.encode()
         sizes = self._gather(len(data).to_bytes(_NUMBER_SIZE, "big"))
@@ -112,12 +116,12 @@ class Workers:
 
     def check_same(self, tree: Any, step: int) -> None:
         """Raise WorkerError unless `tree`, the adapter after a step, is equal on all workers."""
-        if self.size == 1:
+        if self.world_size == 1:
             return
         digest = hashlib.sha256()
         for _, value in tree_flatten(tree):
             digest.update(np.array(value).tobytes())
-        first, *others = self.texts(digest.hexdigest())
+        first, *others = self.all_gather_text(digest.hexdigest())
         if differ := [str(worker) for worker, other in enumerate(others, 1) if other != first]:
             raise WorkerError(
                 f"after step {step}, the adapter of worker {' and '.join(differ)} differs from "
@@ -128,29 +132,29 @@ class Workers:
         """All-reduce `count` float32 zeros, to measure the time."""
         mx.eval(mx.distributed.all_sum(mx.zeros(count), group=self.group))
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Wait until all workers have called this method."""
-        self.texts("")
+        self.all_gather_text("")
 
-    def from_first(self, tree: Any) -> Any:
+    def broadcast(self, tree: Any) -> Any:
         """Return worker 0's arrays, evaluated; each worker passes a tree of the same shapes."""
-        if self.size == 1:
+        if self.world_size == 1:
             return tree
         named = tree_flatten(tree)
         received = []
         for name, value in named:
             raw = value.reshape(-1).view(mx.uint8) if value.size else value
-            mine = raw if self.index == 0 else mx.zeros_like(raw)
+            mine = raw if self.rank == 0 else mx.zeros_like(raw)
             same = mx.distributed.all_sum(mine, group=self.group)
             received.append((name, same.view(value.dtype).reshape(value.shape)))
         mx.eval([value for _, value in received])
         return tree_unflatten(received)
 
-    def bytes_from_first(self, own: bytes) -> bytes:
+    def broadcast_bytes(self, own: bytes) -> bytes:
         """Return worker 0's bytes; the other workers' bytes are ignored."""
-        (size,) = np.array(self.from_first(mx.array([len(own)], dtype=mx.uint64))).tolist()
-        mine = np.frombuffer(own, np.uint8) if self.index == 0 else np.zeros(size, np.uint8)
-        return np.array(self.from_first(mx.array(mine))).tobytes() if size else b""
+        (size,) = np.array(self.broadcast(mx.array([len(own)], dtype=mx.uint64))).tolist()
+        mine = np.frombuffer(own, np.uint8) if self.rank == 0 else np.zeros(size, np.uint8)
+        return np.array(self.broadcast(mx.array(mine))).tobytes() if size else b""
 
     def _gather(self, own: bytes) -> list[bytes]:
         """Return the bytes of all workers, which must have equal length.
@@ -168,4 +172,4 @@ class Workers:
         return [row[_NUMBER_SIZE:] for row in rows]
 
 
-ALONE = Workers()
+SINGLE_PROCESS = Workers()

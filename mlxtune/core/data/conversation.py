@@ -465,17 +465,17 @@ def notes_on(row: Conversation | Document, text: str) -> Iterator[tuple[str, str
     """Yield the kind and a detail of each problem; `text` is all the text of the row."""
     if _REPLACEMENT in text:
         yield REPLACED, _around(text, text.index(_REPLACEMENT))
-    if found := _MOJIBAKE.search(text):
-        yield MOJIBAKE, _around(text, found.start())
+    if match := _MOJIBAKE.search(text):
+        yield MOJIBAKE, _around(text, match.start())
     if isinstance(row, Document):
-        if found := _TURN.match(row.text):
-            yield RENDERED_CHAT, found[1]
+        if match := _TURN.match(row.text):
+            yield RENDERED_CHAT, match[1]
         return
     for position, message in enumerate(row.messages, start=1):
         if message.role == "user" and not message.content.strip():
             yield EMPTY_PROMPT, f"message {position}"
-        if message.role == "user" and (found := _TURN.match(message.content)):
-            yield RENDERED_CHAT, f"message {position}: {found[1]}"
+        if message.role == "user" and (match := _TURN.match(message.content)):
+            yield RENDERED_CHAT, f"message {position}: {match[1]}"
         if message.role == "assistant":
             yield from _on_answer(row, message, f"message {position}")
 
@@ -483,8 +483,8 @@ def notes_on(row: Conversation | Document, text: str) -> Iterator[tuple[str, str
 def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[tuple[str, str]]:
     beginning = message.content[:_BEGINNING].replace("\u2019", "'").lower()
     good = message.trained and row.role != UNDESIRABLE
-    if good and (found := _REFUSES.search(beginning)):
-        yield REFUSAL, f"{where}: {_around(message.content, found.start())}"
+    if good and (match := _REFUSES.search(beginning)):
+        yield REFUSAL, f"{where}: {_around(message.content, match.start())}"
     if good and message.content.strip() in _EMPTY_VALUES:
         yield EMPTY_VALUE, f"{where}: {message.content.strip()}"
     if (

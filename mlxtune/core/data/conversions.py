@@ -227,26 +227,28 @@ def from_pair(row: int, content: JsonObject) -> Pair:
         if isinstance(content["chosen"], str):
             raise BadRow("no prompt", "name its key with --field prompt=KEY")
         if not prompt:
-            raise BadRow("sides whose prompts differ", "they have no first message in common")
+            raise BadRow("answers whose prompts differ", "they have no first message in common")
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     elif any(answer and role_of(answer[0]) in ("system", "user") for answer in (chosen, rejected)):
-        raise BadRow("sides that do not begin with the prompt", "omit 'prompt', or add it to both")
+        raise BadRow(
+            "answers that do not begin with the prompt", "omit 'prompt', or add it to both"
+        )
     return _pair(row, content, prompt, chosen, rejected)
 
 
 def from_preferred(row: int, content: JsonObject) -> Pair:
     """Convert `input`, `preferred_output` and `non_preferred_output`. Raises BadRow."""
-    given = content["input"]
-    given = given if isinstance(given, dict) else {"messages": given}
-    messages = given.get("messages")
+    prompt = content["input"]
+    prompt = prompt if isinstance(prompt, dict) else {"messages": prompt}
+    messages = prompt.get("messages")
     if not isinstance(messages, list):
         raise BadRow("'input' has no list of messages", json_type(messages))
     answers = (
         _answer_messages(content[f"{kind}preferred_output"], f"{kind}preferred_output")
         for kind in _KINDS
     )
-    return _pair(row, given, messages, *answers)
+    return _pair(row, prompt, messages, *answers)
 
 
 _KINDS = ("", "non_")
@@ -271,7 +273,7 @@ def _pair(
     row: int, content: JsonObject, prompt: list[Any], chosen: list[Any], rejected: list[Any]
 ) -> Pair:
     if not prompt:
-        raise BadRow("no prompt", "give the messages before 'chosen' and 'rejected'")
+        raise BadRow("no prompt", "add the messages before 'chosen' and 'rejected'")
     if chosen == rejected:
         raise BadRow("chosen and rejected are the same")
     context = as_context(prompt)

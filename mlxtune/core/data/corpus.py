@@ -68,8 +68,10 @@ class Corpus(Sequence[Example]):
         self.files = files
         self.paths = paths
         self.weights = tuple(weights) or (1.0,) * len(files)
-        kept = (_kept(i, file) for i, file in enumerate(files))
-        columns = [np.concatenate(column) for column in zip(_NO_COLUMNS, *kept, strict=True)]
+        kept_examples = (_kept(i, file) for i, file in enumerate(files))
+        columns = [
+            np.concatenate(column) for column in zip(_NO_COLUMNS, *kept_examples, strict=True)
+        ]
         self._file, self._start, self.lengths, self.supervised, self.row_numbers, *columns = columns
         self.roles, identities = columns
         # Row numbers repeat from file to file.
@@ -138,7 +140,7 @@ class Corpus(Sequence[Example]):
         """Return rows by their indices, by default all rows."""
         return CorpusRows(self, range(self.num_rows) if rows is None else rows)
 
-    def place_of(self, index: int) -> tuple[int, int]:
+    def source_of(self, index: int) -> tuple[int, int]:
         """Return the index of a row's file, and the row's number in that file."""
         first = self._first_of_row[index]
         return int(self._file[first]), int(self.row_numbers[first])
@@ -197,11 +199,16 @@ class Corpus(Sequence[Example]):
 
 def _kept(number: int, file: ExampleArrays) -> tuple[npt.NDArray[Any], ...]:
     """Return the file, start, length, supervised count, row, role and identity of kept examples."""
-    kept = np.flatnonzero(file.supervised)
-    identities = np.repeat(file.identities, np.diff(file.first_of_row))[kept]
-    starts = file.ends[kept] - file.full_lengths[kept] + file.dropped_at_start[kept]
-    numbers = np.full(len(kept), number, dtype=np.int32)
-    values = file.lengths[kept], file.supervised[kept], file.rows[kept], file.roles[kept]
+    with_loss = np.flatnonzero(file.supervised)
+    identities = np.repeat(file.identities, np.diff(file.first_of_row))[with_loss]
+    starts = file.ends[with_loss] - file.full_lengths[with_loss] + file.dropped_at_start[with_loss]
+    numbers = np.full(len(with_loss), number, dtype=np.int32)
+    values = (
+        file.lengths[with_loss],
+        file.supervised[with_loss],
+        file.rows[with_loss],
+        file.roles[with_loss],
+    )
     return numbers, starts, *values, identities
 
 
@@ -228,7 +235,7 @@ class CorpusRows:
 
     @cached_property
     def answers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """The place of each answer's row, int64 (A,), and a hash of the answer, uint64 (A,).
+        """The index of each answer's row, int64 (A,), and a hash of the answer, uint64 (A,).
 
         An answer's tokens, its prompt included, are the same under every objective.
         """
@@ -254,35 +261,35 @@ class CorpusRows:
         known = np.isin(self.identities, identities)
         if len(identities):
             near = [] if text_hash is None else [self.hash_answers(text_hash)]
-            for places, hashes in (self.answers, *near):
-                known[places[np.isin(hashes, identities)]] = True
+            for indices, hashes in (self.answers, *near):
+                known[indices[np.isin(hashes, identities)]] = True
         return self.only(np.flatnonzero(~known))
 
-    def only(self, places: npt.NDArray[np.int64]) -> CorpusRows:
-        """Return the rows at the given places of this selection."""
-        return CorpusRows(self.corpus, [self.indices[i] for i in places.tolist()])
+    def only(self, indices: npt.NDArray[np.int64]) -> CorpusRows:
+        """Return the rows at the given indices of this selection."""
+        return CorpusRows(self.corpus, [self.indices[i] for i in indices.tolist()])
 
     @cached_property
     def files(self) -> npt.NDArray[np.int32]:
         """int32 (R,): the index of each row's file."""
         return self.corpus.file_of_row[np.asarray(self.indices, dtype=np.int64)]
 
-    def place(self, place: int) -> tuple[str, int]:
+    def source(self, index: int) -> tuple[str, int]:
         """Return the path of a row's file, if known, and the row's number in that file."""
-        file, row = self.corpus.place_of(self.indices[place])
+        file, row = self.corpus.source_of(self.indices[index])
         return self.corpus.paths[file] if self.corpus.paths else "", row
 
     def where(self, index: int) -> str:
-        path, row = self.place(index)
+        path, row = self.source(index)
         return where(path, row) if path else f"row {row}"
 
-    def __getitem__(self, place: int) -> RowExamples:
-        return self.corpus.row(self.indices[place])
+    def __getitem__(self, index: int) -> RowExamples:
+        return self.corpus.row(self.indices[index])
 
     def __iter__(self) -> Iterator[RowExamples]:
         return map(self.corpus.row, self.indices)
 
-    def draw(self, places: Sequence[int]) -> list[Example]:
+    def draw(self, indices: Sequence[int]) -> list[Example]:
         """Return the examples of the rows of a step.
 
         A step may use a row several times, if the weight of the row's file is above 1. Each use has
@@ -291,10 +298,10 @@ class CorpusRows:
         """
         used: Counter[int] = Counter()
         drawn: list[Example] = []
-        for place in places:
-            row, draw = self[place], used[place]
-            drawn += [replace(each, draw=draw) for each in row] if draw else row
-            used[place] += 1
+        for index in indices:
+            row, draw = self[index], used[index]
+            drawn += [replace(example, draw=draw) for example in row] if draw else row
+            used[index] += 1
         return drawn
 
 

@@ -256,8 +256,8 @@ class Encoder:
         skipped: SkippedRows,
         notes: RowTally,
     ) -> Iterator[Rendering]:
-        for few in self._started(iter(rows)):
-            for row, pending in few:
+        for batch in self._started(iter(rows)):
+            for row, pending in batch:
                 try:
                     text = "\0".join(_texts(row))
                     _check_surrogates(text)
@@ -269,12 +269,12 @@ class Encoder:
                     skipped.add(row.row, problem)
                     continue
                 said = row.chosen if isinstance(row, Pair) else row
-                found = dict(rendering.notes) | dict(notes_on(said, text)) | self._unread(row)
-                if RENDERED_CHAT not in found and (written := control.search(text)):
-                    found[CONTROL_TOKEN] = written
+                noted = dict(rendering.notes) | dict(notes_on(said, text)) | self._unread(row)
+                if RENDERED_CHAT not in noted and (written := control.search(text)):
+                    noted[CONTROL_TOKEN] = written
                 if not isinstance(row, Document):
-                    found |= self.notes
-                for kind, detail in found.items():
+                    noted |= self.notes
+                for kind, detail in noted.items():
                     notes.count(row.row, bounded(kind, notes.counts), detail)
                 yield rendering
 
@@ -309,10 +309,10 @@ class Encoder:
     def _started(self, rows: Iterator[Row]) -> Iterator[list[StartedRow]]:
         """Yield a few rows at a time, once the rendering of the next rows has started."""
         following: list[StartedRow] = []
-        while few := list(islice(rows, _STARTED_ROWS)):
-            pending = iter(self._start([each for row in few for each in _conversations(row)]))
+        while batch := list(islice(rows, _STARTED_ROWS)):
+            pending = iter(self._start([each for row in batch for each in _conversations(row)]))
             started: list[StartedRow] = [
-                (row, list(islice(pending, len(_conversations(row))))) for row in few
+                (row, list(islice(pending, len(_conversations(row))))) for row in batch
             ]
             if following:
                 yield following
@@ -323,7 +323,7 @@ class Encoder:
     def _start(self, conversations: Sequence[Conversation]) -> Iterable[PendingRendering]:
         if self.start is not None:
             return self.start(conversations)
-        return [partial(self.template, each) for each in conversations]
+        return [partial(self.template, conversation) for conversation in conversations]
 
     def _render_row(self, row: Row, pending: Iterator[PendingRendering]) -> Rendering:
         if isinstance(row, Pair):
@@ -360,7 +360,7 @@ class Encoder:
             elif all(supervised) or (examples[0].role == ANSWER and any(supervised)):
                 yield examples
             else:
-                skipped.add(row, BadRow("the tokenizer gives no token for the answer"))
+                skipped.add(row, BadRow("the answer tokenises to nothing"))
 
     def _tokenize(self, rendered: Sequence[Rendering]) -> EncodedRows:
         texts = [text.text for rendering in rendered for text in rendering.texts]
@@ -419,14 +419,14 @@ class Encoder:
         return (start, end) if self._ids(tail) == list(whole.ids[first:start]) else None
 
     def _ids(self, tail: str) -> Sequence[int]:
-        if (found := self._tails.get(tail)) is None:
+        if (ids := self._tails.get(tail)) is None:
             self._prompt_budget -= len(tail)
-            found = list(self.tokenizer.encode_batch([tail])[0].ids) if tail else []
+            ids = list(self.tokenizer.encode_batch([tail])[0].ids) if tail else []
             if len(self._tails) >= _CACHED_TAILS:
                 self._tails.clear()
             if len(tail) <= _LONGEST_TAIL:
-                self._tails[tail] = found
-        return found
+                self._tails[tail] = ids
+        return ids
 
     def _continuation(self, answer: str) -> Sequence[int]:
         """Return the tokens of a text that continues a sequence.

@@ -170,8 +170,10 @@ class ExampleArrays:
         incomplete = (self.roles != ANSWER) & (lengths < full)
         incomplete_rows = np.repeat(self.per_row(incomplete) > 0, np.diff(self.first_of_row))
         supervised = np.where(incomplete_rows, 0, supervised)
-        kept = np.where(supervised > 0, lengths, 0)
-        return replace(self, max_seq_len=max_seq_len, _kept=_Kept(kept, supervised, dropped))
+        kept_lengths = np.where(supervised > 0, lengths, 0)
+        return replace(
+            self, max_seq_len=max_seq_len, _kept=_Kept(kept_lengths, supervised, dropped)
+        )
 
     def _supervised_within(
         self, lengths: npt.NDArray[np.int32], dropped: npt.NDArray[np.int32]
@@ -279,20 +281,20 @@ class EncodedFile:
         Call this once: it adds notes for truncated answers, and skips rows with no supervised
         token.
         """
-        arrays, cut = self.arrays, self.arrays.truncate(max_seq_len, at=at)
-        kept_rows = cut.rows_kept
-        lost = arrays.per_row(arrays.supervised - cut.supervised)
-        self.answer_tokens_truncated, cut_answers = int(lost[kept_rows].sum()), lost > 0
+        arrays, truncated = self.arrays, self.arrays.truncate(max_seq_len, at=at)
+        kept_rows = truncated.rows_kept
+        lost = arrays.per_row(arrays.supervised - truncated.supervised)
+        self.answer_tokens_truncated, truncated_answers = int(lost[kept_rows].sum()), lost > 0
         for index in np.flatnonzero(~kept_rows):
-            self._skip(int(index), cut)
+            self._skip(int(index), truncated)
         numbers = arrays.rows[arrays.first_of_row[:-1]]
-        for row in numbers[kept_rows & cut_answers]:
+        for row in numbers[kept_rows & truncated_answers]:
             self.notes.count(int(row), TRUNCATED_ANSWER)
-        return cut
+        return truncated
 
     def ledger(
         self,
-        cut: ExampleArrays,
+        truncated: ExampleArrays,
         *,
         path: str | None = None,
         rows_validation: int = 0,
@@ -302,31 +304,31 @@ class EncodedFile:
 
         All rows that are kept train, except `rows_validation` rows.
         """
-        arrays, kept = self.arrays, int(cut.rows_kept.sum())
-        supervised = int(cut.supervised.sum())
+        arrays, rows_kept = self.arrays, int(truncated.rows_kept.sum())
+        supervised = int(truncated.supervised.sum())
         return Ledger(
             path=str(self.skipped.path) if path is None else path,
-            rows_read=kept + self.skipped.total,
-            rows_train=kept - rows_validation,
+            rows_read=rows_kept + self.skipped.total,
+            rows_train=rows_kept - rows_validation,
             rows_validation=rows_validation,
             rows_skipped=self.skipped.counts,
-            rows_truncated=int(cut.rows_truncated.sum()),
-            examples=int((cut.supervised > 0).sum()),
+            rows_truncated=int(truncated.rows_truncated.sum()),
+            examples=int((truncated.supervised > 0).sum()),
             tokens=int(arrays.lengths.sum()),
             tokens_supervised=supervised,
-            tokens_context=int(cut.lengths.sum()) - supervised,
-            tokens_truncated=int(cut.tokens_truncated.sum()),
+            tokens_context=int(truncated.lengths.sum()) - supervised,
+            tokens_truncated=int(truncated.tokens_truncated.sum()),
             notes=self.notes.counts,
             weight=weight,
         )
 
-    def _skip(self, index: int, cut: ExampleArrays) -> None:
+    def _skip(self, index: int, truncated: ExampleArrays) -> None:
         example = self.arrays.first_of_row[index]
         if self.arrays.roles[example] != ANSWER:
             examples = slice(example, self.arrays.first_of_row[index + 1])
             longest = int(self.arrays.lengths[examples].max())
             problem = BadRow(
-                f"longer than --max-seq-len {cut.max_seq_len}",
+                f"longer than --max-seq-len {truncated.max_seq_len}",
                 f"an answer to compare is not cut: raise the limit to {longest}",
             )
             self.skipped.add(int(self.arrays.rows[example]), problem)
@@ -334,7 +336,7 @@ class EncodedFile:
         end = self.arrays.ends[example]
         first = int(self.arrays.mask[end - self.arrays.lengths[example] : end].argmax()) + 1
         problem = BadRow(
-            f"no supervised token within --max-seq-len {cut.max_seq_len}",
+            f"no supervised token within --max-seq-len {truncated.max_seq_len}",
             f"the answer starts at token {first}: raise the limit",
         )
         self.skipped.add(int(self.arrays.rows[example]), problem)

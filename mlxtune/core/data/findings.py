@@ -113,11 +113,11 @@ def thinking_findings(source: str, thinking: str) -> Iterator[Finding]:
 
 
 def _note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
-    _, first, which = np.unique(corpus.identities, return_index=True, return_inverse=True)
-    original = first[which.reshape(-1)]
+    _, first, group_of_row = np.unique(corpus.identities, return_index=True, return_inverse=True)
+    original = first[group_of_row.reshape(-1)]
     for index in np.flatnonzero(original != np.arange(corpus.num_rows)):
-        file, row = corpus.place_of(int(index))
-        other, other_row = corpus.place_of(int(original[index]))
+        file, row = corpus.source_of(int(index))
+        other, other_row = corpus.source_of(int(original[index]))
         detail = f"same as {where(files[other].skipped.path, other_row)}"
         files[file].notes.count(row, DUPLICATE, detail)
 
@@ -134,9 +134,9 @@ def _note_leaks(
     # Without preferences, rows are in one cluster only if they are equal.
     prompt = np.isin(validation.clusters, corpus.clusters)
     kinds = ((LEAK, same, ""), (LEAK, near & ~same, _NEAR))
-    for kind, found, detail in (*kinds, (LEAKED_PROMPT, prompt & ~same & ~near, "")):
-        for index in np.flatnonzero(found):
-            file, row = validation.place_of(int(index))
+    for kind, leaks, detail in (*kinds, (LEAKED_PROMPT, prompt & ~same & ~near, "")):
+        for index in np.flatnonzero(leaks):
+            file, row = validation.source_of(int(index))
             files[file].notes.count(row, kind, detail)
 
 
@@ -147,12 +147,12 @@ def _note_opposites(files: Sequence[EncodedFile], corpus: Corpus) -> None:
     for index in range(corpus.num_rows):
         examples = corpus.row(index)
         answers = tuple(
-            identity(replace(each, role=ANSWER) for each in examples if each.role == role)
+            identity(replace(example, role=ANSWER) for example in examples if example.role == role)
             for role in (CHOSEN, REJECTED)
         )
         if (other := first.get(answers[::-1])) is not None:
-            file, row = corpus.place_of(index)
-            other_file, other_row = corpus.place_of(other)
+            file, row = corpus.source_of(index)
+            other_file, other_row = corpus.source_of(other)
             detail = f"the opposite of {where(files[other_file].skipped.path, other_row)}"
             files[file].notes.count(row, OPPOSITE, detail)
         first.setdefault(answers, index)
@@ -189,7 +189,7 @@ def _findings(
     """Return a finding for each kind, over all files."""
     findings = []
     for kind in dict.fromkeys(kind for _, tally in tallies for kind in tally.counts):
-        places = [
+        sources = [
             Place(str(file.skipped.path), row, detail)
             for file, tally in tallies
             for row, detail in tally.places.get(kind, ())
@@ -200,7 +200,7 @@ def _findings(
                 kind=kind,
                 rows=sum(tally.counts[kind] for _, tally in tallies),
                 advice=advise(kind),
-                places=tuple(places[:_PLACES]),
+                places=tuple(sources[:_PLACES]),
                 tokens=sum(_lost(file, tally, kind) for file, tally in tallies),
             )
         )

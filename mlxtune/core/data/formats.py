@@ -98,7 +98,7 @@ def _texts(row: Row) -> list[str]:
     if isinstance(row, Document):
         return [row.text]
     answers = row.answers if isinstance(row, Pair) else (row,)
-    return [each.content + each.thinking for answer in answers for each in answer.messages]
+    return [message.content + message.thinking for answer in answers for message in answer.messages]
 
 
 def _unread(
@@ -121,7 +121,7 @@ def _unread(
 
 
 def _advise_system(key: str) -> str:
-    return f"give {field_option('system', key)}"
+    return f"use {field_option('system', key)}"
 
 
 def read_rows(
@@ -250,7 +250,7 @@ def _preference_options(content: JsonObject, formats: Mapping[str, Format]) -> s
         if len(keys) != 1:
             return ""
         options += [field_option(name, keys[0])]
-    return f"give {' '.join(options)}" if options else ""
+    return f"use {' '.join(options)}" if options else ""
 
 
 def _with_our_keys(content: JsonObject, formats: Mapping[str, Format]) -> JsonObject:
@@ -278,7 +278,7 @@ def _with_our_keys(content: JsonObject, formats: Mapping[str, Format]) -> JsonOb
     readings += [f"--field {asks}={prompts[0]} --field {answers_as}={one}" for one in answers[1:]]
     raise BadRow(
         f"two readings of {', '.join(map(repr, (*prompts, *contexts, *answers)))}",
-        f"give {readings[0]}{beside}" if beside else f"give {' or '.join(readings[:2])}",
+        f"use {readings[0]}{beside}" if beside else f"use {' or '.join(readings[:2])}",
     )
 
 
@@ -317,7 +317,7 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
         if isinstance(first, dict) and recognise(first, formats) is not None:
             return f"the rows are under {shorten(key)}: save that list as the file"
         if isinstance(first, dict) and role_of(first) is not None and formats is FORMATS:
-            return f"give {field_option('messages', key)}"
+            return f"use {field_option('messages', key)}"
     if options := _preference_options(content, formats):
         return options
     if content and not named and any(map(_looks_like_a_value, content)):
@@ -329,7 +329,7 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
         return " ".join(
             ("give", field_option("prompt", keys[0]), field_option("completion", keys[1]))
         )
-    return "if your keys have other names, give --field NAME=KEY"
+    return "if your keys have other names, use --field NAME=KEY"
 
 
 def _looks_like_a_value(key: str) -> bool:
@@ -360,15 +360,19 @@ def _with_prompt(content: JsonObject) -> JsonObject:
 
     Raises BadRow for further text whose place is unknown.
     """
-    found = [key for key in _ASKS if isinstance(text := content.get(key), str) and text.strip()]
-    if not found or not all(isinstance(content.get(key), str) for key in ("chosen", "rejected")):
+    candidates = [
+        key for key in _ASKS if isinstance(text := content.get(key), str) and text.strip()
+    ]
+    if not candidates or not all(
+        isinstance(content.get(key), str) for key in ("chosen", "rejected")
+    ):
         return content
     others = [key for key in _BESIDE if content.get(key)]
-    if others or len(found) > 2 or (len(found) == 2 and found[1] != "input"):
-        keys = ", ".join(map(repr, (*found, *others)))
+    if others or len(candidates) > 2 or (len(candidates) == 2 and candidates[1] != "input"):
+        keys = ", ".join(map(repr, (*candidates, *others)))
         raise BadRow(f"two readings of {keys}", "put all of the prompt into 'prompt'")
-    renamed = {key: value for key, value in content.items() if key not in found}
-    return renamed | {"prompt": "\n".join(str(content[key]) for key in found)}
+    renamed = {key: value for key, value in content.items() if key not in candidates}
+    return renamed | {"prompt": "\n".join(str(content[key]) for key in candidates)}
 
 
 def _empty_key(content: JsonObject, formats: Mapping[str, Format]) -> str | None:

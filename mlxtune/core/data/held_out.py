@@ -59,40 +59,40 @@ def hold_out_rows(
 ) -> tuple[list[int], list[int]]:
     """Return the training rows and the held-out rows, as ascending indices.
 
-    ceil(n * val_split) of n rows are held out, at most `val_rows`, with at least one row on each
-    side. `files` gives each row's file; the same fraction of each file is then held out. Duplicates
+    ceil(n * val_split) of n rows are held out, at most `val_rows`, with at least one row in each
+    list. `files` gives each row's file; the same fraction of each file is then held out. Duplicates
     stay together, so fewer rows may be held out. Deterministic for given arguments.
 
     Raises ValueError if all rows are in one cluster.
     """
-    _, first, which, copies = np.unique(
+    _, first, group_of_row, copies = np.unique(
         np.asarray(clusters, dtype=np.uint64),
         return_index=True,
         return_inverse=True,
         return_counts=True,
     )
-    which = which.reshape(-1)
+    group_of_row = group_of_row.reshape(-1)
     if len(copies) < 2:
         raise ValueError("a split needs at least two rows that differ")
-    files = np.zeros(len(which), dtype=np.int32) if files is None else files
+    files = np.zeros(len(group_of_row), dtype=np.int32) if files is None else files
     left = _held_out_counts(np.bincount(files), val_split, val_rows)
     chosen = np.zeros(len(copies), dtype=bool)
-    rows_of = np.argsort(which, kind="stable")
+    rows_of = np.argsort(group_of_row, kind="stable")
     ends = np.cumsum(copies)
-    for i in permutation(len(which), f"{seed}/split"):
+    for i in permutation(len(group_of_row), f"{seed}/split"):
         # Only the first row of a cluster is drawn, so that copies do not raise its chance.
-        if first[which[i]] != i or not left[files[i]]:
+        if first[group_of_row[i]] != i or not left[files[i]]:
             continue
-        same = rows_of[ends[which[i]] - copies[which[i]] : ends[which[i]]]
+        same = rows_of[ends[group_of_row[i]] - copies[group_of_row[i]] : ends[group_of_row[i]]]
         needed = np.bincount(files[same], minlength=len(left))
         if (needed <= left).all():
-            chosen[which[i]] = True
+            chosen[group_of_row[i]] = True
             left -= needed
         if not left.any():
             break
     if not chosen.any():  # each cluster has too many rows
         chosen[copies.argmin()] = True
-    held_out = chosen[which]
+    held_out = chosen[group_of_row]
     return np.flatnonzero(~held_out).tolist(), np.flatnonzero(held_out).tolist()
 
 

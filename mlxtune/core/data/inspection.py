@@ -188,7 +188,7 @@ class InspectedExamples:
     def __init__(self, parts: Sequence[Corpus], validates: Sequence[int]) -> None:
         files = [file for part in parts for file in part.files]
         paths = [path for part in parts for path in part.paths]
-        self._corpus = Corpus(files, paths, [each for part in parts for each in part.weights])
+        self._corpus = Corpus(files, paths, [weight for part in parts for weight in part.weights])
         held_out = np.asarray(validates, dtype=np.int64)
         self._validates = np.isin(self._corpus.row_of_example, held_out)
         # Lengths before truncation, dropped examples included.
@@ -373,9 +373,9 @@ def _limit(files: Sequence[EncodedFile], size: int, at: str) -> LengthLimit:
     cuts = [file.arrays.truncate(size, at=at) for file in files]
     return LengthLimit(
         max_seq_len=size,
-        rows_cut=sum(int(each.rows_truncated.sum()) for each in cuts),
-        rows_lost=sum(int((~each.rows_kept).sum()) for each in cuts),
-        tokens_cut=sum(int(each.tokens_truncated.sum()) for each in cuts),
+        rows_cut=sum(int(cut.rows_truncated.sum()) for cut in cuts),
+        rows_lost=sum(int((~cut.rows_kept).sum()) for cut in cuts),
+        tokens_cut=sum(int(cut.tokens_truncated.sum()) for cut in cuts),
         supervised_cut=sum(
             int((file.arrays.supervised - each.supervised).sum())
             for file, each in zip(files, cuts, strict=True)

@@ -44,6 +44,6 @@ class Ledger:
         return values
 
     def adds_up(self) -> bool:
-        kept = self.rows_kept + self.rows_skipped.total()
+        rows = self.rows_kept + self.rows_skipped.total()
         seen = self.tokens_supervised + self.tokens_context + self.tokens_truncated
-        return self.rows_read == kept and self.tokens == seen
+        return self.rows_read == rows and self.tokens == seen

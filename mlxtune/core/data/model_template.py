@@ -229,16 +229,16 @@ class ModelTemplate:
         name, content = self._thinking_field, message.content
         if name is None or not message.thinking:
             return message.fields
-        given = [field for field in THINKING_FIELDS if message.fields.get(field)]
+        present = [field for field in THINKING_FIELDS if message.fields.get(field)]
         tagged = _END_THINK in content
         if (
-            (given == [name] and not tagged)
-            or (tagged and not given and _END_THINK in self.source)
+            (present == [name] and not tagged)
+            or (tagged and not present and _END_THINK in self.source)
             # The two thoughts differ, so keep both.
             or (tagged and message.thinking not in content)
         ):
             return message.fields
-        fields: dict[str, Any] = dict.fromkeys(given) | {name: message.thinking}
+        fields: dict[str, Any] = dict.fromkeys(present) | {name: message.thinking}
         return _changed(message.fields, content=_without_tags(content), **fields)
 
     def _turns(self, chat: _Chat) -> Iterator[Rendered]:

@@ -13,7 +13,7 @@ from typing import IO, Any
 from mlxtune.config import user_cache
 from mlxtune.config.limits import has_more_values
 from mlxtune.core.files.reading import open_regular, open_zipped
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.errors import shorten
 
 CONTROL_TOKEN = "control token written in content"
@@ -37,7 +37,7 @@ REFUSAL = "answer that refuses"
 OPPOSITE = "pair that another row has the other way round"
 REPLACED = "replacement character, where text was lost"
 TRUNCATED_ANSWER = "answer cut at --max-seq-len"
-TWO_PROMPTS = "sides whose prompts the template renders differently"
+TWO_PROMPTS = "answers whose prompts the template renders differently"
 UNCLOSED_THINKING = "thinking that is never closed"
 UNKNOWN_END = "end of turn that is not among the model's end tokens"
 FURTHER_KEYS = "further keys that are not read"
@@ -68,7 +68,7 @@ ADVICE = {
     REFUSAL: "the model learns to refuse: remove the row, unless that is intended",
     REPLACED: "the model learns to write it: export the text again, in UTF-8",
     TRUNCATED_ANSWER: "the model learns neither the answer's end nor to stop: raise --max-seq-len",
-    TWO_PROMPTS: "each side keeps the prompt of inference, so the two share fewer tokens",
+    TWO_PROMPTS: "each answer keeps the prompt of inference, so the two share fewer tokens",
     UNCLOSED_THINKING: "the model learns to answer within its thinking: write </think> after it",
     UNKNOWN_END: "mlxtune stops at it, but other tools write on: give them the token, or run "
     "mlxtune fuse, which adds it to the model's end tokens",
@@ -133,9 +133,9 @@ class RowTally:
 
     def count(self, row: int, kind: str, detail: str = "") -> None:
         self.counts[kind] += 1
-        places = self.places.setdefault(kind, [])
-        if len(places) < self.places_per_kind:
-            places.append((row, detail))
+        sources = self.places.setdefault(kind, [])
+        if len(sources) < self.places_per_kind:
+            sources.append((row, detail))
 
 
 @dataclass
@@ -161,11 +161,11 @@ class SkippedRows(RowTally):
     def warnings(self) -> Iterator[str]:
         """Yield `path:line: reason` for a few rows of each reason, then how many more there are."""
         for kind, every in self.places.items():
-            places = every[:_WARNED]
-            for row, detail in places:
+            first = every[:_WARNED]
+            for row, detail in first:
                 yield f"{where(self.path, row)}: {BadRow(kind, detail)}; row skipped"
-            if (more := self.counts[kind] - len(places)) > 0:
-                yield f"{shown(self.path)}: {count(more, 'more row')} skipped: {kind}"
+            if (more := self.counts[kind] - len(first)) > 0:
+                yield f"{shown(self.path)}: {pluralise(more, 'more row')} skipped: {kind}"
 
     def first(self) -> str:
         """Return `path:line: reason` for the first row that was skipped."""

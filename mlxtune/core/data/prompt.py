@@ -158,7 +158,7 @@ def last_turn(row: Sequence[Example], ends: TurnEnds) -> LastTurn | None:
 def check_size(content: bytes, where: str) -> None:
     """Raise DataError if a prompt has more bytes than any model reads."""
     if len(content) > MAX_BYTES:
-        raise DataError(f"{where}: is larger than {MAX_BYTES >> 20} MiB: give one conversation")
+        raise DataError(f"{where} is larger than {MAX_BYTES >> 20} MiB: pass one conversation")
 
 
 def parse_content(content: bytes, where: str) -> dict[str, Any]:
@@ -170,9 +170,9 @@ def parse_content(content: bytes, where: str) -> dict[str, Any]:
     try:
         value = parse_json(content.removeprefix(codecs.BOM_UTF8))
     except BadRow as problem:
-        raise DataError(f"{where}: {problem}: give one list of messages") from problem
+        raise DataError(f"{where}: {problem}: pass one list of messages") from problem
     if isinstance(value, list):
         return {"messages": value}
     if not isinstance(value, dict):
-        raise DataError(f"{where}: is {json_type(value)}: give a list of messages")
+        raise DataError(f"{where} is {json_type(value)}: pass a list of messages")
     return value

@@ -44,7 +44,7 @@ def matcher(by: str, warn: Callable[[str], None] = lambda problem: None) -> Same
             hit = pattern.search(text, timeout=_SEARCH_SECONDS)
         except TimeoutError:
             if not slow:
-                warn(f"--match {shorten(by)}: takes too long on some answers, which count as wrong")
+                warn(f"--match {shorten(by)} takes too long on some answers, which count as wrong")
             slow += 1
             if slow == _MOST_SLOW:
                 warn(f"--match {shorten(by)}: the remaining answers are not searched")
@@ -66,9 +66,9 @@ def count_matches(samples: Sequence[Sample], by: str, same: Same) -> Matches:
     `same` compares the base model's answers; the samples say which of the others are right.
     """
     adapted = _is_adapted(samples)
-    right = sum(each.right is True for each in samples)
-    base = sum(same(each.base, each.expected) for each in samples) if adapted else right
-    against = [each.against_right for each in samples if each.against_right is not None]
+    right = sum(sample.right is True for sample in samples)
+    base = sum(same(sample.base, sample.expected) for sample in samples) if adapted else right
+    against = [sample.against_right for sample in samples if sample.against_right is not None]
     counts = (base, right if adapted else None, sum(against) if against else None)
     if by != "json":
         return Matches(by, *counts)
@@ -77,14 +77,14 @@ def count_matches(samples: Sequence[Sample], by: str, same: Same) -> Matches:
 
 
 def _is_adapted(samples: Sequence[Sample]) -> bool:
-    return any(each.adapted is not None for each in samples)
+    return any(sample.adapted is not None for sample in samples)
 
 
 def _counts(samples: Sequence[Sample], holds: Same) -> tuple[int, int | None, int | None]:
     """Count the samples for which `holds` is true of a model's answer and the expected one."""
 
     def count(name: str) -> int | None:
-        given = [(getattr(each, name), each.expected) for each in samples]
+        given = [(getattr(sample, name), sample.expected) for sample in samples]
         known = [pair for pair in given if pair[0] is not None]
         return sum(holds(*pair) for pair in known) if known else None
 

@@ -150,12 +150,12 @@ class Generated:
     @property
     def wrong(self) -> list[Sample]:
         """The samples whose answer does not match."""
-        return [each for each in self.samples if each.right is False]
+        return [sample for sample in self.samples if sample.right is False]
 
     @property
     def differing(self) -> list[Sample]:
         """The samples that only one of the two compared adapters answers right."""
-        judged = (each for each in self.samples if each.against_right is not None)
+        judged = (sample for sample in self.samples if sample.against_right is not None)
         return [each for each in judged if each.right != each.against_right]
 
 

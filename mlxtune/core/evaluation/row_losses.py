@@ -41,10 +41,10 @@ def sums_of(
     The first token of an example is never predicted, so it does not count.
     """
     chosen = [example for row in rows for example in row]
-    places = [place for place, row in enumerate(rows) for _ in row]
+    row_of_example = [index for index, row in enumerate(rows) for _ in row]
     totals, tokens = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
-    np.add.at(totals, places, losses(chosen, lambda done: on_progress(done, len(chosen))))
-    np.add.at(tokens, places, list(map(predicted_tokens, chosen)))
+    np.add.at(totals, row_of_example, losses(chosen, lambda done: on_progress(done, len(chosen))))
+    np.add.at(tokens, row_of_example, list(map(predicted_tokens, chosen)))
     return Sums(totals, tokens)
 
 
@@ -76,8 +76,8 @@ def answer_sums(
 ) -> AnswerSums:
     """Compute answers' losses; `on_progress` gets the numbers of finished and of all examples."""
     examples = [
-        (place, example)
-        for place, row in enumerate(rows)
+        (index, example)
+        for index, row in enumerate(rows)
         for example in row
         if example.role in (CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE)
     ]
@@ -85,9 +85,9 @@ def answer_sums(
     losses_of = losses(chosen, lambda done: on_progress(done, len(chosen)))
     totals, tokens = np.zeros((2, len(rows))), np.zeros((2, len(rows)), dtype=np.int64)
     labels = np.ones(len(rows))
-    for (place, example), loss in zip(examples, losses_of, strict=True):
+    for (index, example), loss in zip(examples, losses_of, strict=True):
         column = int(example.role == REJECTED)
-        totals[column, place] += loss
-        tokens[column, place] += predicted_tokens(example)
-        labels[place] = example.role != UNDESIRABLE
+        totals[column, index] += loss
+        tokens[column, index] += predicted_tokens(example)
+        labels[index] = example.role != UNDESIRABLE
     return AnswerSums(Sums(totals[0], tokens[0]), Sums(totals[1], tokens[1]), labels)

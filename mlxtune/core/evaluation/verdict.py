@@ -126,12 +126,12 @@ def _with_verdicts_by_file(
         return evaluation
     verdicts = []
     for file in present:
-        places = np.flatnonzero(rows.files == file)
-        first = None if start is None else start.only(places)
-        part = replace(judged, rows=rows.only(places))
-        own = compare(part, base.only(places), adapted.only(places), first)
+        indices = np.flatnonzero(rows.files == file)
+        first = None if start is None else start.only(indices)
+        part = replace(judged, rows=rows.only(indices))
+        evaluation_of_file = compare(part, base.only(indices), adapted.only(indices), first)
         path = rows.corpus.paths[file] if rows.corpus.paths else f"file {file + 1}"
-        verdicts.append(_file_verdict(path, len(places), own))
+        verdicts.append(_file_verdict(path, len(indices), evaluation_of_file))
     return replace(evaluation, files=tuple(verdicts))
 
 
@@ -186,7 +186,7 @@ def _compare_losses(
         order = np.argsort(change, kind="stable")[:_TOP_ROWS].tolist()
         return tuple(
             RowLosses(
-                *rows.place(i),
+                *rows.source(i),
                 int(base.tokens[i]),
                 float(compared.losses[i] / base.tokens[i]),
                 float(adapted.losses[i] / base.tokens[i]),
@@ -201,7 +201,7 @@ def _compare_losses(
         adapted=adapted.loss,
         difference=difference,
         verdict=verdict,
-        hardly=is_hardly(verdict, difference.share),
+        hardly=is_negligible(verdict, difference.share),
         start=None if start is None else start.loss,
         base_difference=None if start is None else from_base,
         gained=most_changed(1),
@@ -221,7 +221,7 @@ def preference_verdict(found: PreferenceDifference, *, only_trained: bool) -> st
     return HELPED if found.low > 0 else HURT if found.high < 0 else CANNOT_TELL
 
 
-def is_hardly(verdict: str, fraction: float) -> bool:
+def is_negligible(verdict: str, fraction: float) -> bool:
     """Return whether a verdict rests on a negligible relative difference."""
     return verdict != CANNOT_TELL and abs(fraction) < _HARDLY
 
@@ -246,17 +246,17 @@ def _compare_preferences(
         preferred = float((before.margins > 0).mean()) if objective.has_pairs else None
         return replace(evaluation, preferred=preferred)
     if objective.has_pairs:
-        found = _compare_pairs(judged.rows, before, adapted)
-        size = found.after - found.before
+        difference = _compare_pairs(judged.rows, before, adapted)
+        size = difference.after - difference.before
     else:
-        found = _compare_labelled(judged.rows, before, adapted)
+        difference = _compare_labelled(judged.rows, before, adapted)
         # A tiny gain may be larger in every pair, so its size counts, relative to the loss.
         loss = before.good.only(learned).loss.loss
-        size = found.margin_after / loss if loss else 0.0
-    found = replace(found, objective=objective.description)
-    verdict = preference_verdict(found, only_trained=judged.only_trained)
-    hardly = is_hardly(verdict, size)
-    return replace(evaluation, verdict=verdict, hardly=hardly, preference=found)
+        size = difference.margin_after / loss if loss else 0.0
+    difference = replace(difference, objective=objective.description)
+    verdict = preference_verdict(difference, only_trained=judged.only_trained)
+    negligible = is_negligible(verdict, size)
+    return replace(evaluation, verdict=verdict, hardly=negligible, preference=difference)
 
 
 def _compare_pairs(
@@ -304,7 +304,7 @@ def _difference(
         margin_before=float(before.mean()),
         margin_after=float(after.mean()),
         misjudged=tuple(
-            Misjudged(*rows.place(i), float(before[i]), float(after[i]))
+            Misjudged(*rows.source(i), float(before[i]), float(after[i]))
             for i in np.argsort(after, kind="stable")[:_TOP_ROWS].tolist()
             if after[i] < 0
         ),

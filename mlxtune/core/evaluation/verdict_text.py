@@ -12,7 +12,7 @@ from mlxtune.core.evaluation.outcome import (
     Matches,
     PreferenceDifference,
 )
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 
 # With fewer answers, a percentage says little.
 _FEWEST_ANSWERS = 10
@@ -30,9 +30,11 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
         return _preference_lines(evaluation, evaluation.preference)
     difference, further = evaluation.difference, evaluation.base_difference
     assert difference is not None
-    rows = f"{count(evaluation.rows, 'row')}, {count(evaluation.tokens, 'supervised token')}"
+    rows = (
+        f"{pluralise(evaluation.rows, 'row')}, {pluralise(evaluation.tokens, 'supervised token')}"
+    )
     if evaluation.left_out:
-        rows += f"; without {count(evaluation.left_out, 'row')} that training also used"
+        rows += f"; without {pluralise(evaluation.left_out, 'row')} that training also used"
     other = " of the base model" if further is None else " of the first adapter"
     if evaluation.against is not None:
         other = f" of {evaluation.against}"
@@ -46,9 +48,9 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
 def file_lines(evaluation: Evaluation) -> list[str]:
     """Return the verdict on each file, for readers who may see the files' paths."""
     return [
-        f"{each.path}: {each.words}, {_preferred(each)}{each.base_loss:.4f} to "
-        f"{each.adapted_loss:.4f} on {count(each.rows, 'row')}"
-        for each in evaluation.files
+        f"{file.path}: {file.words}, {_preferred(file)}{file.base_loss:.4f} to "
+        f"{file.adapted_loss:.4f} on {pluralise(file.rows, 'row')}"
+        for file in evaluation.files
     ]
 
 
@@ -60,9 +62,9 @@ def _preferred(file: FileVerdict) -> str:
 
 def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> list[str]:
     """Return the verdict with the change in preferences, and the good answers' change in loss."""
-    rows = count(evaluation.rows, "pair" if found.pairs else "answer")
+    rows = pluralise(evaluation.rows, "pair" if found.pairs else "answer")
     if evaluation.left_out:
-        rows += f" (without {count(evaluation.left_out, 'row')} that training also used)"
+        rows += f" (without {pluralise(evaluation.left_out, 'row')} that training also used)"
     before, after = f"{found.before:.0%}", f"{found.after:.0%}"
     interval = (
         f"{100 * (found.after - found.before):+.0f} points, {found.confidence:.0%} interval "
@@ -98,7 +100,7 @@ def _verdict_line(evaluation: Evaluation, evidence: str) -> str:
         if other is not None:
             words = f"is {'hardly ' * evaluation.hardly}{_THAN[str(verdict)]} than {other}"
         return f"the adapter {words}{_but_none_right(evaluation)}: {evidence}"
-    few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
+    too_few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
     preference = evaluation.preference
     if (
         preference
@@ -106,11 +108,11 @@ def _verdict_line(evaluation: Evaluation, evidence: str) -> str:
         and preference.fewest is not None
         and preference.fewest < FEWEST_ROWS
     ):
-        few = f"; at least {FEWEST_ROWS} answers of each label are needed"
+        too_few = f"; at least {FEWEST_ROWS} answers of each label are needed"
     if evaluation.only_trained:
-        few = "; all of these rows were also trained on"
+        too_few = "; all of these rows were also trained on"
     question = "helped" if other is None else f"is better than {other}"
-    return f"cannot tell whether the adapter {question}: {evidence}{few}"
+    return f"cannot tell whether the adapter {question}: {evidence}{too_few}"
 
 
 def _but_none_right(evaluation: Evaluation) -> str:
@@ -121,7 +123,7 @@ def _but_none_right(evaluation: Evaluation) -> str:
     counted = generated.matches or generated.exact_match
     if counted.adapted != 0:
         return ""
-    return f", but none of its {count(generated.rows, 'answer')} {_matching(counted)}"
+    return f", but none of its {pluralise(generated.rows, 'answer')} {_matching(counted)}"
 
 
 def _matching(counted: ExactMatch | Matches) -> str:
@@ -161,4 +163,4 @@ def _answers(evaluation: Evaluation) -> str:
     if counted.against is not None:
         earlier, other = counted.against / generated.rows, f"with {evaluation.against}"
     how = f"match by {counted.by}" if isinstance(counted, Matches) else "exact"
-    return f"; {fraction:.0%} of {count(generated.rows, 'answer')} {how}, {earlier:.0%} {other}"
+    return f"; {fraction:.0%} of {pluralise(generated.rows, 'answer')} {how}, {earlier:.0%} {other}"

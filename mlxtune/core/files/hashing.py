@@ -48,9 +48,9 @@ def base_fingerprint(folder: Path) -> dict[str, str]:
             tensors = read_header(path).tensors
             with open_regular(path) as file:
                 length = int.from_bytes(file.read(8), "little")
-                places = json.loads(file.read(length))
+                header = json.loads(file.read(length))
                 for name, info in tensors.items():
-                    start, end = places[name]["data_offsets"]
+                    start, end = header[name]["data_offsets"]
                     file.seek(8 + length + start + (end - start) // 128 * 64)
                     middle = f"{name} {file.read(min(64, end - start)).hex()}"
                     parts["layout"].append(f"{name} {info.dtype} {info.shape}")
@@ -58,7 +58,7 @@ def base_fingerprint(folder: Path) -> dict[str, str]:
                     if len(info.shape) == 1:
                         parts["vectors"].append(middle)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder}: cannot be read: {error}") from error
+        raise ModelError(f"{folder} cannot be read: {error}") from error
     return {
         name: hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:32]
         for name, lines in parts.items()
@@ -93,10 +93,10 @@ def model_hash(folder: Path, cache: Path | None) -> str:
                 new[str(real)] = entry
             digest.update(f"{path.name} {entry[-1]}\n".encode())
     except OSError as error:
-        raise ModelError(f"{folder}: cannot be read: {error}") from error
+        raise ModelError(f"{folder} cannot be read: {error}") from error
     if cache is not None and new:
-        kept = dict(list((known | new).items())[-_KEPT:])
+        recent = dict(list((known | new).items())[-_KEPT:])
         with suppress(OutputError):  # the next run then computes the hashes again
             make_folder(cache)
-            write_json(cache / FILE, kept)
+            write_json(cache / FILE, recent)
     return f"sha256:{digest.hexdigest()}"

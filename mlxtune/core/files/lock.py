@@ -93,7 +93,7 @@ def check_locked(target: Path) -> None:
             if os.path.samestat(path.lstat(), os.fstat(descriptor)):
                 continue
         raise FolderMoved(
-            f"{path.parent}: was moved, removed or replaced during the run: resume it at its new "
+            f"{path.parent} was moved, removed or replaced during the run: resume it at its new "
             "place with mlxtune train --resume FOLDER"
         )
 

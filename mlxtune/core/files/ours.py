@@ -167,7 +167,7 @@ def contents(folder: Path) -> dict[str, Path]:
     level = [folder]
     for _ in range(_MOST_LEVELS):
         below = []
-        for path in (path for each in level for path in entries(each)):
+        for path in (path for entry in level for path in entries(entry)):
             if is_folder(path):
                 below.append(path)
             else:

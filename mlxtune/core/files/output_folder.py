@@ -85,7 +85,7 @@ def replaced_folder(
 def _check_known(target: Path, option: str, is_known: Callable[[Path], bool]) -> None:
     if os.path.lexists(target) and not is_empty(target) and not is_known(target):
         raise OutputError(
-            f"{target}: holds files that mlxtune did not write: move it away, or choose another "
+            f"{target} holds files that mlxtune did not write: move it away, or choose another "
             f"{option}"
         )
 
@@ -113,9 +113,9 @@ def _fingerprints(folder: Path) -> _Known:
 def _check_apart(target: Path, sources: Iterable[Path]) -> None:
     for path in sources:
         source = Path(os.path.realpath(path))
-        if any(same_place(target, each) for each in (source, *source.parents)):
+        if any(same_place(target, parent) for parent in (source, *source.parents)):
             raise OutputError(
-                f"{target}: contains {path}, which is an input: choose another --output"
+                f"{target} contains {path}, which is an input: choose another --output"
             )
 
 
@@ -125,7 +125,7 @@ def _check_free(target: Path, manifest: str, overwrite: bool) -> _Known:
         if not os.path.lexists(target):
             return {}
         if target.is_symlink() or not target.is_dir():
-            raise OutputError(f"{target}: is not a folder: --output takes the name of a folder")
+            raise OutputError(f"{target} is not a folder: --output takes the name of a folder")
         if is_empty(target):
             return {}
         if not _is_remembered(target / manifest):
@@ -153,9 +153,7 @@ def _check_written(target: Path, files: Mapping[str, Any]) -> None:
     remedy = "move it away, or choose another --output"
     written = contents(target)
     if others := [name for name in written if name not in files or not is_ours(written[name])]:
-        raise OutputError(
-            f"{target}: holds {join_few(others, 3)}, not written by mlxtune: {remedy}"
-        )
+        raise OutputError(f"{target} holds {join_few(others, 3)}, not written by mlxtune: {remedy}")
     for name, path in written.items():
         if files[name] is not None and file_hash(path) != files[name]:
-            raise OutputError(f"{path}: was changed after mlxtune wrote it: {remedy}")
+            raise OutputError(f"{path} was changed after mlxtune wrote it: {remedy}")

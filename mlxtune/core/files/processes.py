@@ -1,4 +1,4 @@
-"""Helper processes: in separate sessions, limited, and ended with all their children."""
+"""Helper processes: in separate sessions, limited, and ended with all their descendants."""
 
 import os
 import select
@@ -216,7 +216,7 @@ class LimitedProcess:
         """
         assert self._process.stdout is not None
         output, searched = self._process.stdout.fileno(), 0
-        while (found := self._unread.find(b"\n", searched)) < 0 and len(self._unread) < longest:
+        while (end := self._unread.find(b"\n", searched)) < 0 and len(self._unread) < longest:
             searched = len(self._unread)
             while not select.select([output], [], [], _LOOK_EVERY)[0]:
                 if not limited_helper.LIMITS_ITSELF and resident_memory(self.pid) > self._memory:
@@ -224,7 +224,7 @@ class LimitedProcess:
             if not (piece := os.read(output, _PIECE)):
                 break
             self._unread += piece
-        size = min(found + 1 or len(self._unread), longest)
+        size = min(end + 1 or len(self._unread), longest)
         line = bytes(self._unread[:size])
         del self._unread[:size]
         if not line.endswith(b"\n"):

@@ -41,12 +41,12 @@ def as_output_error(target: Path, option: str = "path") -> Iterator[None]:
         raise
     except NotOurs as error:
         raise OutputError(
-            f"{error.filename}: cannot be written: {error.strerror}: move it away, or choose "
+            f"{error.filename} cannot be written: {error.strerror}: move it away, or choose "
             f"another {option}"
         ) from error
     except OSError as error:
         raise OutputError(
-            f"{target}: cannot be written: {error.strerror or error}: "
+            f"{target} cannot be written: {error.strerror or error}: "
             f"{_REMEDIES.get(error.errno or 0, '')}choose another {option}"
         ) from error
 
@@ -176,7 +176,7 @@ def check_writable(folder: Path, option: str, name: str = _LONG_NAME) -> None:
         existing = next(path for path in (real, *real.parents) if path.exists())
         if not existing.is_dir():
             raise OutputError(
-                f"{folder}: cannot be written: {existing} is a file, not a folder: "
+                f"{folder} cannot be written: {existing} is a file, not a folder: "
                 f"choose another {option}"
             )
         with tempfile.TemporaryDirectory(dir=existing, prefix=".mlxtune-") as trial:
@@ -191,14 +191,14 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
     for path in written:
         with as_output_error(path, option):
             if path.is_dir():
-                raise OutputError(f"{path}: is a folder: {option} takes the name of a file")
+                raise OutputError(f"{path} is a folder: {option} takes the name of a file")
             # /dev/stdout may be a link to a file, but the write would replace the device itself.
             parent = _real(path.parent)
             device = parent == Path("/dev") or parent.is_relative_to("/proc")
             if device or (path.exists() and not path.is_file()):
-                raise OutputError(f"{path}: is not a regular file: choose another {option}")
+                raise OutputError(f"{path} is not a regular file: choose another {option}")
         if any(same_place(path, each) for each in read):
-            raise OutputError(f"{path}: is read by this run: choose another {option}")
+            raise OutputError(f"{path} is read by this run: choose another {option}")
         check_writable(path.parent, option, path.name)
         with as_output_error(path, option):
             ours.check_file(path)

@@ -132,10 +132,10 @@ def _is_hot() -> bool:
     import psutil
 
     return any(
-        _LEAST_LIMIT <= limit <= each.current
+        _LEAST_LIMIT <= limit <= sensor.current
         for chip in psutil.sensors_temperatures().values()
-        for each in chip
-        for limit in (each.high, each.critical)
+        for sensor in chip
+        for limit in (sensor.high, sensor.critical)
         if limit is not None
     )
 

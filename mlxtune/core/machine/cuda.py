@@ -145,8 +145,8 @@ def keep_kernels() -> None:
 
     Call this before mlx is imported. A folder that the user chose stays chosen.
     """
-    if (kept := kernel_cache()) is not None:
-        os.environ |= {VARIABLE: kept.path, _PROBLEM: kept.problem}
+    if (cache := kernel_cache()) is not None:
+        os.environ |= {VARIABLE: cache.path, _PROBLEM: cache.problem}
 
 
 @cache

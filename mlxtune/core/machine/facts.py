@@ -180,10 +180,10 @@ def read_memory(limit: int = sys.maxsize) -> Memory:
     import psutil
 
     try:
-        found, swap = psutil.virtual_memory(), psutil.swap_memory()
+        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     except OSError:  # a system without /proc
         return Memory()
-    return Memory(min(found.total, limit), min(found.available, limit), swap.used)
+    return Memory(min(memory.total, limit), min(memory.available, limit), swap.used)
 
 
 @cache
@@ -227,8 +227,8 @@ def folders() -> dict[str, Folder]:
 
 def _downloads() -> Path:
     """Return the folder that huggingface_hub's documented variables set for downloaded models."""
-    if own := os.environ.get("HF_HUB_CACHE"):
-        return as_path(own)
+    if folder := os.environ.get("HF_HUB_CACHE"):
+        return as_path(folder)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
     return as_path(home) / "hub"
@@ -239,7 +239,7 @@ def read_folder(find: Callable[[], Path], *, measured: bool = False) -> Folder:
     path: Path | str = ""
     try:
         path = find()  # fails if the current folder was removed
-        existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+        existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         free = shutil.disk_usage(existing).free
         problem = "" if os.access(existing, os.W_OK | os.X_OK) else "cannot be written"
         size = _size(path) if measured and path.is_dir() else None

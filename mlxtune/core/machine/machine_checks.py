@@ -32,7 +32,7 @@ INSTALL_LIBRARY = (
 _HEADERS = "cuda-toolkit"
 _UNWRITABLE = {
     "cache": "fix its permissions, or use --cache-dir or --no-cache",
-    "kernels": "make that folder yours alone: until then, each command compiles its kernels anew",
+    "kernels": "make that folder yours alone: until then, each command compiles its kernels again",
     "temporary": "set TMPDIR to a writable folder",
 }
 
@@ -150,9 +150,9 @@ def _packages(m: Machine) -> Iterator[Check]:
 
 def _keep_one_library(m: Machine) -> str:
     for_gpu = [name for name in m.libraries if "cuda" in name and m.has_nvidia]
-    kept = for_gpu[-1] if for_gpu else m.libraries[0]
+    library = for_gpu[-1] if for_gpu else m.libraries[0]
     version = next((f"=={p.installed}" for p in m.packages if p.name == "mlx"), "")
-    return f"pip uninstall -y {' '.join(m.libraries)}, then pip install {kept}{version}"
+    return f"pip uninstall -y {' '.join(m.libraries)}, then pip install {library}{version}"
 
 
 def _extras(m: Machine) -> str:

@@ -21,8 +21,8 @@ _SUFFIX = ".run"
 _NAME = re.compile(r"[0-9]+-[0-9]+\.run")
 _GB = 1e9
 # Only one process at a time may read and change the reservations; each needs only an instant.
-_DOOR = "door.lock"
-_DOOR_SECONDS = 5.0
+_MUTEX = "door.lock"
+_MUTEX_SECONDS = 5.0
 POLL_SECONDS = 2.0
 
 
@@ -48,12 +48,12 @@ def reserve(folder: Path, size: int, capacity: int, run: str) -> Lock:
     """
     ensure_folder(folder)
     try:
-        door = Lock(folder / _DOOR, seconds=_DOOR_SECONDS)
+        mutex = Lock(folder / _MUTEX, seconds=_MUTEX_SECONDS)
     except LockHeldError as error:
-        raise TimeoutError(f"{folder / _DOOR} is held by another process") from error
+        raise TimeoutError(f"{folder / _MUTEX} is held by another process") from error
     try:
         others = reservations(folder)
-        if others and sum(each.size for each in others) + size > capacity:
+        if others and sum(other.size for other in others) + size > capacity:
             raise MemoryLimitError(
                 f"this run needs {size / _GB:.1f} GB of {capacity / _GB:.1f}, and "
                 f"{'; '.join(each.describe() for each in others)}: wait for it with --wait, "
@@ -62,7 +62,7 @@ def reserve(folder: Path, size: int, capacity: int, run: str) -> Lock:
         name = f"{os.getpid()}-{time.monotonic_ns()}{_SUFFIX}"
         return Lock(folder / name, {"bytes": size, "run": run})
     finally:
-        door.release()
+        mutex.release()
 
 
 def reserve_when_free(

@@ -261,10 +261,10 @@ class Objective:
         # Zeros replace a missing second answer or reference; no loss reads them.
         counts = np.maximum(layout.counts, 1)
         references, labels = layout.references, layout.desirable
-        given: list[Any] = [references[0], references[1], counts[0], counts[1], labels]
+        arrays: list[Any] = [references[0], references[1], counts[0], counts[1], labels]
         if xp is not np:
-            given = [xp.array(each.astype(np.float32)) for each in given]
-        return AnswerLogps(*(sums[0], sums[1], *given, totals.kl))
+            arrays = [xp.array(array.astype(np.float32)) for array in arrays]
+        return AnswerLogps(*(sums[0], sums[1], *arrays, totals.kl))
 
 
 SFT = Objective(ObjectiveConfig())

@@ -42,14 +42,14 @@ class PreferenceRows(CorpusRows):
     def of(cls, rows: CorpusRows, objective: Objective) -> PreferenceRows:
         return cls(rows.corpus, rows.indices, adds_mismatched=objective.needs_kl)
 
-    def __getitem__(self, place: int) -> RowExamples:
-        place = range(len(self))[place]
-        examples: Sequence[Example] = self.corpus.row(self.indices[place])
+    def __getitem__(self, index: int) -> RowExamples:
+        index = range(len(self))[index]
+        examples: Sequence[Example] = self.corpus.row(self.indices[index])
         if self.adds_mismatched:
-            other = self.corpus.row(self.indices[place - 1])[-1]
+            other = self.corpus.row(self.indices[index - 1])[-1]
             examples = [*examples, *self._mismatched(examples[-1], other)]
         if self.references is not None:
-            examples = with_references(examples, self.references[place])
+            examples = with_references(examples, self.references[index])
         return tuple(examples)
 
     def __iter__(self) -> Iterator[RowExamples]:
@@ -82,13 +82,13 @@ class PreferenceRows(CorpusRows):
 
 def reference_key(model: Mapping[str, Any], rows: Sequence[PreferenceRows]) -> str:
     """Return a hash of all that determines the log-probabilities: starting model and examples."""
-    parts = {**model, "examples": [each.digest() for each in rows]}
+    parts = {**model, "examples": [row.digest() for row in rows]}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def read_references(places: Sequence[Path], key: str, examples: int) -> list[float] | None:
+def read_references(paths: Sequence[Path], key: str, examples: int) -> list[float] | None:
     """Return the log-probabilities stored under a key; None if no valid file has them all."""
-    for path in places:
+    for path in paths:
         with suppress(OSError, ValueError):
             content = read_json(path, REFERENCES)
             values: list[float] = from_json(list[float], content.get("logps"))
@@ -112,7 +112,7 @@ def check_references(path: Path) -> str:
 def write_references(path: Path, key: str, logps: Sequence[float]) -> None:
     """Write log-probabilities under their key. Raises OutputError."""
     make_folder(path.parent)
-    content = _content(key, [float(each) for each in logps])
+    content = _content(key, [float(logp) for logp in logps])
     write_file(path, [json.dumps(content, allow_nan=False).encode()])
 
 

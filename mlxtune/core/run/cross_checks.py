@@ -18,16 +18,16 @@ from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
 from mlxtune.config.limits import parse_json
 from mlxtune.config.lora_config import scale_of
 from mlxtune.config.option import Affects
-from mlxtune.config.train_config import adapter_file
+from mlxtune.config.train_config import adapter_path
 from mlxtune.core.data.corpus import rows_used
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import shown
 from mlxtune.core.evaluation.matching import count_exact
 from mlxtune.core.evaluation.outcome import CANNOT_TELL, Evaluation, Loss, perplexity
-from mlxtune.core.evaluation.verdict import is_hardly, preference_verdict, verdict_of
+from mlxtune.core.evaluation.verdict import is_negligible, preference_verdict, verdict_of
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.tensor_files import read_header
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.core.run.checkpoint import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -39,7 +39,7 @@ from mlxtune.core.run.checkpoint import (
 from mlxtune.core.run.metrics import SkippedStep, StepRecord, TrainingMetrics
 from mlxtune.core.run.progress import Progress, Record
 from mlxtune.core.run.run_folder import ABOUT, EVALUATION, LEDGER
-from mlxtune.core.run.stored_run import mapping, read_evaluation, read_ledgers, text
+from mlxtune.core.run.stored_run import get_mapping, get_str, read_evaluation, read_ledgers
 
 # Facts that all checkpoints of a run share.
 _SHARED = (
@@ -95,13 +95,13 @@ def _equal(own: str, other: str, values: Mapping[str, tuple[Any, Any]]) -> None:
 
 def _check_scale(checkpoint: Checkpoint) -> None:
     """Compare the scale in an adapter's configs with the run's options."""
-    config = mapping(checkpoint.metadata, "config")
+    config = get_mapping(checkpoint.metadata, "config")
     expected = None
     if not config.get("target_rank") and {"alpha", "rank"} <= config.keys():
         rslora = config.get("rslora") is True
         expected = scale_of(config["alpha"], config["rank"], rslora=rslora)
     for name, loaded in _configs(checkpoint.folder / ADAPTER):
-        scale = mapping(loaded, "lora_parameters").get("scale")
+        scale = get_mapping(loaded, "lora_parameters").get("scale")
         if expected is not None and not _is_close(scale, expected, 1e-6):
             raise ValueError(f"{name} has scale {scale!r:.40}, but the options give {expected:g}")
 
@@ -207,7 +207,7 @@ def check_about(run: Path, newest: Checkpoint, *, finished: bool) -> str:
     _check_options(about, newest, all_options=finished)
     hashes = {each: (about.get(each), newest.metadata.get(each)) for each in _SHARED[:2]}
     _equal(ABOUT, name, {each: both for each, both in hashes.items() if each in about})
-    model, plan = mapping(about, "model"), mapping(about, "plan")
+    model, plan = get_mapping(about, "model"), get_mapping(about, "plan")
     facts = {"model_type": model.get("type"), "dtype": model.get("dtype")}
     if finished:
         facts["total_steps"] = plan.get("steps")
@@ -217,7 +217,7 @@ def check_about(run: Path, newest: Checkpoint, *, finished: bool) -> str:
 
 
 def _check_options(values: Mapping[str, Any], newest: Checkpoint, *, all_options: bool) -> None:
-    said, kept = mapping(values, "config"), mapping(newest.metadata, "config")
+    said, kept = get_mapping(values, "config"), get_mapping(newest.metadata, "config")
     for name, option in OPTIONS.items():
         fixed = option.affects is Affects.RESULT and not option.path
         both = name in said and name in kept
@@ -241,12 +241,12 @@ def check_ledger(run: Path, ended: Checkpoint | None, progress: Progress | None)
     if not rows:
         raise ValueError("has no rows, but the run trained on some")
     if ended is not None:
-        _check_files(ledgers, mapping(ended.metadata, "config"))
+        _check_files(ledgers, get_mapping(ended.metadata, "config"))
     if progress is not None:
         _check_trained(ledgers, progress)
     if (run / ABOUT).exists():
         _check_plan(ledgers, read_json(run / ABOUT))
-    return f"{count(rows, 'row')}, all accounted for"
+    return f"{pluralise(rows, 'row')}, all accounted for"
 
 
 def _check_files(ledgers: Sequence[Ledger], config: Mapping[str, Any]) -> None:
@@ -271,31 +271,31 @@ def _check_trained(ledgers: Sequence[Ledger], progress: Progress) -> None:
     for epoch, used in rows.items():
         if used > expected or (used < expected and epoch + 1 in rows):
             raise ValueError(
-                f"has {count(expected, 'row')} to train on, but epoch {epoch} in {METRICS} has "
+                f"has {pluralise(expected, 'row')} to train on, but epoch {epoch} in {METRICS} has "
                 f"{used:,}"
             )
     held_out = sum(ledger.rows_validation for ledger in ledgers)
     if bool(held_out) != bool(progress.validations):
         raise ValueError(
-            f"has {count(held_out, 'validation row')}, but {METRICS} has "
-            f"{count(len(progress.validations), 'validation')}"
+            f"has {pluralise(held_out, 'validation row')}, but {METRICS} has "
+            f"{pluralise(len(progress.validations), 'validation')}"
         )
 
 
 def _check_plan(ledgers: Sequence[Ledger], about: Mapping[str, Any]) -> None:
-    plan, lengths = mapping(about, "plan"), mapping(about, "lengths")
-    supervised = sum(each.tokens_supervised for each in ledgers)
+    plan, lengths = get_mapping(about, "plan"), get_mapping(about, "lengths")
+    supervised = sum(ledger.tokens_supervised for ledger in ledgers)
     facts = {
-        "rows_train": (sum(each.rows_train for each in ledgers), plan.get("rows_train")),
+        "rows_train": (sum(ledger.rows_train for ledger in ledgers), plan.get("rows_train")),
         "rows_validation": (
-            sum(each.rows_validation for each in ledgers),
+            sum(ledger.rows_validation for ledger in ledgers),
             plan.get("rows_validation"),
         ),
-        "examples": (sum(each.examples for each in ledgers), lengths.get("examples")),
-        "supervised tokens": (supervised, mapping(lengths, "supervised").get("total")),
+        "examples": (sum(ledger.examples for ledger in ledgers), lengths.get("examples")),
+        "supervised tokens": (supervised, get_mapping(lengths, "supervised").get("total")),
         "tokens": (
-            supervised + sum(each.tokens_context for each in ledgers),
-            mapping(lengths, "tokens").get("total"),
+            supervised + sum(ledger.tokens_context for ledger in ledgers),
+            get_mapping(lengths, "tokens").get("total"),
         ),
     }
     _equal(LEDGER, ABOUT, {name: both for name, both in facts.items() if both[1] is not None})
@@ -305,7 +305,7 @@ def check_record(path: Path, newest: Checkpoint | None) -> None:
     """Compare the hash of a file from before the first step with the newest checkpoint's copy."""
     if newest is None:
         return
-    expected = mapping(newest.metadata, RECORDS).get(path.name)
+    expected = get_mapping(newest.metadata, RECORDS).get(path.name)
     if expected is not None and file_hash(path) != expected:
         raise ValueError(f"its hashes are not those in {newest.folder.name}")
 
@@ -345,7 +345,7 @@ def check_adapter(run: Path, result: Mapping[str, Any], good: Sequence[Checkpoin
     if good:
         _check_place(str(result.get("adapter")), good[0])
     step = result.get("best_step") or result.get("steps")
-    chosen = [each for each in good if each.step == step]
+    chosen = [checkpoint for checkpoint in good if checkpoint.step == step]
     chosen.sort(key=lambda each: each.folder.name != BEST)
     for source in chosen[:1]:
         name = f"{source.folder.name}/{ADAPTER}"
@@ -354,8 +354,8 @@ def check_adapter(run: Path, result: Mapping[str, Any], good: Sequence[Checkpoin
         expected = dict(_configs(source.folder / ADAPTER))
         for kind, config in _configs(adapter):
             # The file beside the adapter may be another adapter's with the same settings.
-            loaded = mapping(config, "lora_parameters")
-            kept = mapping(expected.get(ADAPTER_CONFIG, {}), "lora_parameters")
+            loaded = get_mapping(config, "lora_parameters")
+            kept = get_mapping(expected.get(ADAPTER_CONFIG, {}), "lora_parameters")
             both = {each: (loaded.get(each), kept.get(each)) for each in _LOADED}
             _equal(f"{adapter.with_name(kind)}", source.folder.name, both if kept else {})
     return f"{adapter} has not changed since the run wrote it"
@@ -363,11 +363,11 @@ def check_adapter(run: Path, result: Mapping[str, Any], good: Sequence[Checkpoin
 
 def _check_place(named: str, newest: Checkpoint) -> None:
     """Compare the adapter's place with the options of the newest checkpoint."""
-    config = mapping(newest.metadata, "config")
+    config = get_mapping(newest.metadata, "config")
     if not isinstance(config.get("output"), str):
         return
-    there = Path(text(newest.metadata, "working_directory"))
-    output = there / adapter_file(config["output"])
+    there = Path(get_str(newest.metadata, "working_directory"))
+    output = there / adapter_path(config["output"])
     folder = config.get("checkpoint_dir")
     run = output.parent / "checkpoints" if folder is None else there / as_path(str(folder))
     expected = os.path.relpath(output, run)
@@ -384,8 +384,8 @@ def check_evaluation(run: Path, progress: Progress | None, options: Mapping[str,
     held_out = sum(ledger.rows_validation for ledger in ledgers)
     if ledgers and found.rows + found.left_out != held_out:
         raise ValueError(
-            f"has {count(found.rows + found.left_out, 'row')}, but {LEDGER} has "
-            f"{count(held_out, 'validation row')}"
+            f"has {pluralise(found.rows + found.left_out, 'row')}, but {LEDGER} has "
+            f"{pluralise(held_out, 'validation row')}"
         )
     _check_difference(found, before, found.adapted)
     _check_verdict(found)
@@ -400,7 +400,7 @@ def check_evaluation(run: Path, progress: Progress | None, options: Mapping[str,
                     f"has loss {loss.loss:.4f} {name} training, but {METRICS} has {kept:.4f}"
                 )
     hardly = "hardly " * found.hardly
-    return f"{hardly}{found.verdict} on {count(found.rows, 'row')}"
+    return f"{hardly}{found.verdict} on {pluralise(found.rows, 'row')}"
 
 
 def _check_difference(found: Evaluation, before: Loss, adapted: Loss) -> None:
@@ -438,6 +438,6 @@ def _check_verdict(found: Evaluation) -> None:
         _equal(
             "it",
             "its interval",
-            {"hardly": (found.hardly, is_hardly(verdict, found.difference.share))},
+            {"hardly": (found.hardly, is_negligible(verdict, found.difference.share))},
         )
     _equal("it", "its interval", {"verdict": (found.verdict, verdict)})

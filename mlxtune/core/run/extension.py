@@ -43,4 +43,4 @@ def extended(metadata: Mapping[str, Any], total_steps: int) -> dict[str, Any]:
         now |= {name: metadata.get(name) for name in ("step", "total_steps")}
         with suppress(ValueError):
             extensions.append(from_json(Extension, now))
-    return {EXTENSIONS: [asdict(each) for each in extensions]} if extensions else {}
+    return {EXTENSIONS: [asdict(extension) for extension in extensions]} if extensions else {}

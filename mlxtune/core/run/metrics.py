@@ -125,15 +125,15 @@ class SkippedStep:
     reason: str
     rows: list[str]
 
-    def places(self) -> str:
-        """Abbreviate the rows: `chat.jsonl:4, 11, 12 and 5 more`."""
-        places, file = [], ""
+    def rows_text(self) -> str:
+        """Return the rows as text, abbreviated: `chat.jsonl:4, 11, 12 and 5 more`."""
+        parts, file = [], ""
         for row in self.rows[:_ROWS_SHOWN]:
             path, colon, line = row.rpartition(":")
-            places.append(line if colon and path == file else row)
+            parts.append(line if colon and path == file else row)
             file = path
-        more = len(self.rows) - len(places)
-        return ", ".join(places) + (f" and {more} more" if more else "")
+        more = len(self.rows) - len(parts)
+        return ", ".join(parts) + (f" and {more} more" if more else "")
 
 
 @dataclass(frozen=True)

@@ -101,14 +101,14 @@ class Progress:
     @property
     def best(self) -> ValidationRecord | None:
         """The first validation with the lowest loss; the validation at step 0 does not count."""
-        after = (each for each in self.validations if each.step)
+        after = (validation for validation in self.validations if validation.step)
         return min(after, key=attrgetter("val_loss"), default=None)
 
     @property
     def best_epoch(self) -> int | None:
         best = self.best
         steps = (r for r in reversed(self) if isinstance(r, StepRecord | SkippedStep))
-        return next((each.epoch for each in steps if best and each.step <= best.step), None)
+        return next((step.epoch for step in steps if best and step.step <= best.step), None)
 
     @property
     def best_place(self) -> str:
@@ -122,7 +122,9 @@ class Progress:
     @property
     def validations_since_best(self) -> int:
         best = self.best
-        return sum(best is not None and each.step > best.step for each in self.validations)
+        return sum(
+            best is not None and validation.step > best.step for validation in self.validations
+        )
 
     @property
     def validations(self) -> list[ValidationRecord]:
@@ -134,7 +136,9 @@ class Progress:
 
     @property
     def initial_val_loss(self) -> float | None:
-        return next((each.val_loss for each in self.validations if each.step == 0), None)
+        return next(
+            (validation.val_loss for validation in self.validations if validation.step == 0), None
+        )
 
     @property
     def consecutive_skips(self) -> int:
@@ -203,10 +207,10 @@ class Progress:
         adapter has replaced the adapter of a worse validation in `best/`.
         """
         if self.step < total_steps and self.step % steps_per_epoch:
-            earlier = any(0 < each.step < self.step for each in self.validations)
+            earlier = any(0 < validation.step < self.step for validation in self.validations)
             replaced = earlier and self.best is not None and self.best.step == self.step
-            kept = (int, SkippedStep, *[ValidationRecord] * (validated or replaced))
-            while not isinstance(self._entries[-1], kept):
+            kept_records = (int, SkippedStep, *[ValidationRecord] * (validated or replaced))
+            while not isinstance(self._entries[-1], kept_records):
                 self._entries.pop()
 
 

@@ -105,8 +105,8 @@ def find_resume_point(run: Path) -> ResumePoint | None:
             skipped[checkpoint.folder] = str(problem)
         else:
             numbered = [each for each in reversed(good) if each.folder.name != BEST]
-            kept = [each.folder for each in numbered if each.step <= checkpoint.step]
-            return ResumePoint(checkpoint, progress, kept, skipped)
+            earlier = [each.folder for each in numbered if each.step <= checkpoint.step]
+            return ResumePoint(checkpoint, progress, earlier, skipped)
     if skipped:
         why = "; ".join(f"{folder.name}: {reason}" for folder, reason in sorted(skipped.items()))
         raise OutputError(
@@ -120,7 +120,7 @@ def _has_best(progress: Progress, good: list[Checkpoint]) -> bool:
     best = progress.best
     if best is None or best.step == progress.step:
         return True
-    saved = (each.metadata for each in good if each.folder.name == BEST)
+    saved = (checkpoint.metadata for checkpoint in good if checkpoint.folder.name == BEST)
     return any((each["step"], each.get("val_loss")) == (best.step, best.val_loss) for each in saved)
 
 
@@ -157,7 +157,7 @@ def lock_run(run: Path, *, new: bool = False) -> Lock:
             raise _in_use(run, held, "--checkpoint-dir") from held
         except NoLocks as error:
             raise OutputError(
-                f"{run}: cannot be locked against other runs: {error.strerror}: choose a "
+                f"{run} cannot be locked against other runs: {error.strerror}: choose a "
                 "--checkpoint-dir on a local disk"
             ) from error
         # An unanswered request to stop was for the previous run.
@@ -235,7 +235,7 @@ def check_own(run: Path, *, new: bool = True) -> None:
     if others:
         names = join_few(sorted({path.name for path in others}))
         raise OutputError(
-            f"{run}: holds {names}, not written by mlxtune: move it away, or choose another "
+            f"{run} holds {names}, not written by mlxtune: move it away, or choose another "
             "--checkpoint-dir"
         )
 
@@ -264,9 +264,9 @@ def _is_of_a_run(path: Path) -> bool:
 def check_outside(output: Path, run: Path) -> None:
     """Raise OutputError if an adapter would be written into a run other than `run`."""
     folder = output.parent.resolve()
-    for each in (folder, *folder.parents):
-        if is_ours(each / MARK) and each != run.resolve():
-            raise OutputError(f"{output}: is within the run in {each}: choose another --output")
+    for parent in (folder, *folder.parents):
+        if is_ours(parent / MARK) and parent != run.resolve():
+            raise OutputError(f"{output} is within the run in {parent}: choose another --output")
 
 
 def adapters_in(run: Path) -> Iterator[Path]:

@@ -57,7 +57,9 @@ def free_space(folder: Path) -> int | None:
     The folder may not exist yet. Raises OutputError.
     """
     with as_output_error(folder, "--checkpoint-dir"):
-        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        existing = next(
+            parent for parent in (folder, *folder.absolute().parents) if parent.exists()
+        )
         usage = shutil.disk_usage(existing)
     return usage.free if usage.total else None
 
@@ -67,7 +69,7 @@ def check_space(folder: Path, size: int) -> None:
     free = free_space(folder)
     if free is not None and free < size:
         raise OutputError(
-            f"{folder}: cannot be written: a checkpoint takes {byte_size(size)}, and "
+            f"{folder} cannot be written: a checkpoint takes {byte_size(size)}, and "
             f"{byte_size(free)} are free: free space or choose another --checkpoint-dir"
         )
 
@@ -97,10 +99,10 @@ class CheckpointSaver:
         # The content of `best/`, until it can be written.
         self.pending_best: CheckpointContent | None = None
 
-    def resume(self, kept: Sequence[Path], step: int) -> None:
+    def resume(self, folders: Sequence[Path], step: int) -> None:
         """Continue after `step` steps, with the checkpoints kept so far, the oldest first."""
-        self._kept, self._saved_step = list(kept), step
-        self.latest = kept[-1] if kept else None
+        self._kept, self._saved_step = list(folders), step
+        self.latest = folders[-1] if folders else None
 
     def is_due(self, step: int) -> bool:
         """Return whether to write a checkpoint after this step."""

@@ -64,7 +64,7 @@ class Run:
     @property
     def config(self) -> Mapping[str, Any]:
         """The options of the run; empty if they could not be read."""
-        return mapping(self.about, "config")
+        return get_mapping(self.about, "config")
 
     def column(self, name: str) -> Sequence[float]:
         return self.progress.steps.column(name)
@@ -86,16 +86,16 @@ def run_folder_at(path: Path) -> Path:
         raise OutputError(f"{path}: no such folder: name the folder of a run")
     if (folder / MANIFEST).exists():
         folder = folder.parent
-    for place in (folder, folder / CHECKPOINTS):
-        if any((place / name).is_file() for name in _OWN) or checkpoint_folders(place):
+    for candidate in (folder, folder / CHECKPOINTS):
+        if any((candidate / name).is_file() for name in _OWN) or checkpoint_folders(candidate):
             is_adapter = path.suffix == ".safetensors" and folder == path.parent
-            return _run_of(path, place) if is_adapter and path.is_file() else place
-    raise OutputError(f"{path}: holds no run: name the folder of a run, or of its adapter")
+            return _run_of(path, candidate) if is_adapter and path.is_file() else candidate
+    raise OutputError(f"{path} holds no run: name the folder of a run, or of its adapter")
 
 
 def _run_of(adapter: Path, run: Path) -> Path:
     """Return the run that wrote an adapter: the run in the folder `run` or an earlier run in it."""
-    earlier = [each for each in run.iterdir() if previous_number(each.name) is not None]
+    earlier = [path for path in run.iterdir() if previous_number(path.name) is not None]
     earlier.sort(key=lambda each: previous_number(each.name) or 0, reverse=True)
     names = [_written_name(each) for each in (run, *earlier)]
     if adapter.name in names:
@@ -108,7 +108,7 @@ def _run_of(adapter: Path, run: Path) -> Path:
 def _written_name(run: Path) -> str:
     """Return the file name of the adapter that a run wrote; empty if unknown."""
     with suppress(OSError, ValueError):
-        return Path(text(read_json(run / RESULT), "adapter")).name
+        return Path(get_str(read_json(run / RESULT), "adapter")).name
     return ""
 
 
@@ -116,7 +116,7 @@ def find_runs(folder: Path, depth: int = 6) -> Iterator[Path]:
     """Yield the folders of runs in a folder and up to `depth` levels below, sorted by name."""
     try:
         with os.scandir(folder) as entries:
-            is_folder = {each.name: each.is_dir(follow_symlinks=False) for each in entries}
+            is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
     except OSError:
         return
     if is_folder.keys() & {MANIFEST, "pyvenv.cfg"}:
@@ -241,13 +241,13 @@ def whole(values: Mapping[str, Any], *names: str) -> int | None:
     return None if value is None else int(value)
 
 
-def text(values: Mapping[str, Any], *names: str) -> str:
+def get_str(values: Mapping[str, Any], *names: str) -> str:
     """Return the string under nested keys, or an empty string."""
     value = _at(values, names)
     return value if isinstance(value, str) else ""
 
 
-def mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def get_mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the object under a key, or an empty object."""
     value = values.get(name)
     return value if isinstance(value, Mapping) else {}

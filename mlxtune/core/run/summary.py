@@ -18,11 +18,11 @@ from mlxtune.config.objective_config import default_rate
 from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import CANNOT_TELL, HELPED, HURT, Evaluation
 from mlxtune.core.evaluation.verdict_text import verdict_lines
-from mlxtune.core.formatting import count, duration, loss_text, sentence
+from mlxtune.core.formatting import duration, loss_text, pluralise, sentence
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.metrics import TrainingMetrics
 from mlxtune.core.run.run_folder import previous_number
-from mlxtune.core.run.stored_run import Run, mapping, number, text, whole
+from mlxtune.core.run.stored_run import Run, get_mapping, get_str, number, whole
 from mlxtune.errors import resume_command
 
 _CURVE_POINTS = 12
@@ -91,14 +91,14 @@ class RunView:
     def of(cls, run: Run) -> RunView:
         progress, best, status = run.progress, run.progress.best, _status(run)
         seconds = math.fsum(run.column("seconds"))
-        losses = [each.val_loss for each in progress.validations]
+        losses = [validation.val_loss for validation in progress.validations]
         peak = max([whole(run.result, "peak_memory") or 0, *map(int, run.column("memory"))])
         return cls(
             name=run.name,
             folder=str(run.folder),
             status=status,
             started=_started(run),
-            model=PurePath(text(run.config, "model_path")).name,
+            model=PurePath(get_str(run.config, "model_path")).name,
             data=data_names(run),
             step=progress.step,
             total_steps=whole(run.about, "plan", "steps"),
@@ -114,7 +114,7 @@ class RunView:
             predicted_memory=whole(run.about, "plan", "memory", "peak"),
             seconds=_seconds(run) or seconds or None,
             adapter=_adapter(run),
-            sha256=text(run.result, "sha256"),
+            sha256=get_str(run.result, "sha256"),
             resume=_resume(run) if status == "unfinished" else "",
             problems=tuple(run.problems),
             curve=tuple(
@@ -124,7 +124,7 @@ class RunView:
             last_val_loss=progress.epochs[-1].val_loss if progress.epochs else None,
             best_place=progress.best_place,
             judged=_judged(run.evaluation),
-            objective=text(run.config, "objective") or "sft",
+            objective=get_str(run.config, "objective") or "sft",
         )
 
     @property
@@ -135,7 +135,7 @@ class RunView:
     @property
     def steps(self) -> str:
         if self.finished:
-            epochs = f" in {count(self.epoch, 'epoch')}" if self.epoch else ""
+            epochs = f" in {pluralise(self.epoch, 'epoch')}" if self.epoch else ""
             return f"{self.step:,}{epochs}{', early' * (self.status == 'stopped early')}"
         total = f"/{self.total_steps:,}" if self.total_steps else ""
         return f"{self.step:,}{total} {self.status}"
@@ -143,7 +143,7 @@ class RunView:
     @property
     def course(self) -> str:
         took = f" in {duration(self.seconds)}" if self.seconds else ""
-        return f"{count(self.step, 'step')}{took}"
+        return f"{pluralise(self.step, 'step')}{took}"
 
     @property
     def speed(self) -> str:
@@ -184,7 +184,7 @@ class RunView:
             verb = "is at" if self.status == "running" else "stopped at"
             losses = f"; validation loss {loss_text(before)} before, {loss_text(best)} at best"
             return f"{model} on {data} {verb} step {self.step:,}{total}{losses * validated}"
-        trained = count(self.epoch, "epoch") if self.epoch else count(self.step, "step")
+        trained = pluralise(self.epoch, "epoch") if self.epoch else pluralise(self.step, "step")
         if before is not None and best is not None:
             if not self.improved:
                 losses = f"{loss_text(before)} before, {loss_text(best)} at best"
@@ -216,7 +216,7 @@ def hub_data(run: Run) -> list[Mapping[str, Any]]:
     """Return a run's records about its data sets from the hub."""
     recorded = run.about.get("hub")
     entries = recorded if isinstance(recorded, list) else []
-    return [each for each in entries if isinstance(each, Mapping)]
+    return [entry for entry in entries if isinstance(entry, Mapping)]
 
 
 def data_names(run: Run) -> tuple[str, ...]:
@@ -226,7 +226,7 @@ def data_names(run: Run) -> tuple[str, ...]:
 def data_name(run: Run, path: str) -> str:
     """Return the name of a ledger's file, or of its split on the hub."""
     for data in hub_data(run):
-        for title in map(str, mapping(data, "titles").values()):
+        for title in map(str, get_mapping(data, "titles").values()):
             if path == title or path.startswith(f"{title}/"):
                 return title
     return PurePath(path).name
@@ -241,7 +241,7 @@ def bucket_means(values: Sequence[float], most: int) -> list[float]:
 
 def _started(run: Run) -> str:
     try:
-        started = datetime.datetime.fromisoformat(text(run.about, "started_at"))
+        started = datetime.datetime.fromisoformat(get_str(run.about, "started_at"))
         started.astimezone().timestamp()  # the first and last years may have no timestamp
     except (ValueError, OverflowError, OSError):
         return ""
@@ -279,7 +279,7 @@ def _adapter(run: Run) -> str:
         # The next run has written another adapter over this run's.
         best = run.folder / BEST / ADAPTER
         return str(best) if best.exists() else ""
-    adapter = text(run.result, "adapter")
+    adapter = get_str(run.result, "adapter")
     return os.path.normpath(run.folder / adapter) if adapter else ""
 
 
@@ -316,12 +316,12 @@ def option_texts(run: Run) -> dict[str, tuple[str, str, bool]]:
 
     Options that differ come first.
     """
-    defaults = {each.name: option_text(each.default) for each in fields(TrainConfig)}
+    defaults = {field.name: option_text(field.default) for field in fields(TrainConfig)}
     defaults["lr"] = option_text(default_rate(run.config.get("objective")))
     options = {}
     for name, value in run.config.items():
-        own, default = option_text(value), defaults.get(name)
-        options[flag(str(name))] = (own, default or "–", own != default)
+        shown, default = option_text(value), defaults.get(name)
+        options[flag(str(name))] = (shown, default or "–", shown != default)
     return dict(sorted(options.items(), key=lambda item: not item[1][2]))
 
 
@@ -338,7 +338,7 @@ def option_text(value: Any) -> str:
 def differing_options(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Return the options whose values differ between runs, with the value in each run."""
     places = {name for name, option in OPTIONS.items() if option.affects is Affects.PLACES}
-    models = {text(run.metadata, "base_hash") for run in runs}
+    models = {get_str(run.metadata, "base_hash") for run in runs}
     if len(models) == 1 and "" not in models:
         places.add("model_path")  # one model may have several paths
     names = dict.fromkeys(name for run in runs for name in run.config if name not in places)
@@ -351,8 +351,8 @@ def validated_alike(runs: Sequence[Run]) -> bool:
     validated_on = set()
     for run in runs:
         if run.progress.validations:
-            rows = text(run.about, "validation_hash")
-            held_out = rows == text(run.about, "data_hash")
+            rows = get_str(run.about, "validation_hash")
+            held_out = rows == get_str(run.about, "data_hash")
             names = ("val_split", "seed", "val_rows") if held_out else ()
             validated_on.add((rows, *(number(run.config, name) for name in names)))
     return len(validated_on) < 2

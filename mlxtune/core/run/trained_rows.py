@@ -14,7 +14,7 @@ from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.files.reading import file_hash, read_json, read_own
 from mlxtune.core.run.checkpoint import MANIFEST
 from mlxtune.core.run.run_folder import RESULT, TRAINED_ROWS
-from mlxtune.core.run.stored_run import run_folder_at, text
+from mlxtune.core.run.stored_run import get_str, run_folder_at
 from mlxtune.errors import OutputError
 
 NO_ROWS: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
@@ -57,7 +57,7 @@ def read_trained_rows(run: Path, warn: Callable[[str], None]) -> npt.NDArray[np.
     try:
         return _identities(path)
     except (OSError, ValueError):
-        warn(f"{path}: is missing or damaged, so rows that were also trained on are not left out")
+        warn(f"{path} is missing or damaged, so rows that were also trained on are not left out")
     return NO_ROWS
 
 
@@ -91,9 +91,9 @@ def rows_in_record(rows: CorpusRows, record: Any) -> npt.NDArray[np.uint64]:
         fraction, most = float(options["val_split"]), int(options["val_rows"])
         split = RunRows.of(rows.corpus, None, fraction, int(options["seed"]), most)
         trained.append(split.train)
-    for each in trained:
-        if _hash_of(each) == record.get("hash"):
-            return identities_of(each)
+    for array in trained:
+        if _hash_of(array) == record.get("hash"):
+            return identities_of(array)
     return NO_ROWS
 
 
@@ -110,7 +110,7 @@ def rows_behind(adapter: Path, warn: Callable[[str], None]) -> npt.NDArray[np.ui
         if (
             in_checkpoint
             or not (run / RESULT).exists()
-            or text(read_json(run / RESULT), "sha256") == file_hash(adapter)
+            or get_str(read_json(run / RESULT), "sha256") == file_hash(adapter)
         ):
             return read_trained_rows(run, warn)
     return NO_ROWS

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.core.files.reading import read_json, read_own
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.core.objectives.preference_rows import check_references
 from mlxtune.core.run import cross_checks
 from mlxtune.core.run.checkpoint import (
@@ -28,7 +28,7 @@ from mlxtune.core.run.run_folder import (
     RESULT,
     TRAINED_ROWS,
 )
-from mlxtune.core.run.stored_run import mapping
+from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.run.trained_rows import check_trained_rows
 
 
@@ -99,7 +99,7 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
     _verify_result(verification, run, progress, good)
     if os.path.lexists(run / TRAINED_ROWS):  # earlier versions wrote none
         verification.attempt(TRAINED_ROWS, partial(_check_trained_rows, run, newest))
-    options = mapping(good[0].metadata, "config") if good else {}
+    options = get_mapping(good[0].metadata, "config") if good else {}
     if os.path.lexists(run / REFERENCE) or options.get("objective") in ("dpo", "kto"):
         verification.attempt(REFERENCE, partial(check_references, run / REFERENCE))
     if (run / EVALUATION).exists():  # a run without validation has none
@@ -133,12 +133,12 @@ def _check_metrics(
             )
         cross_checks.check_copy(content, newest, finished=finished)
     cross_checks.check_records(progress)
-    taken = f"{count(progress.step, 'step')}, {count(len(epochs), 'epoch')}"
+    taken = f"{pluralise(progress.step, 'step')}, {pluralise(len(epochs), 'epoch')}"
     return f"{taken}, none missing or duplicated"
 
 
 def _check_best(best: ValidationRecord, good: list[Checkpoint]) -> str:
-    saved = next((each.step for each in good if each.folder.name == BEST), None)
+    saved = next((checkpoint.step for checkpoint in good if checkpoint.folder.name == BEST), None)
     if saved is None:
         raise ValueError(f"step {best.step} is the best, but best/ is not a valid checkpoint")
     if saved != best.step:
@@ -147,22 +147,22 @@ def _check_best(best: ValidationRecord, good: list[Checkpoint]) -> str:
 
 
 def _verify_result(
-    found: Verification, run: Path, progress: Progress | None, good: list[Checkpoint]
+    verification: Verification, run: Path, progress: Progress | None, good: list[Checkpoint]
 ) -> None:
     try:
         result = read_json(run / RESULT)
     except ValueError as error:
-        found.add(RESULT, str(error), "")
+        verification.add(RESULT, str(error), "")
         return
     except OSError:
         again = "resume it with mlxtune train --resume"
-        found.add(
+        verification.add(
             "end", None, f"unfinished: {again if checkpoint_folders(run) else 'start it again'}"
         )
         return
-    found.finished = True
+    verification.finished = True
     if progress is None:
-        found.add(RESULT, None, f"{result.get('steps')} steps")
+        verification.add(RESULT, None, f"{result.get('steps')} steps")
     else:
-        found.attempt(RESULT, partial(cross_checks.check_result, result, progress, good))
-    found.attempt("adapter", partial(cross_checks.check_adapter, run, result, good))
+        verification.attempt(RESULT, partial(cross_checks.check_result, result, progress, good))
+    verification.attempt("adapter", partial(cross_checks.check_adapter, run, result, good))

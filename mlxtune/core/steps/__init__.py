@@ -1,1 +1,1 @@
-"""How steps are planned: row order, padded and packed micro-batches, memory, workers."""
+"""How steps are divided: row order, padded and packed micro-batches, memory, workers."""

@@ -53,11 +53,12 @@ def in_flight(shapes: ModelShapes, load: BatchLoad) -> int:
     """Return the bytes that a step's queued operations hold; 0 without a limit of graphs."""
     if shapes.graphs is None:
         return 0
-    kept = sum(_kept_in_full(shapes, load))
+    kept_values = sum(_kept_in_full(shapes, load))
     work = QueuedWork(
         operations=_KERNELS * shapes.layers,
-        allocated=int(_FREED * shapes.itemsize * kept),
-        read=int(_READ * (1 + _FREED) * kept) + _WEIGHTS_READ * shapes.products * shapes.hidden,
+        allocated=int(_FREED * shapes.itemsize * kept_values),
+        read=int(_READ * (1 + _FREED) * kept_values)
+        + _WEIGHTS_READ * shapes.products * shapes.hidden,
     )
     return shapes.graphs.in_flight(work)
 

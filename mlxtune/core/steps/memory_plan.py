@@ -44,7 +44,7 @@ class MemoryPlan:
     """A plan of how to run a step, and the step's cost.
 
     `limit` and `estimate`, the peak estimated from sizes only, are in bytes; `time` is in units of
-    one token's time. The other fields describe the planned steps: `padding_fraction` is the
+    one token's time. The other fields describe the sampled steps: `padding_fraction` is the
     fraction of padding in the tokens that run; `forward_fraction` is the number of tokens that run,
     divided by the data's number of tokens.
     """
@@ -163,14 +163,14 @@ def choose(
     checkpointing: Sequence[bool],
     tolerance: float,
 ) -> MemoryPlan | None:
-    """Return, of the fitting plans about as fast as the fastest, the plan with the least memory.
+    """Choose the plan for a workload, or return None if no plan fits.
 
-    Measured memory decides whether a plan fits. The estimate from sizes ranks the plans, because
-    measurements vary a little from run to run, and a different plan rounds differently.
-
-    `limit` is in bytes; a fraction MARGIN of the predicted peak stays free if possible.
-    `checkpointing` has the allowed values of `recompute`. A plan may be slower than the fastest by
-    the fraction `tolerance`. Returns None if nothing fits. Deterministic for given arguments.
+    A plan fits if its predicted peak is at most `limit` bytes, if possible with a fraction MARGIN
+    of the peak to spare; measurements correct this prediction. Among the fitting plans that are at
+    most `tolerance` (a fraction) slower than the fastest, the one with the least memory wins. That
+    ranking uses the estimate from sizes alone: measurements vary a little between runs, and another
+    plan would round differently. `checkpointing` lists the allowed values of `recompute`.
+    Deterministic for given arguments.
     """
     plans = list(_plans(shapes, work, base, limit, checkpointing))
     for bound in (limit / (1 + MARGIN), limit):

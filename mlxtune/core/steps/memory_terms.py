@@ -32,7 +32,7 @@ class Factors:
 
     def is_sound(self) -> bool:
         values = (self.tokens, self.scores, self.fixed or 0)
-        return all(isinstance(each, int | float) and 0 <= each < 1 << 50 for each in values)
+        return all(isinstance(value, int | float) and 0 <= value < 1 << 50 for value in values)
 
     def of(self, entries: Entries, itemsize: int) -> int:
         fixed = itemsize * entries.fixed if self.fixed is None else self.fixed

@@ -85,14 +85,14 @@ def padded_micro_batches(lengths: Sequence[int], max_tokens: int, fixed: int) ->
                     return
                 yield fixed + count * width
 
-        for part in cheapest_cut(len(chosen), costs):
+        for part in cheapest_division(len(chosen), costs):
             width = lengths[chosen[part.start]]
             members = tuple(chosen[i] for i in part)
             micro_batches.append(MicroBatch(members, width, len(part) * width))
     return sorted(micro_batches, key=lambda each: (-each.tokens, each.examples))
 
 
-def cheapest_cut(size: int, costs: Callable[[int], Iterable[float]]) -> list[range]:
+def cheapest_division(size: int, costs: Callable[[int], Iterable[float]]) -> list[range]:
     """Cut a sequence into parts at the least total cost; return the parts in reverse order.
 
     `costs(start)` yields the costs of parts of 1, 2, … items that begin at `start`, up to the

@@ -27,11 +27,11 @@ def rows_of_epoch(rows: CorpusRows, seed: int, epoch: int) -> npt.NDArray[np.int
         return every
     used = []
     for file, weight in enumerate(rows.corpus.weights):
-        own = every[rows.files == file]
-        whole, part = rows_used(len(own), weight)
-        order = np.asarray(permutation(len(own), f"{seed}/weight/{file}"), dtype=np.int64)
-        following = (np.arange(part) + (epoch - 1) * part) % max(len(own), 1)
-        used += [*[own] * whole, np.sort(own[order[following]])]
+        rows_of_file = every[rows.files == file]
+        whole, part = rows_used(len(rows_of_file), weight)
+        order = np.asarray(permutation(len(rows_of_file), f"{seed}/weight/{file}"), dtype=np.int64)
+        following = (np.arange(part) + (epoch - 1) * part) % max(len(rows_of_file), 1)
+        used += [*[rows_of_file] * whole, np.sort(rows_of_file[order[following]])]
     return np.concatenate(used)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.data.encode import Example, forward_tokens, predicted_tokens
-from mlxtune.core.steps.micro_batch import AT_ONCE, MicroBatch, cheapest_cut
+from mlxtune.core.steps.micro_batch import AT_ONCE, MicroBatch, cheapest_division
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 _Ints = npt.NDArray[np.int32]
@@ -46,16 +46,16 @@ class Segment:
 class Pack:
     """Examples packed into one sequence, with the labels that their tokens predict.
 
-    `inputs` is int32 (1, T). `places` int32 (P,) are the positions in the sequence that predict
-    `labels` int32 (P,), one for each supervised token; `counts` gives the number of labels of
-    each example. `row_ids` has each example's row key, which seeds the example's random numbers,
+    `inputs` is int32 (1, T). `label_positions` int32 (P,) are the positions in the sequence that
+    predict `labels` int32 (P,), one for each supervised token; `counts` gives the number of labels
+    of each example. `row_ids` has each example's row key, which seeds the example's random numbers,
     and `owners` int32 (T,) each token's example. With `is_rounded`, the last segment is padding,
     which no token sees.
     """
 
     inputs: _Ints
     segments: tuple[Segment, ...]
-    places: _Ints
+    label_positions: _Ints
     labels: _Ints
     counts: tuple[int, ...]
     row_ids: tuple[int, ...]
@@ -112,16 +112,18 @@ class StepLengths:
 
     def only(self, chosen: Sequence[int]) -> StepLengths:
         """Return the lengths of the examples with these indices, which ascend."""
-        places = {i: place for place, i in enumerate(chosen)}
+        index_of = {i: index for index, i in enumerate(chosen)}
         order, shared, common = list[int](), list[int](), 0
         for i, before in zip(self.order, self.shared, strict=True):
             common = min(common, before)
-            if i in places:
-                order.append(places[i])
+            if i in index_of:
+                order.append(index_of[i])
                 shared.append(common)
                 common = self.forward[i]
         columns = (self.tokens, self.forward, self.supervised, self.row_ids)
-        tokens, forward, supervised, row_ids = (tuple(each[i] for i in chosen) for each in columns)
+        tokens, forward, supervised, row_ids = (
+            tuple(column[i] for i in chosen) for column in columns
+        )
         return StepLengths(tokens, forward, supervised, row_ids, tuple(order), tuple(shared))
 
 
@@ -139,7 +141,7 @@ def packed_micro_batches(
         chosen, shared = (each[start : start + AT_ONCE] for each in (lengths.order, lengths.shared))
         packer = _SequencePacker([forward[i] for i in chosen], shared[1:], max_tokens)
         for sequence in packer.least(fixed):
-            members = tuple(chosen[place] for place in sequence)
+            members = tuple(chosen[index] for index in sequence)
             tokens, longest = packer.tokens(sequence), max(forward[i] for i in members)
             added = rounding.padding(tokens, max_tokens)
             width = rounding.rounded_width(max(longest, packer.shortest(sequence) + added))
@@ -161,26 +163,26 @@ def _common_tokens(a: _Ints, b: _Ints) -> int:
 
 
 class _SequencePacker:
-    """Distributes examples over sequences. A place is an example's index in the sorted order.
+    """Distributes examples over sequences. Examples are named by their index in the sorted order.
 
-    `runs` has the length of each example, and `neighbours` the length of its common prefix with the
-    next example.
+    `lengths` has the length of each example, and `neighbours` the length of its common prefix with
+    the next example.
     """
 
     def __init__(self, lengths: list[int], neighbours: Sequence[int], max_tokens: int) -> None:
         self._lengths = lengths
         self._max_tokens = max_tokens
-        # The number of tokens that places i and j > i share, as [i][j - i - 1].
+        # The number of tokens that examples i and j > i share, as [i][j - i - 1].
         self._shared = [list(accumulate(neighbours[i:], min)) for i in range(len(lengths))]
 
     def least(self, fixed: int) -> list[list[int]]:
-        """Return the cheapest distribution: for each sequence, its places in order.
+        """Return the cheapest distribution: for each sequence, its examples in order.
 
         A sequence costs its tokens plus `fixed`. Compares the best cut of the sorted order with
         greedy fillings of as few sequences as possible, of one sequence more, and so on up to the
         number of sequences in that cut.
         """
-        options = [self._cut(fixed)]
+        options = [self._divide_in_order(fixed)]
         beyond = sum(max(length - self._max_tokens, 0) for length in self._lengths)
         fewest = -(-(self.tokens(range(len(self._lengths))) - beyond) // self._max_tokens)
         for count in range(max(fewest, 1), len(options[0]) + 1):
@@ -206,17 +208,17 @@ class _SequencePacker:
     def _common(self, i: int, j: int) -> int:
         return self._shared[i][j - i - 1]
 
-    def _added(self, sequence: Sequence[int], place: int) -> int:
-        added, at = self._lengths[place], bisect(sequence, place)
+    def _added(self, sequence: Sequence[int], index: int) -> int:
+        added, at = self._lengths[index], bisect(sequence, index)
         if at:
-            added -= self._common(sequence[at - 1], place)
+            added -= self._common(sequence[at - 1], index)
         if at < len(sequence):
-            added -= self._common(place, sequence[at])
+            added -= self._common(index, sequence[at])
         if 0 < at < len(sequence):
             added += self._common(sequence[at - 1], sequence[at])
         return added
 
-    def _cut(self, fixed: int) -> list[list[int]]:
+    def _divide_in_order(self, fixed: int) -> list[list[int]]:
         """Cut the sorted order, in which neighbours share the longest prefixes, into sequences."""
 
         def costs(start: int) -> Iterator[int]:
@@ -227,7 +229,7 @@ class _SequencePacker:
                     return
                 yield fixed + tokens
 
-        return [list(part) for part in cheapest_cut(len(self._lengths), costs)]
+        return [list(part) for part in cheapest_division(len(self._lengths), costs)]
 
     def _fill(self, count: int, *, sharing_first: bool) -> list[list[int]] | None:
         """Put each example, the longest first, into the sequence where it adds the fewest tokens.
@@ -237,19 +239,19 @@ class _SequencePacker:
         """
         sequences: list[list[int]] = [[] for _ in range(count)]
         tokens = [0] * count
-        for place in sorted(
-            range(len(self._lengths)), key=lambda place: (-self._lengths[place], place)
+        for index in sorted(
+            range(len(self._lengths)), key=lambda index: (-self._lengths[index], index)
         ):
             best: tuple[int, int, int, int] | None = None
             for number, sequence in enumerate(sequences):
-                added = self._added(sequence, place)
+                added = self._added(sequence, index)
                 if not sequence or tokens[number] + added <= self._max_tokens:
                     rank = (added if sharing_first else 0, tokens[number], number, added)
                     best = rank if best is None else min(best, rank)
             if best is None:
                 return None
             *_, number, added = best
-            insort(sequences[number], place)
+            insort(sequences[number], index)
             tokens[number] += added
         return [sequence for sequence in sequences if sequence]
 
@@ -262,7 +264,7 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
     """
     inputs: list[_Ints] = []
     owners: list[_Ints] = []
-    places: list[_Ints] = []
+    label_positions: list[_Ints] = []
     labels: list[_Ints] = []
     links: list[tuple[int, int, int]] = []
     at = np.zeros(0, dtype=np.int32)
@@ -273,13 +275,13 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
             shared = _common_tokens(_run(examples[i - 1]), _run(example))
         if length > shared:
             links.append((total, shared, int(at[shared - 1]) if shared else -1))
-        # The place in the sequence of each token of this example.
+        # The index in the sequence of each token of this example.
         at = np.append(at[:shared], np.arange(total, total + length - shared, dtype=np.int32))
         total += length - shared
         inputs.append(example.tokens[shared:length])
         owners.append(np.full(length - shared, i, dtype=np.int32))
         supervised = np.flatnonzero(example.assistant_mask[1 : length + 1])
-        places.append(at[supervised])
+        label_positions.append(at[supervised])
         labels.append(example.tokens[1:][supervised])
     segments = tuple(_segments(links, total))
     if padding:
@@ -289,7 +291,7 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
     return Pack(
         inputs=np.concatenate(inputs).astype(np.int32)[None],
         segments=segments,
-        places=np.concatenate(places),
+        label_positions=np.concatenate(label_positions),
         labels=np.concatenate(labels).astype(np.int32),
         counts=tuple(map(len, labels)),
         row_ids=tuple(example.key for example in examples),
@@ -310,13 +312,13 @@ def _behind_shortest(segments: Sequence[Segment], length: int) -> Segment:
 def _segments(links: Sequence[tuple[int, int, int]], total: int) -> Iterator[Segment]:
     """Cut a sequence where an example's own tokens start, and where another example branches off.
 
-    A link has the place where an example's own tokens start, the position of the first of them, and
-    the place of the token before it, or -1.
+    A link has the index in the sequence where an example's own tokens start, the position of the
+    first of them in the example, and the index of the token before it, or -1.
     """
     begins = {start: (position, before) for start, position, before in links}
     branches = {before + 1 for _, _, before in links if before >= 0}
     edges = sorted({*begins, *branches, total})
-    index: dict[int, int] = {}  # Maps a place to the segment that ends there.
+    index: dict[int, int] = {}  # Maps an index in the sequence to the segment that ends there.
     position = 0
     for i, (start, end) in enumerate(pairwise(edges)):
         before = start - 1

@@ -37,7 +37,7 @@ class Scaling:
 
     @property
     def speedup(self) -> float | None:
-        """An upper bound on the speedup over one machine: smaller shares are less efficient."""
+        """An upper bound on the speedup over one machine: small parts are less efficient."""
         if self.step_s is None:
             return None
         return self.step_s / (self.dearest * self.step_s + self.exchange_s)
@@ -67,7 +67,7 @@ def deal(costs: Sequence[float], workers: int) -> list[list[int]]:
     return [sorted(items) for items in dealt]
 
 
-def dearest_fraction(steps: Iterable[Sequence[float]], workers: int) -> float:
+def busiest_fraction(steps: Iterable[Sequence[float]], workers: int) -> float:
     """Return the fraction of all costs that falls on each step's most loaded worker."""
     dearest = total = 0.0
     for costs in steps:
@@ -76,6 +76,6 @@ def dearest_fraction(steps: Iterable[Sequence[float]], workers: int) -> float:
     return dearest / total if total else 1.0
 
 
-def dearest_items(costs: Sequence[float], workers: int) -> list[int]:
+def busiest_items(costs: Sequence[float], workers: int) -> list[int]:
     """Return the items of the worker whose items cost most."""
     return max(deal(costs, workers), key=lambda items: sum(costs[i] for i in items))

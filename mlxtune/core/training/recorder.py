@@ -141,10 +141,12 @@ class RunRecorder:
             yield
         except (NonFiniteLossError, OutputError, MemoryLimitError, GpuError) as error:
             saved = self.saver.latest
-            kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint was written"
+            remedy = (
+                f"the last good checkpoint is {saved}" if saved else "no checkpoint was written"
+            )
             if saved and not isinstance(error, NonFiniteLossError):
-                kept += f"; resume with {resume_command(self._folder)}"
-            raise type(error)(f"{error}; {kept}") from error
+                remedy += f"; resume with {resume_command(self._folder)}"
+            raise type(error)(f"{error}; {remedy}") from error
 
     def _is_best(self) -> bool:
         best = self.progress.best

@@ -35,12 +35,12 @@ from mlxtune.core.run.progress import Progress
 from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.run.saving import Snapshot
 from mlxtune.core.steps import order
+from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.pipeline import Pipeline, RunningStep, Step
 from mlxtune.core.training.recorder import RunRecorder
 from mlxtune.core.training.requests import RequestExchange, Requests
 from mlxtune.core.training.schedule import count_steps, make_schedule
-from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.errors import NonFiniteLossError, OutputError
 
 # A run ends after this many consecutive steps without a finite loss and gradient.
@@ -74,7 +74,7 @@ class InstructTrainer:
         should_stop: Callable[[], bool] = lambda: False,
         stop_after: int | None = None,
         profiler: StepProfiler | None = None,
-        surroundings: Surroundings | None = None,
+        surroundings: MachineMonitor | None = None,
         objective: Objective = SFT,
         cache: Path | None = None,
     ) -> None:
@@ -90,8 +90,8 @@ class InstructTrainer:
         self.steps_per_epoch, self.total_steps = count_steps(
             config, len(order.rows_of_epoch(self.train_rows, config.seed, 1))
         )
-        own = config.lr
-        self.learning_rate = pipeline.learning_rate if own is None else own
+        requested_rate = config.lr
+        self.learning_rate = pipeline.learning_rate if requested_rate is None else requested_rate
         self._schedule = make_schedule(
             config.schedule,
             peak=self.learning_rate,
@@ -106,7 +106,7 @@ class InstructTrainer:
         self._stop_after = stop_after
         self._requests = RequestExchange(pipeline.group_size)
         self._profiler = profiler
-        self._surroundings = surroundings or Surroundings()
+        self._surroundings = surroundings or MachineMonitor()
         self.progress = Progress()
         self._recorder = RunRecorder(
             pipeline,
@@ -221,7 +221,7 @@ class InstructTrainer:
                 write_json(self._folder / name, record)
         self._recorder.keep_hashes(records)
         self._recorder.start()
-        self._refer(resume)
+        self._load_reference_logps(resume)
         if resume is not None:
             self._recorder.resume(resume, self._validates_within)
         start = RunStart(
@@ -245,7 +245,7 @@ class InstructTrainer:
                 run_folder.discard_unstarted(self._folder)
             raise
 
-    def _refer(self, resume: ResumePoint | None) -> None:
+    def _load_reference_logps(self, resume: ResumePoint | None) -> None:
         """Read or compute the reference's log-probabilities for the preference rows.
 
         A new run computes them before its first step unless they are cached; a resumed run must
@@ -258,14 +258,17 @@ class InstructTrainer:
         ]
         parts = [[example for row in each for example in row] for each in rows]
         key = preference_rows.reference_key(self.pipeline.reference(), rows)
-        own, cached = self._folder / run_folder.REFERENCE, preference_rows.cached(self._cache, key)
+        stored, cached = (
+            self._folder / run_folder.REFERENCE,
+            preference_rows.cached(self._cache, key),
+        )
         examples = [example for part in parts for example in part]
         # The cache comes first: a run's folder may be untrusted, so its values are never cached.
-        known = [*cached, own] if resume is not None else cached
+        known = [*cached, stored] if resume is not None else cached
         logps = preference_rows.read_references(known, key, len(examples))
         if logps is None and resume is not None:
             raise OutputError(
-                f"{own}: is missing, damaged, or from another model or other data, and cannot be "
+                f"{stored} is missing, damaged, or from another model or other data, and cannot be "
                 "computed again, because the reference is the model before its first step: start "
                 "over with --overwrite"
             )
@@ -278,7 +281,7 @@ class InstructTrainer:
 
             logps = [float(value) for value in self.pipeline.logps(examples, evaluated)]
             preference_rows.keep(cached, key, logps)
-        preference_rows.write_references(own, key, logps)
+        preference_rows.write_references(stored, key, logps)
         count = len(parts[0])
         self.train_rows = rows[0].with_references(logps[:count])
         self.val_rows = rows[1].with_references(logps[count:])
@@ -299,11 +302,11 @@ class InstructTrainer:
         Return whether micro-batches were halved.
         """
         done = step.number - 1
-        if (demand := self._surroundings.look(done)) is None:
+        if (demand := self._surroundings.check(done)) is None:
             return False
         self._record_running_step()
         examples = self.train_rows.draw(step.row_indices)
-        halved = self._surroundings.answer(demand, self.pipeline, examples, done)
+        halved = self._surroundings.respond(demand, self.pipeline, examples, done)
         self._stop_if_asked()
         return halved
 
@@ -391,7 +394,7 @@ class InstructTrainer:
 
     def _skip(self, skipped: SkippedStep, error: NonFiniteLossError) -> None:
         self._recorder.add(skipped)
-        problem = f"{error}; its rows: {skipped.places()}"
+        problem = f"{error}; its rows: {skipped.rows_text()}"
         in_a_row = self.progress.consecutive_skips
         if self.config.on_nonfinite == "stop":
             raise NonFiniteLossError(problem) from error
@@ -424,18 +427,18 @@ class InstructTrainer:
 
     def _evaluate(self) -> tuple[InstructBatchResult, list[FileLoss]]:
         """Evaluate all validation rows; return the loss of each file too, if there are several."""
-        examples = [each for row in self.val_rows for each in row]
+        examples = [example for row in self.val_rows for example in row]
 
         def evaluated(count: int) -> None:
             self._observer.on_evaluated(count, len(examples))
             self._stop_if_asked()
 
         logps = self.pipeline.logps(examples, evaluated)
-        names, files = self.val_rows.corpus.paths, np.array([each.file for each in examples])
+        names, files = self.val_rows.corpus.paths, np.array([example.file for example in examples])
         present, losses = np.unique(files).tolist(), []
         for file in present if len(present) > 1 else ():
-            own = np.flatnonzero(files == file).tolist()
-            part = self.pipeline.measure([examples[i] for i in own], logps[own])
+            rows_of_file = np.flatnonzero(files == file).tolist()
+            part = self.pipeline.measure([examples[i] for i in rows_of_file], logps[rows_of_file])
             name = names[file] if names else f"file {file + 1}"
             losses.append(FileLoss(name, part.avg_loss, part.metrics))
         return self.pipeline.measure(examples, logps), losses
@@ -451,5 +454,7 @@ def _rows_of(
         return corpus
     if not corpus:
         raise ValueError("the corpus is empty: there is nothing to train on")
-    given = None if validation is None else Corpus.of(validation)
-    return RunRows.of(Corpus.of(corpus), given, config.val_split, config.seed, config.val_rows)
+    corpus_of_validation = None if validation is None else Corpus.of(validation)
+    return RunRows.of(
+        Corpus.of(corpus), corpus_of_validation, config.val_split, config.seed, config.val_rows
+    )

@@ -22,7 +22,7 @@ class Axis:
     high: float
     log: bool = False
 
-    def place(self, value: float) -> float:
+    def fraction(self, value: float) -> float:
         """Return the position of a value, from 0 at the low end to 1 at the high end."""
         if self.log:
             low = math.log10(self.low)

@@ -72,23 +72,23 @@ def draw(chart: Chart, number: int) -> tuple[Markup, dict[str, Any]]:
     `number` is the index of the chart on its page.
     """
     series = [each for each in map(_thinned, chart.series) if len(each.y)]
-    x_axis = Axis(0.0, max((x for each in series for x in each.x), default=0.0) or 1.0)
+    x_axis = Axis(0.0, max((x for curve in series for x in curve.x), default=0.0) or 1.0)
     y_axis = _y_axis(chart, series)
     if y_axis.log:
-        series = [_positive(each) for each in series]
+        series = [_positive(curve) for curve in series]
     html = render(
         "chart.html",
         chart=chart,
         number=number,
         curves=[
             # A line between two points would suggest values that were not measured.
-            (each, "" if _is_pair(each) else _path(each, x_axis, y_axis))
-            for each in series
+            (curve, "" if _is_pair(curve) else _path(curve, x_axis, y_axis))
+            for curve in series
         ],
         scale="logarithmic" if y_axis.log else "linear",
         legend=len(series) > 1 or chart.levels or (chart.large and (series or chart.skipped)),
-        across=lambda x: _percent(x_axis.place(x)),
-        down=lambda y: _percent(1 - y_axis.place(y)),
+        across=lambda x: _percent(x_axis.fraction(x)),
+        down=lambda y: _percent(1 - y_axis.fraction(y)),
         x_ticks=[(x, tick_label(x)) for x in x_axis.ticks(6) if x == int(x)],
         y_ticks=[(y, tick_label(y)) for y in y_axis.ticks()],
     )
@@ -96,14 +96,14 @@ def draw(chart: Chart, number: int) -> tuple[Markup, dict[str, Any]]:
         "high": x_axis.high,
         "y": [y_axis.low, y_axis.high],
         "log": y_axis.log,
-        "series": [_data(each) for each in series],
+        "series": [_data(curve) for curve in series],
     }
     return html, data
 
 
 def _y_axis(chart: Chart, series: Sequence[Series]) -> Axis:
-    values = [y for each in series for y in each.y] + list(chart.levels.values())
-    main = [y for each in series if each.draw != "faint" for y in each.y]
+    values = [y for curve in series for y in curve.y] + list(chart.levels.values())
+    main = [y for curve in series if curve.draw != "faint" for y in curve.y]
     if any(y > 0 for y in values) if chart.log else not chart.from_zero and spans_much(main):
         return log_axis(values)
     return linear_axis(values, from_zero=chart.from_zero)
@@ -144,7 +144,7 @@ def decimate(values: Sequence[float], points: int = _POINTS) -> list[int]:
 
 def _path(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     points = [
-        f"{_WIDE * x_axis.place(x):.1f} {_HIGH * (1 - y_axis.place(y)):.1f}"
+        f"{_WIDE * x_axis.fraction(x):.1f} {_HIGH * (1 - y_axis.fraction(y)):.1f}"
         for x, y in zip(series.x, series.y, strict=True)
     ]
     if len(points) == 1:

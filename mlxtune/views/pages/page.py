@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.writing import as_output_error
-from mlxtune.core.formatting import byte_size, count, duration, loss_text, signed_loss
+from mlxtune.core.formatting import byte_size, duration, loss_text, pluralise, signed_loss
 from mlxtune.errors import OutputError
 from mlxtune.views import visible
 from mlxtune.views.parts import SIGNS, STYLES, ledger_sums
@@ -66,7 +66,7 @@ class PageType:
         with as_output_error(target, option):
             if target.exists() and not self._is_own(target):
                 raise OutputError(
-                    f"{target}: is not a page of mlxtune {self.command}: choose another file "
+                    f"{target} is not a page of mlxtune {self.command}: choose another file "
                     f"with {option}"
                 )
 
@@ -96,7 +96,7 @@ def _environment(package: str) -> Environment:
     environment.filters |= {
         "answer": visible.without_template_tokens,
         "bytes": lambda size: None if size is None else byte_size(size),
-        "count": count,
+        "count": pluralise,
         "duration": lambda seconds: None if seconds is None else duration(seconds),
         "loss": loss_text,
         "multiline": _multiline,

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 import numpy as np
 
-from mlxtune.core.formatting import byte_size, count, loss_text
+from mlxtune.core.formatting import byte_size, loss_text, pluralise
 from mlxtune.core.run.extension import extensions_of
 from mlxtune.core.run.stored_run import Run, number
 from mlxtune.core.run.summary import RunView
@@ -50,13 +50,13 @@ def _measures(views: Sequence[RunView]) -> tuple[_StepMeasure, ...]:
     return (
         _StepMeasure("Learning rate", "", "lr", rate, from_zero=True),
         _StepMeasure("Gradient norm", "before clipping", "grad", norm, averaged=True),
-        _StepMeasure("Speed", "tokens a second", "speed", _speeds, averaged=True, from_zero=True),
+        _StepMeasure("Speed", "tokens per second", "speed", _speeds, averaged=True, from_zero=True),
         _StepMeasure("Memory", at_peak, "memory", memory, from_zero=True),
     )
 
 
 def charts_of(run: Run, view: RunView) -> list[Chart]:
-    rewards = [_rewards_chart(run)] if any(each.metrics for each in run.progress.steps[:1]) else []
+    rewards = [_rewards_chart(run)] if any(step.metrics for step in run.progress.steps[:1]) else []
     charts = (_chart(run, view, each) for each in _measures([view]))
     return [loss_chart(run, view), *rewards, *charts]
 
@@ -118,7 +118,7 @@ def loss_chart(run: Run, view: RunView) -> Chart:
     steps, losses = run.column("step"), run.column("loss")
     both = pairwise(zip(steps, run.column("epoch"), strict=True))
     ends = [step for (step, epoch), (_, following) in both if epoch != following]
-    description = f"Loss over {count(view.step, 'step')}"
+    description = f"Loss over {pluralise(view.step, 'step')}"
     if losses:
         description += (
             f": training {loss_text(losses[0])} at first, {loss_text(losses[-1])} at last"
@@ -157,12 +157,12 @@ def comparison_charts(runs: Sequence[Run], views: Sequence[RunView]) -> list[Cha
                 measure.title,
                 f"{measure.unit}, averaged" if measure.averaged else measure.unit,
                 [
-                    Series(name, style, run.column("step"), values, run=place)
-                    for (name, style, run, place), values in zip(
+                    Series(name, style, run.column("step"), values, run=index)
+                    for (name, style, run, index), values in zip(
                         named, _within_sight(curves) if wide else curves, strict=True
                     )
                 ],
-                f"{measure.title} of {count(len(runs), 'run')}, step by step",
+                f"{measure.title} of {pluralise(len(runs), 'run')}, step by step",
                 from_zero=measure.from_zero and not wide,
                 large=measure is loss,
                 log=wide,
@@ -186,29 +186,32 @@ def _smoothed(measure: _StepMeasure, run: Run) -> Sequence[float]:
     return smooth(values) if measure.averaged else values
 
 
-def style_of(place: int) -> str:
+def style_of(index: int) -> str:
     """Return the CSS classes for the colour and dash pattern of the nth run on the page."""
-    dashes = place // COLOURS % _DASHES
-    return f"c{place % COLOURS}" + (f" d{dashes}" if dashes else "")
+    dashes = index // COLOURS % _DASHES
+    return f"c{index % COLOURS}" + (f" d{dashes}" if dashes else "")
 
 
-def _validation(name: str, style: str, run: Run, place: int | None = None) -> Series:
+def _validation(name: str, style: str, run: Run, index: int | None = None) -> Series:
     validations = run.progress.validations
-    steps, losses = [each.step for each in validations], [each.val_loss for each in validations]
-    return Series(name, style, steps, losses, "points", place)
+    steps, losses = (
+        [validation.step for validation in validations],
+        [validation.val_loss for validation in validations],
+    )
+    return Series(name, style, steps, losses, "points", index)
 
 
 def _validation_by_file(run: Run) -> list[Series]:
     """Return a curve of the validation loss for each file, if there are several files."""
     points: dict[str, tuple[list[float], list[float]]] = {}
-    for each in run.progress.validations:
-        for file in each.files:
+    for validation in run.progress.validations:
+        for file in validation.files:
             x, y = points.setdefault(file.path, ([], []))
-            x.append(each.step)
+            x.append(validation.step)
             y.append(file.val_loss)
     return [
-        Series(f"validation, {PurePath(path).name}", style_of(place + 1), x, y, "points")
-        for place, (path, (x, y)) in enumerate(points.items())
+        Series(f"validation, {PurePath(path).name}", style_of(index + 1), x, y, "points")
+        for index, (path, (x, y)) in enumerate(points.items())
     ]
 
 
@@ -260,6 +263,6 @@ def _describe(name: str, values: Sequence[float]) -> str:
 
 
 def _speeds(run: Run) -> list[float]:
-    """Return each step's speed in tokens a second, NaN if no time was measured."""
+    """Return each step's speed in tokens per second, NaN if no time was measured."""
     pairs = zip(run.column("tokens"), run.column("seconds"), strict=True)
     return [tokens / seconds if seconds > 0 else math.nan for tokens, seconds in pairs]

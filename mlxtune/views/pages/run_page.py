@@ -10,9 +10,9 @@ from markupsafe import Markup
 
 from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.files.writing import write_file
-from mlxtune.core.formatting import count, join_few, loss_text, minute_of, signed_loss
+from mlxtune.core.formatting import join_few, loss_text, minute_of, pluralise, signed_loss
 from mlxtune.core.run.run_folder import REPORT
-from mlxtune.core.run.stored_run import Run, mapping, number, read_run, text
+from mlxtune.core.run.stored_run import Run, get_mapping, get_str, number, read_run
 from mlxtune.core.run.summary import (
     RunView,
     Verdict,
@@ -81,7 +81,7 @@ def _chart_context(charts: Sequence[Chart]) -> dict[str, Any]:
 
 
 def _run_context(run: Run, view: RunView) -> dict[str, Any]:
-    plan, options = mapping(run.about, "plan"), option_texts(run)
+    plan, options = get_mapping(run.about, "plan"), option_texts(run)
     parts = ("weights", "optimizer", "activations", "head")
     return {
         "run": run,
@@ -90,10 +90,10 @@ def _run_context(run: Run, view: RunView) -> dict[str, Any]:
         "header": _settings(run, view),
         "epochs": run.progress.epochs[-_MOST_EPOCHS:],
         "skipped": [
-            (each.step, each.reason, join_few(each.rows, _MOST_ROWS))
-            for each in run.progress.skipped[:_MOST_SKIPPED]
+            (step.step, step.reason, join_few(step.rows, _MOST_ROWS))
+            for step in run.progress.skipped[:_MOST_SKIPPED]
         ],
-        "planned": predicted_fractions(run),
+        "predicted": predicted_fractions(run),
         "measured": measured_fractions(run),
         "memory_limit": number(plan, "memory", "limit"),
         "recompute": plan.get("grad_checkpoint") is True,
@@ -101,9 +101,9 @@ def _run_context(run: Run, view: RunView) -> dict[str, Any]:
         "ledgers": [ledger.as_dict() for ledger in run.ledgers],
         "lengths": _lengths(run),
         "changed": [
-            (flag, own, default) for flag, (own, default, differ) in options.items() if differ
+            (flag, value, default) for flag, (value, default, differ) in options.items() if differ
         ],
-        "defaults": [(flag, own) for flag, (own, _, differ) in options.items() if not differ],
+        "defaults": [(flag, value) for flag, (value, _, differ) in options.items() if not differ],
         "origin": _origin(run, view),
         **_chart_context(charts_of(run, view)),
         **evaluation_context(run, view),
@@ -117,17 +117,17 @@ def _settings(run: Run, view: RunView) -> dict[str, str]:
         lora += f" on {option_text(config.get('targets', ''))}"
     return {
         "Run": view.name,
-        "Model": text(config, "model_path"),
+        "Model": get_str(config, "model_path"),
         "Data": ", ".join(view.data),
         "LoRA": lora,
         "Learning rate": option_text(config["lr"]) if "lr" in config else "",
-        "Device": text(run.about, "device"),
+        "Device": get_str(run.about, "device"),
         "Started": minute_of(view.started),
     }
 
 
 def evaluation_context(run: Run, view: RunView) -> dict[str, Any]:
-    model = text(run.config, "model_path") or "MODEL"
+    model = get_str(run.config, "model_path") or "MODEL"
     objective = "" if view.objective == "sft" else f"--objective {view.objective} "
     return {
         "evaluation": run.evaluation,
@@ -156,7 +156,7 @@ def _figures(evaluation: Evaluation) -> dict[str, str]:
             **figures,
         }
     if generated := evaluation.generated:
-        answers, match = count(generated.rows, "answer"), generated.exact_match
+        answers, match = pluralise(generated.rows, "answer"), generated.exact_match
         figures[f"of {answers} exact before"] = f"{match.base:,}"
         if match.adapted is not None:
             figures[f"of {answers} exact after"] = f"{match.adapted:,}"
@@ -165,7 +165,7 @@ def _figures(evaluation: Evaluation) -> dict[str, str]:
 
 def _lengths(run: Run) -> dict[str, Any] | None:
     """Return statistics of the tokens per example; None if the run recorded none."""
-    recorded = mapping(run.about, "lengths")
+    recorded = get_mapping(run.about, "lengths")
     lengths = {
         name: {key: number(recorded, name, key) for key in ("p50", "p95", "max", "mean", "total")}
         for name in ("tokens", "supervised")
@@ -179,15 +179,15 @@ def _origin(run: Run, view: RunView) -> list[tuple[str, str]]:
         ("run", str(run.folder)),
         ("adapter", view.adapter),
         ("adapter's SHA-256", view.sha256),
-        ("base model", text(run.about, "model", "description")),
-        ("base model's hash", text(run.metadata, "base_hash")),
-        ("data's hash", text(run.about, "data_hash")),
-        ("LoRA", text(run.about, "lora", "description")),
-        ("template", text(run.about, "template")),
-        ("device", text(run.about, "device")),
+        ("base model", get_str(run.about, "model", "description")),
+        ("base model's hash", get_str(run.metadata, "base_hash")),
+        ("data's hash", get_str(run.about, "data_hash")),
+        ("LoRA", get_str(run.about, "lora", "description")),
+        ("template", get_str(run.about, "template")),
+        ("device", get_str(run.about, "device")),
         ("checkpoints", ", ".join(run.checkpoints)),
     ]
-    pairs += [(name, str(version)) for name, version in mapping(run.about, "versions").items()]
+    pairs += [(name, str(version)) for name, version in get_mapping(run.about, "versions").items()]
     return [(name, value) for name, value in pairs if value]
 
 
@@ -197,7 +197,7 @@ def _origin(run: Run, view: RunView) -> list[tuple[str, str]]:
 def _comparison_context(runs: Sequence[Run], views: Sequence[RunView]) -> dict[str, Any]:
     comparable = validated_alike(runs)
     losses = [view.best_val_loss for view in views if view.best_val_loss is not None and comparable]
-    styles = [style_of(place) for place in range(len(runs))]
+    styles = [style_of(index) for index in range(len(runs))]
     return {
         "views": views,
         "styles": styles,
@@ -226,8 +226,8 @@ def _judgement(run: Run) -> tuple[str, str]:
 
 def comparison_headline(views: Sequence[RunView], comparable: bool) -> str:
     """Return a headline, which names the best run if all were validated on the same rows."""
-    validated = [each for each in views if each.best_val_loss is not None]
-    runs = count(len(views), "run")
+    validated = [view for view in views if view.best_val_loss is not None]
+    runs = pluralise(len(views), "run")
     if not validated:
         return f"{runs} side by side"
     if not comparable:

@@ -53,9 +53,9 @@
   const current = () => shown || document.querySelector("[data-run-key]")?.dataset.runKey;
 
   document.addEventListener("click", (event) => {
-    const { view, stop, hush } = event.target.closest("button")?.dataset || {};
+    const { view, stop, cancel } = event.target.closest("button")?.dataset || {};
     if (view !== undefined) { follow(view); scrollTo(0, 0); }
-    if (hush !== undefined) post("hush", {});
+    if (cancel !== undefined) post("cancel", {});
     if (stop !== undefined) { confirm.dataset.run = stop; confirm.showModal(); }
   });
   byId("cancel").addEventListener("click", () => confirm.close());

@@ -44,7 +44,7 @@ def test_file_replaced_by_tensors_of_the_same_shapes_is_read(tmp_path: Path) -> 
     write(adapter.path, rank=2, value=7.0)
 
     assert adapter.header is header
-    assert all((np.array(each) == 7.0).all() for each in adapter.read_tensors().values())
+    assert all((np.array(tensor) == 7.0).all() for tensor in adapter.read_tensors().values())
 
 
 def test_removed_file_is_an_error(tmp_path: Path) -> None:

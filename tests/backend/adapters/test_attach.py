@@ -38,7 +38,7 @@ def logits(model: object) -> np.ndarray:
     return np.array(model(mx.array(TOKENS)))  # type: ignore[operator]
 
 
-def test_adapted_model_is_what_mlx_lm_loads(trained: tuple[Path, Path]) -> None:
+def test_adapted_model_matches_mlx_lm(trained: tuple[Path, Path]) -> None:
     from mlx_lm.utils import load
 
     model, adapter = trained
@@ -48,7 +48,7 @@ def test_adapted_model_is_what_mlx_lm_loads(trained: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["gpt_oss", slow("qwen3_5_moe"), "qwen3_moe"])
-def test_adapter_of_experts_is_what_mlx_lm_loads(tmp_path: Path, architecture: str) -> None:
+def test_expert_adapter_loads_in_mlx_lm(tmp_path: Path, architecture: str) -> None:
     from mlx_lm.utils import load
 
     model = write_model(tmp_path / "model", architecture, **EXPERTS[architecture])
@@ -68,7 +68,7 @@ def test_adapter_of_experts_is_what_mlx_lm_loads(tmp_path: Path, architecture: s
     assert np.abs(logits(theirs) - logits(plain.model)).max() > 0.01
 
 
-def test_adapter_is_taken_off_and_put_back(trained: tuple[Path, Path]) -> None:
+def test_adapter_is_removed_and_reattached(trained: tuple[Path, Path]) -> None:
     model, adapter = trained
     plain = logits(load_base(model, "float32").model)
     adapted = load_adapted(load_base(model, "float32"), AdapterFile.find(str(adapter)))
@@ -102,7 +102,7 @@ def test_adapter_may_be_links_as_in_the_cache_of_hugging_face(
         ({"lora_parameters": {"rank": 8.5, "scale": 2.0}}, "has no valid rank and scale"),
     ],
 )
-def test_config_that_says_nothing_is_an_error(
+def test_empty_config_is_an_error(
     trained: tuple[Path, Path], tmp_path: Path, change: dict[str, object], said: str
 ) -> None:
     model, adapter = trained
@@ -114,7 +114,7 @@ def test_config_that_says_nothing_is_an_error(
 
 
 @pytest.mark.parametrize("rank", [4, 10**6, 10**400])
-def test_rank_that_is_not_that_of_the_tensors_makes_nothing_of_that_size(
+def test_rank_that_differs_from_the_tensors_allocates_nothing(
     trained: tuple[Path, Path], tmp_path: Path, rank: int
 ) -> None:
     model, adapter = trained

@@ -39,7 +39,7 @@ def compared(difference: float) -> Comparison:
     return comparison
 
 
-def test_difference_and_divergence_are_those_of_the_formula() -> None:
+def test_difference_and_divergence_match_the_formula() -> None:
     rng = np.random.default_rng(1)
     trained, written = rng.standard_normal((2, 5, 9)).astype(np.float32)
     found = Comparison()
@@ -52,13 +52,13 @@ def test_difference_and_divergence_are_those_of_the_formula() -> None:
     assert (found.prompts, found.tokens, found.same, found.generated) == (2, 10, same + 2, 4)
 
 
-def test_rounding_that_may_hide_the_adapter_is_said() -> None:
+def test_rounding_that_may_hide_the_adapter_is_reported() -> None:
     sure, coarse = (replace(certificate(compared(0)), effect=effect) for effect in (1.0, 1e-6))
     assert not any("may hide" in line for line in sure.lines())
     assert "logits alone prove little: --dtype float32" in " ".join(coarse.lines())
 
 
-def test_what_rounding_explains_passes_and_more_does_not() -> None:
+def test_differences_beyond_rounding_fail() -> None:
     assert not certificate(compared(0.9e-3)).problems
     failed = certificate(compared(1.2e-3))
     assert failed.problems

@@ -97,9 +97,7 @@ def test_equal_adapters_are_equal_bytes(make_pipeline: MakePipeline, tmp_path: P
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
-def test_what_was_saved_is_read_back_bit_for_bit(
-    make_pipeline: MakePipeline, tmp_path: Path
-) -> None:
+def test_saved_state_is_read_back_bit_for_bit(make_pipeline: MakePipeline, tmp_path: Path) -> None:
     pipeline = make_pipeline("qwen3")
     saved = dict(tree_flatten(pipeline.model.trainable_parameters()))
     pipeline.snapshot()(tmp_path)
@@ -132,9 +130,7 @@ def test_broken_adapter_file_is_an_error(make_pipeline: MakePipeline, tmp_path: 
         pipeline.load(tmp_path)
 
 
-def test_adapter_that_cannot_be_written_leaves_nothing_behind(
-    make_pipeline: MakePipeline, tmp_path: Path
-) -> None:
+def test_failed_adapter_write_leaves_no_files(make_pipeline: MakePipeline, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
         make_pipeline("qwen3").write(tmp_path / "file" / "adapters.safetensors")

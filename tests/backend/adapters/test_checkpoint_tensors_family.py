@@ -123,7 +123,7 @@ def test_adapters_that_mlx_lm_trained_are_loaded(
     assert near(adapted.model(TOKENS), model(TOKENS))
 
 
-def test_what_is_no_lora_of_a_projection_is_named(folder: Path, tmp_path: Path) -> None:
+def test_tensor_outside_lora_is_named(folder: Path, tmp_path: Path) -> None:
     said = {"num_layers": 2, "lora_parameters": {"rank": 4, "scale": 2.0, "dropout": 0.0}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(said))
     pair = {"lora_a": np.zeros((320, 4), "f4"), "lora_b": np.zeros((4, 64), "f4")}
@@ -228,7 +228,7 @@ def test_pissa_takes_the_largest_singular_vectors_of_the_dequantised_weight(fold
         np.testing.assert_allclose(sizes_of_a, np.sqrt(s[:4] / 2), rtol=1e-5)
 
 
-def test_rank_above_that_of_a_weight_is_an_error_of_pissa(folder: Path) -> None:
+def test_pissa_rank_above_the_weights_rank_is_an_error(folder: Path) -> None:
     config = InstructConfig(lora_rank=40, init="pissa", targets=("v_proj",))
     with pytest.raises(
         ModelError, match=r"v_proj has only 32 singular vectors, fewer than its rank of 40"
@@ -244,7 +244,7 @@ def test_target_rank_of_no_target_is_an_error(folder: Path) -> None:
         InstructPipeline(load_base(folder, "float32").model, config)
 
 
-def test_summary_says_what_is_used(folder: Path) -> None:
+def test_summary_lists_what_is_used(folder: Path) -> None:
     said = trained(folder, **FAMILY["DoRA with ranks"]).lora.describe()
     assert "rank 4 (v_proj 5), alpha 8 (scale 4 = alpha / √rank)" in said
     assert said.endswith("; DoRA; B learns 4 times as fast as A")

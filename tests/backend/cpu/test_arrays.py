@@ -40,7 +40,7 @@ def test_work_that_is_shared_is_not_shared_again(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_fails_in_a_part_is_raised(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+def test_failure_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     monkeypatch.setattr(arrays, "THREADS", 2)
 
     def work(part: int, start: int, end: int) -> None:

@@ -26,7 +26,7 @@ def test_recomputing_keeps_inputs_alone() -> None:
     assert peak.activations == 4 * 100 * (2 * 10 + (2 * 100 + 10 + 3 * (30 + 10)))
 
 
-def test_what_numpy_holds_in_attention_is_counted_up_to_a_block() -> None:
+def test_numpy_memory_in_attention_is_counted_up_to_a_block() -> None:
     attends = shapes(heads=2, head_size=16, vocab=1)
     for width, scores in ((100, 2 * 128 * 100), (10_000, 1 << 21)):
         load = BatchLoad.single(width, 1)

@@ -7,7 +7,7 @@ import numpy as np
 from mlxtune.backend.cpu import numba_kernels
 
 
-def test_what_is_masked_weighs_nothing_at_all() -> None:
+def test_masked_entries_have_no_weight() -> None:
     """Tiny weights would be subnormal numbers, which make products ten times as slow."""
     lowest = np.finfo(np.float32).min
     scores = np.array([[0, 1, -60, -200, lowest]] * 2, np.float32)

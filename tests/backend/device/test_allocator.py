@@ -160,7 +160,7 @@ def test_cache_is_cleared_under_pressure_only(
     assert len(calls) == cleared
 
 
-def test_peak_stays_the_highest_when_it_is_judged_anew() -> None:
+def test_peak_stays_the_highest_after_a_reset() -> None:
     allocator.set_limits(2)
     mx.eval(mx.zeros(3_000_000))
     # A GPU frees an array only once it has reported its work as done.
@@ -188,7 +188,7 @@ def use() -> None:
     mx.eval(mx.ones(SIZE // 4) + 1)
 
 
-def test_peak_is_that_since_the_reset() -> None:
+def test_peak_counts_since_the_reset() -> None:
     use()
     allocator.forget_peak()
     before = allocator.peak_bytes()
@@ -198,7 +198,7 @@ def test_peak_is_that_since_the_reset() -> None:
     assert allocator.peak_bytes() < before + SIZE
 
 
-def test_peak_is_kept_when_a_step_has_it_judged_anew() -> None:
+def test_peak_is_kept_when_a_step_resets_it() -> None:
     allocator.forget_peak()
     use()
     peak = allocator.peak_bytes()

@@ -156,7 +156,7 @@ class _Pair(nn.Module):  # type: ignore[misc]
 
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("how", [Execution(MLX), Execution(CPU)], ids=["mlx", "cpu"])
-def test_model_whose_trunk_is_not_found_splits_behind_the_last_norm_or_runs_whole(
+def test_model_without_a_known_trunk_splits_after_the_last_norm_or_runs_whole(
     how: Execution, norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not norm:
@@ -173,7 +173,7 @@ def test_model_whose_trunk_is_not_found_splits_behind_the_last_norm_or_runs_whol
     assert_same(computed(odd, fixed_step()), computed(fresh(model_folder("qwen3")), fixed_step()))
 
 
-def test_head_is_run_on_supervised_positions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_runs_only_on_supervised_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = pipeline("gemma2", Execution(MLX, loss_chunk=5), tokens=10_000)
     counts: list[int] = []
     plain = TrunkAndHead.logits
@@ -232,7 +232,7 @@ def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_model_packs_whichever_kernels_short_texts_run(
+def test_model_packs_with_any_kernels_for_short_texts(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = (("num_attention_heads", 14), ("num_key_value_heads", 2), ("head_dim", 8))

@@ -166,7 +166,7 @@ def test_layers_keep_the_parameters_they_were_given() -> None:
     mx.grad(loss)(stack.trainable_parameters())
 
 
-def test_error_ends_the_running() -> None:
+def test_error_stops_the_runner() -> None:
     stack = Stack(True)
     layerwise = Layerwise(stack, DropoutKeys(), KernelLayers(keep_products=False))
     with pytest.raises(RuntimeError, match="stop"), layerwise.running():
@@ -255,7 +255,7 @@ def products(recompute: bool, tmp_path: Path) -> int:
     how = Execution(MLX, recompute=recompute)
     made = fresh(model_folder("qwen3"), how, 10_000, dropout=0.3)
     made.model.train()
-    batch = next(batch for _, batch in made._engine.batches.of(fixed_step()))
+    batch = next(batch for _, batch in made._engine.batches.iterate(fixed_step()))
     inputs = made._engine.inputs(batch, 1)
     given = (made.forward.trained.values(), inputs, mx.array(1.0))
     mx.eval(given, inputs.arrays)
@@ -304,7 +304,9 @@ def test_recomputing_keeps_the_input_of_a_layer_and_no_more(tmp_path: Path) -> N
         mx.reset_peak_memory()
         pipeline.train_batch(step)
         # Subtract two moments, the gradients and the new parameters.
-        held.append(mx.get_peak_memory() - before - 4 * sum(each.nbytes for each in parameters))
+        held.append(
+            mx.get_peak_memory() - before - 4 * sum(parameter.nbytes for parameter in parameters)
+        )
     # With eight layers, more operations may be queued than with two.
     queued = in_flight(shapes, BatchLoad(2, 256, 512, 512))
     assert held[1] - held[0] < 6 * 1.5 * 4 * 512 * 128 + queued

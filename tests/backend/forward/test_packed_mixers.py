@@ -59,7 +59,7 @@ def test_hidden_states_of_a_sequence_equal_each_examples(architecture: str, tmp_
 
 @pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
 @pytest.mark.parametrize("prefix", [70, slow(0)])
-def test_gated_delta_rule_starts_anew_with_each_example(
+def test_gated_delta_rule_restarts_with_each_example(
     prefix: int, operations: Operations, tmp_path: Any
 ) -> None:
     """Examples are longer than a chunk, with and without a shared prefix."""
@@ -93,7 +93,7 @@ def test_examples_of_a_sequence_compute_as_if_alone(
     examples += family(3, [], [9], rng, one_row=False)
     fast, plain = fresh(folder, Execution(operations), 10_000), fresh(folder)
     assert fast.forward.execution.packs
-    found, alone = computed(fast, examples), [computed(plain, [each]) for each in examples]
+    found, alone = computed(fast, examples), [computed(plain, [example]) for example in examples]
     assert found.forward_tokens == 20 + 2 + 4 + 8
     shares = [each.tokens / found.tokens for each in alone]
     loss = sum(share * each.loss for share, each in zip(shares, alone, strict=True))

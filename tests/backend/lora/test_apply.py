@@ -79,7 +79,7 @@ def test_dropout_zeroes_its_fraction_and_scales_the_rest() -> None:
     assert not np.array_equal(dropped[0, 0], dropped[0, 1])
 
 
-def test_dropout_of_a_row_is_the_same_beside_other_rows_and_padding() -> None:
+def test_dropout_of_a_row_ignores_other_rows_and_padding() -> None:
     layer = lora_linear(nn.Linear(32, 4), dropout=0.5)
     layer._dropout_keys.keys = step_keys(0, 1, (7,))
     alone = layer._drop(mx.ones((1, 5, 32)))
@@ -140,7 +140,7 @@ def test_num_layers_takes_the_last_layers(make_pipeline: MakePipeline) -> None:
         make_pipeline("gemma3_text", num_layers=9)
 
 
-def test_matrices_of_a_projection_depend_on_the_seed_and_its_name_alone(
+def test_projection_matrices_depend_only_on_seed_and_name(
     make_pipeline: MakePipeline,
 ) -> None:
     name = "model.layers.1.self_attn.v_proj.lora_a"
@@ -191,7 +191,7 @@ def test_target_of_experts_and_others_is_reported_by_name_and_count(
     assert line.count(".gate_proj in ") == 1 + len(others)
 
 
-def test_experts_left_untrained_beside_their_dense_namesake_are_a_warning(tmp_path: Path) -> None:
+def test_untrained_experts_with_a_dense_namesake_are_a_warning(tmp_path: Path) -> None:
     write_model(tmp_path, "deepseek_v3", **EXPERTS["deepseek_v3"])
 
     def warnings(*targets: str) -> list[str]:
@@ -214,4 +214,4 @@ def test_experts_that_are_most_of_the_adapter_are_a_warning(tmp_path: Path) -> N
     assert lora.trainable_parameters == experts + rest
     (warning,) = lora.warnings()
     assert warning.startswith(f"{experts / (experts + rest):.0%} of the adapter's 3,072 parameters")
-    assert warning.endswith("or give a lower --target-rank to mlp.switch_mlp.down_proj")
+    assert warning.endswith("or set a lower --target-rank to mlp.switch_mlp.down_proj")

@@ -42,7 +42,7 @@ def function(layer: nn.Module, chosen: mx.array, **options: Any) -> Any:
 
 @pytest.mark.parametrize("for_each", [1, 2], ids=["a token's experts", "each expert"])
 @pytest.mark.parametrize("bits", [None, 4])
-def test_unsorted_experts_are_those_of_mlx_lm(for_each: int, bits: int | None) -> None:
+def test_unsorted_experts_match_mlx_lm(for_each: int, bits: int | None) -> None:
     ours, theirs = layers(bits)
     # Some experts get no tokens, so their gradients are zero.
     chosen = indices(7, 2, EXPERTS) // 2
@@ -50,7 +50,7 @@ def test_unsorted_experts_are_those_of_mlx_lm(for_each: int, bits: int | None) -
     assert_same_function(function(ours, chosen), function(theirs, chosen), *given, tolerance=1e-5)
 
 
-def test_sorted_experts_are_those_of_mlx_lm() -> None:
+def test_sorted_experts_match_mlx_lm() -> None:
     ours, theirs = layers()
     chosen = mx.array([0, 0, 1, 3, 3, 3, 4], mx.uint32)
     given = (random(7, 1, IN), ours.lora_a, ours.lora_b)

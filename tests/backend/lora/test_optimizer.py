@@ -63,7 +63,7 @@ def reference(
     return x
 
 
-def test_b_and_sizes_learn_faster_by_the_ratio(tmp_path: Path) -> None:
+def test_b_and_magnitudes_learn_at_the_higher_rate(tmp_path: Path) -> None:
     rate, ratio, decay = 1e-3, 16.0, 0.5
     made = pipeline(
         write_model(tmp_path, "qwen3"),

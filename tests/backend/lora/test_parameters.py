@@ -20,7 +20,7 @@ def model() -> nn.Module:
     return made
 
 
-def test_parameters_are_those_that_are_not_frozen_in_the_order_of_the_model(
+def test_parameters_are_the_unfrozen_ones_in_model_order(
     model: nn.Module,
 ) -> None:
     found = TrainedParameters(model).values()

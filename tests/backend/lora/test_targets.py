@@ -68,7 +68,7 @@ def test_router_trains_if_it_is_named(tmp_path: Path) -> None:
         (("all-linear",), {}, r"all-linear \(did you mean all\?\)"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_weights_are_read(
+def test_untrainable_model_is_refused_before_weights_are_read(
     tmp_path: Path, targets: tuple[str, ...], options: dict[str, Any], message: str
 ) -> None:
     model = opened(tmp_path, "qwen3_moe")

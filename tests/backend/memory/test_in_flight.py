@@ -23,7 +23,7 @@ from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import BatchLoad, ModelShapes, load_of
 from mlxtune.core.steps.pack import StepLengths
 from mlxtune.session.dataset import Reader, load_dataset
-from mlxtune.session.planning import first_epoch
+from mlxtune.session.memory_planning import first_epoch
 from tests.backend.queued import queued
 from tests.long.memory_table import MODELS, holes_allowed, on_a_gpu, write_headers
 from tests.models import write_model

@@ -116,7 +116,7 @@ def test_peak_is_beyond_what_is_in_use_and_earlier_peaks_stay() -> None:
 
 
 @pytest.mark.skipif(not on_cpu(), reason="numpy computes for steps on the CPU only")
-def test_what_numpy_holds_beside_mlx_is_counted(tmp_path: Path) -> None:
+def test_numpy_memory_is_counted(tmp_path: Path) -> None:
     pipeline, shapes = started(tmp_path / "model", CPU, **WIDE)
     mask = np.ones(1025, dtype=np.uint8)
     step = [Example(1, np.arange(1025, dtype=np.int32) % 9, mask)]

@@ -58,7 +58,7 @@ TRAINED += [(("q_proj", "v_proj"), 4)]
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
 @pytest.mark.parametrize(("targets", "quantize"), TRAINED)
-def test_shapes_are_those_of_the_model_once_loaded(
+def test_shapes_match_the_loaded_model(
     tmp_path: Path, architecture: str, targets: tuple[str, ...], quantize: int | None
 ) -> None:
     folder = write_model(tmp_path / "model", architecture, dtype="bfloat16", quantize=quantize)
@@ -99,7 +99,7 @@ def test_trained_parameters_of_the_family_are_counted(
     assert shapes.weights == plain + (4 * trained if "init" in member else 0)
 
 
-def test_what_experts_gather_counts_in_a_layer(tmp_path: Path) -> None:
+def test_gathered_inputs_of_experts_count_in_a_layer(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "qwen3_moe", **EXPERTS["qwen3_moe"])
     shapes = model_shapes(open_base(folder, "float32"), InstructConfig(), KernelMemory())
     # Each token runs two experts, whose inputs are 64, 64 and 32 wide.
@@ -162,7 +162,7 @@ def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[
     elsewhere = mx.get_active_memory()
     read_weights(base)
     pipeline = InstructPipeline(base.model, config, execution=how)
-    (group,) = [group for group, _ in pipeline._engine.batches.of(step)]
+    (group,) = [group for group, _ in pipeline._engine.batches.iterate(step)]
     found = measure(pipeline, shapes, [how.recompute])
     load = load_of(group, StepLengths.of(step))
     release()

@@ -41,8 +41,8 @@ def test_functions_of_several_arrays_give_several() -> None:
 
     both = differentiable(forward, backward)
     values, gradients = mx.vjp(both, [mx.array(2.0), mx.array(3.0)], [mx.array(5.0), mx.array(7.0)])
-    assert [each.item() for each in values] == [5.0, 6.0]
-    assert [each.item() for each in gradients] == [5.0, 7.0]
+    assert [value.item() for value in values] == [5.0, 6.0]
+    assert [gradient.item() for gradient in gradients] == [5.0, 7.0]
 
 
 def test_custom_gradients_are_cut_out_of_a_graph_to_export() -> None:

@@ -15,13 +15,13 @@ PLACES = np.array([1, 3, 3, 0, 3, 5])
 # Rows of 16 bits that fill words of 64 bits, and rows that do not.
 @pytest.mark.parametrize("width", [8, 3])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-def test_chosen_rows_and_their_gradient_are_those_of_indexing(dtype: mx.Dtype, width: int) -> None:
+def test_gathered_rows_and_gradient_match_indexing(dtype: mx.Dtype, width: int) -> None:
     array = mx.random.normal((6, width), key=mx.random.key(0)).astype(dtype)
     # Sums of these are exact, in any order.
     cotangent = mx.round(8 * mx.random.normal((6, width), key=mx.random.key(1))).astype(dtype)
     chosen = Gather(PLACES, 6)
     for _ in range(2):
-        found = mx.vjp(chosen.of, [array], [cotangent])
+        found = mx.vjp(chosen.gather, [array], [cotangent])
         expected = mx.vjp(lambda x: x[mx.array(PLACES)], [array], [cotangent])
         for one, other in zip(found, expected, strict=True):
             assert one[0].dtype == dtype
@@ -38,5 +38,5 @@ def test_gradient_takes_two_launches_if_no_row_is_chosen_twice() -> None:
     array, cotangent = mx.ones((6, 8)), mx.ones((3, 8))
     mx.eval(array, cotangent)
     chosen = Gather(PLACES[:2], 6)
-    (gradient,) = mx.vjp(chosen.of, [array], [cotangent[:2]])[1]
+    (gradient,) = mx.vjp(chosen.gather, [array], [cotangent[:2]])[1]
     assert dict(launches(gradient)) == {"Gather": 1, "Select": 1}

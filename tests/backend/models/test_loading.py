@@ -121,7 +121,9 @@ def test_repository_name_is_downloaded_with_or_without_weights(
     asked: list[tuple[str, bool]] = []
 
     def download(name: str, allow_patterns: list[str]) -> Path:
-        asked.append((name, any("safetensors" in each for each in allow_patterns)))
+        asked.append(
+            (name, any("safetensors" in allow_pattern for allow_pattern in allow_patterns))
+        )
         return tmp_path
 
     monkeypatch.setattr(mlx_lm_utils, "snapshot_download", download)
@@ -143,14 +145,12 @@ def test_truncated_weights_are_an_error_that_names_the_folder(tmp_path: Path) ->
     folder = write_model(tmp_path / "model", "llama")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match=r"model.safetensors: cannot be read"):
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read"):
         load_base(folder, "auto")
 
 
 @pytest.mark.parametrize("kind", LANGUAGE_PARTS)
-def test_of_a_model_of_text_and_images_the_language_part_trains_and_the_rest_is_passed_over(
-    tmp_path: Path, kind: str
-) -> None:
+def test_only_the_language_part_of_a_multimodal_model_trains(tmp_path: Path, kind: str) -> None:
     write_model(tmp_path, kind, text_config={**SHAPE, **LANGUAGE_PARTS[kind]}, vision_config={})
     assert "passed over" not in loading.open_base(tmp_path, "auto").describe()
     file = str(tmp_path / "model.safetensors")

@@ -142,8 +142,8 @@ ODD = ("deepseek_v3", "gemma4_text", "granitemoehybrid", "llama4", "qwen3_5_moe"
 @pytest.mark.parametrize(
     "architecture",
     [
-        each if each == "qwen3_moe" else slow(each) if each in ODD else long(each)
-        for each in EXPERTS
+        expert if expert == "qwen3_moe" else slow(expert) if expert in ODD else long(expert)
+        for expert in EXPERTS
     ],
 )
 def test_any_other_value_of_a_config_is_one_line_at_once_or_harmless(

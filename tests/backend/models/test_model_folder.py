@@ -33,7 +33,7 @@ def write_pointer(path: Path) -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_quantised_weights_are_sound(bits: int) -> None:
     arrays = mx.quantize(mx.ones((3, 8, 128)), group_size=32, bits=bits)
-    found = packed(*(each.shape for each in arrays))
+    found = packed(*(array.shape for array in arrays))
     assert list(weight_problems(found, CONFIG)) == []
 
 
@@ -52,7 +52,9 @@ def test_quantised_weights_are_sound(bits: int) -> None:
     ],
 )
 def test_broken_weight_is_named(tensors: dict[str, TensorInfo], problem: str) -> None:
-    assert [each[: len(problem)] for each in weight_problems(tensors, CONFIG)] == [problem]
+    assert [
+        weight_problem[: len(problem)] for weight_problem in weight_problems(tensors, CONFIG)
+    ] == [problem]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_weights_that_only_quantization_config_describes_are_looked_at(
     config: dict[str, Any],
 ) -> None:
     arrays = mx.quantize(mx.ones((8, 128)), group_size=32, bits=4, mode="mxfp4")
-    weight, scales = (each.shape for each in arrays)
+    weight, scales = (array.shape for array in arrays)
     tensors = {"q.weight": TensorInfo("U32", weight), "q.scales": TensorInfo("U8", scales)}
     assert list(weight_problems(tensors, config)) == []
     tensors["q.scales"] = TensorInfo("U8", (1, *scales[1:]))
@@ -89,7 +91,7 @@ def test_buffers_and_weights_that_mlx_lm_converts_are_sound() -> None:
 def test_pointer_of_git_lfs_in_a_model_folder_is_named(tmp_path: Path, name: str) -> None:
     write_model(tmp_path, "llama")
     write_pointer(tmp_path / name)
-    with pytest.raises(ModelError, match=rf"{name}: is a Git LFS pointer: run git lfs pull"):
+    with pytest.raises(ModelError, match=rf"{name} is a Git LFS pointer: run git lfs pull"):
         read_config(tmp_path)
 
 

@@ -67,7 +67,7 @@ def test_attention_sees_what_a_segment_continues(
     )
 
 
-def test_positions_are_those_in_the_examples() -> None:
+def test_positions_match_the_examples() -> None:
     x = random(1, 3, TOKENS, 8)
     how = {"traditional": False, "base": 1e4, "scale": 1.0}
 
@@ -86,7 +86,7 @@ def test_positions_are_those_in_the_examples() -> None:
     assert_same_function(packed, each, x, tolerance=5e-6)
 
 
-def test_what_knows_of_no_segments_is_refused() -> None:
+def test_function_without_segment_support_is_refused() -> None:
     x = random(1, 2, TOKENS, 8)
     with laid_out(FOREST):
         with pytest.raises(CannotPackError):
@@ -146,10 +146,10 @@ def test_backward_pass_uses_the_layout_of_its_forward_pass() -> None:
     assert_close(found, expected, 0)
 
 
-def test_places_of_tokens_side_by_side_are_listed() -> None:
+def test_indices_of_tokens_side_by_side_are_listed() -> None:
     rows = np.array(FOREST.padded_indices)
     real = np.array(FOREST.real)
-    starts, places = map(np.array, FOREST.every_place)
+    starts, places = map(np.array, FOREST.every_index)
     owners = np.array(FOREST.owners)
     for token in range(TOKENS):
         found = places[starts[token] : starts[token + 1]]

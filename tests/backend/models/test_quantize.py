@@ -54,7 +54,7 @@ def parameters(model: nn.Module) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_result_is_that_of_mlx_lm_bit_for_bit(tmp_path: Path, architecture: str) -> None:
+def test_result_matches_mlx_lm_bit_for_bit(tmp_path: Path, architecture: str) -> None:
     assert_as_mlx_lm(tmp_path, architecture)
 
 

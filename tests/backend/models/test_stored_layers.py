@@ -142,7 +142,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_slow_products_are_said_with_the_remedy(tmp_path: Path) -> None:
+def test_slow_products_are_reported_with_a_remedy(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama", quantize=4)
     assert slow_products(load_base(folder, "auto")) is None
     slow = slow_products(load_base(folder, "auto", BaseOptions(quantized_compute="quantized")))
@@ -151,7 +151,7 @@ def test_slow_products_are_said_with_the_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
-def test_rows_of_a_packed_matrix_are_those_of_the_whole(mode: str) -> None:
+def test_rows_of_a_packed_matrix_match_the_whole(mode: str) -> None:
     layer = DequantizedLinear(nn.QuantizedLinear(128, 96, bias=False, mode=mode))
     packed = QuantizedHead(layer)
     whole = layer.unpacked(mx.float32)
@@ -268,7 +268,7 @@ def test_stored_experts_multiply_by_their_weights_in_float32(bias: bool) -> None
 def test_experts_stay_in_16_bits_where_the_cpu_computes_in_float32(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", "qwen3_moe", dtype="bfloat16", **EXPERTS["qwen3_moe"])
     model = load_base(folder, "float32").model
-    kinds = {type(each) for each in model.modules() if isinstance(each, SwitchLinear)}
+    kinds = {type(module) for module in model.modules() if isinstance(module, SwitchLinear)}
     assert kinds == {StoredExperts}
     assert model(mx.array([[1, 2, 3]])).dtype == mx.float32
 
@@ -286,9 +286,9 @@ def clock(seconds: list[float]) -> Callable[[], float]:
 
     def ticks() -> Iterator[float]:
         now = 0.0
-        for each in seconds:
+        for second in seconds:
             yield now
-            now += each
+            now += second
             yield now
 
     return ticks().__next__
@@ -312,7 +312,7 @@ def test_form_without_memory_is_taken_unless_the_other_gains() -> None:
     assert TimedProducts("", 1, 1.0, 0.94).faster == "dequantized"
 
 
-def test_products_timed_are_those_of_the_largest_matrix_and_of_training(
+def test_timed_products_use_the_largest_matrix_and_training_shapes(
     base: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, real = [], mx.vjp
@@ -320,7 +320,9 @@ def test_products_timed_are_those_of_the_largest_matrix_and_of_training(
     def vjp(layer: nn.Module, x: list[mx.array], cotangent: list[mx.array]) -> object:
         seen.append((type(layer), x[0].shape, cotangent[0].shape, x[0].dtype))
         outputs, gradients = real(layer, x, cotangent)
-        assert all(np.isfinite(np.array(each.astype(mx.float32))).all() for each in gradients)
+        assert all(
+            np.isfinite(np.array(gradient.astype(mx.float32))).all() for gradient in gradients
+        )
         return outputs, gradients
 
     monkeypatch.setattr(mx, "vjp", vjp)
@@ -357,7 +359,7 @@ def test_model_without_quantised_layers_has_no_choice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_model_changes_its_form_in_place(
+def test_model_changes_its_storage_in_place(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path / "model", architecture, quantize=4)

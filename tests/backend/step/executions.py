@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.forward import operations
-from mlxtune.backend.forward.operations import KERNELS, MLX
+from mlxtune.backend.forward.operations import CPU_OPERATIONS, MLX
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.shards import shard_base
-from mlxtune.backend.workers.workers import ALONE, Workers
+from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import InstructConfig
 from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.data.encode import Example
@@ -33,7 +33,7 @@ PLAIN = Execution(operations.PLAIN, head_apart=False, packs=False)
 SPLIT = Execution(MLX, packs=False)
 PACKED = replace(SPLIT, packs=True)
 # Without backend/cpu, MLX's operations stand in for the CPU's kernels.
-_CPU = KERNELS or MLX
+_CPU = CPU_OPERATIONS or MLX
 WAYS: dict[str, Execution] = {
     "split head": SPLIT,
     "split head in small chunks": replace(SPLIT, loss_chunk=3),
@@ -92,7 +92,7 @@ def fresh(
     how: Execution = PLAIN,
     tokens: int = 1,
     fixed_cost: int = 0,
-    workers: Workers = ALONE,
+    workers: Workers = SINGLE_PROCESS,
     quantized_compute: str | None = None,
     objective: Objective = SFT,
     **config: Any,

@@ -56,7 +56,7 @@ def check(workers: Workers, how: str, folder: Path, step: Sequence[Example], **c
 def check_all(names: Sequence[str], *, few: bool = False) -> None:
     """Check architectures in all cases, or in fewer with `few`."""
     workers = Workers.launched(tensor=True)
-    assert workers.size > 1
+    assert workers.world_size > 1
     cases = CASES[1:] if few else CASES
     for name in names:
         packed = [PACKED_HEAD] if name == names[0] and not few else []
@@ -73,8 +73,8 @@ def check_all(names: Sequence[str], *, few: bool = False) -> None:
                     options = {**options, **SIZES}
                 write_model(model, name, quantize=quantize, **options)
                 check(workers, how, model, fixed_step(), **config)
-            print(f"worker {workers.index}: {name}, {how}, {quantize}", flush=True)
-    print(f"worker {workers.index}: done", flush=True)
+            print(f"worker {workers.rank}: {name}, {how}, {quantize}", flush=True)
+    print(f"worker {workers.rank}: done", flush=True)
 
 
 def main() -> None:

@@ -92,8 +92,8 @@ OBJECTIVES: list[tuple[str, dict[str, object]]] = [
 
 def _check_equal_on_all(workers: Workers, pipeline: InstructPipeline) -> None:
     values = gradients_of(pipeline.model.trainable_parameters()).values()
-    texts = workers.texts(str([value.tobytes().hex()[:64] for value in values]))
-    assert len(texts) == workers.size
+    texts = workers.all_gather_text(str([value.tobytes().hex()[:64] for value in values]))
+    assert len(texts) == workers.world_size
     assert len(set(texts)) == 1
 
 
@@ -111,7 +111,9 @@ def real_step(folder: Path) -> list[Example]:
 
 def check_words(workers: Workers) -> None:
     """Check the exchange of texts of unequal length, and of shares of work."""
-    assert workers.texts("é" * workers.index) == ["é" * worker for worker in range(workers.size)]
+    assert workers.all_gather_text("é" * workers.rank) == [
+        "é" * worker for worker in range(workers.world_size)
+    ]
     values = np.zeros(5)
     mine = workers.own_items([1.0] * 5)
     values[mine] = np.pi * np.array(mine) + 1e-12
@@ -121,13 +123,13 @@ def check_words(workers: Workers) -> None:
 def check_decisions(workers: Workers) -> None:
     """Check that all workers stop after the same step when one of them is interrupted."""
     pipeline = fresh(model_folder("qwen3"), WAYS["packed"], 64, workers=workers)
-    last, exchange = workers.size - 1, RequestExchange(workers.size)
+    last, exchange = workers.world_size - 1, RequestExchange(workers.world_size)
     decided = []
     for step in range(1, 6):
         started = pipeline.start_batch(fixed_step(), step=step, requests=exchange.sent)
         started.result()
         exchange.receive(started.agreed)
-        stop, save = step >= 2 and workers.index == last, step == 1 and workers.index == 0
+        stop, save = step >= 2 and workers.rank == last, step == 1 and workers.rank == 0
         decided.append(exchange.swap(Requests(stop, save)))
     assert decided == [(False, False), (False, True), (True, False), (True, False), (True, False)]
 
@@ -135,7 +137,7 @@ def check_decisions(workers: Workers) -> None:
 def check_unlike(workers: Workers) -> None:
     """Check that workers detect an adapter that differs on one of them."""
     pipeline = fresh(model_folder("qwen3"), WAYS["packed"], 64, workers=workers)
-    if workers.index == 1:
+    if workers.rank == 1:
         tree = pipeline.model.trainable_parameters()
         pipeline.model.update(_changed(tree))
     try:
@@ -145,7 +147,7 @@ def check_unlike(workers: Workers) -> None:
     else:
         raise AssertionError
     with tempfile.TemporaryDirectory() as scratch:
-        if workers.index == 0:
+        if workers.rank == 0:
             pipeline.write(Path(scratch) / ADAPTER)
         # Only worker 0's folder has a checkpoint, which it sends to the others.
         pipeline.load(Path(scratch))
@@ -160,14 +162,14 @@ def _changed(tree: object) -> object:
 
 def main() -> None:
     workers = Workers.launched()
-    assert workers.size > 1
+    assert workers.world_size > 1
     check_words(workers)
     every = sys.argv[1:] == ["all"]
     for name, (how, quantize, config) in CASES.items():
         if name not in FEW and not every:
             continue
         check_step(workers, how, model_folder("qwen3", quantize), fixed_step(), **config)
-        print(f"worker {workers.index}: {name}", flush=True)
+        print(f"worker {workers.rank}: {name}", flush=True)
     if SHARED.is_dir() and every:
         folder = SHARED / "models" / "stories260k"
         check_step(workers, "packed", folder, real_step(folder), dropout=0.1)
@@ -177,7 +179,7 @@ def main() -> None:
     if not every:
         # In the same processes, because starting them takes as long as all checks above.
         on_sharded_workers.check_all(["qwen3"], few=True)
-    print(f"worker {workers.index}: done", flush=True)
+    print(f"worker {workers.rank}: done", flush=True)
 
 
 if __name__ == "__main__":

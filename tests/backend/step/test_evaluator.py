@@ -180,14 +180,14 @@ def evaluator_of(
 @pytest.mark.parametrize("way", ["packed with recompute", "split head in small chunks"])
 def test_batch_is_evaluated_once(way: str) -> None:
     evaluator = evaluator_of(WAYS[way])
-    batches = len(list(evaluator._losses._training.of(fixed_step())))
+    batches = len(list(evaluator._losses._training.iterate(fixed_step())))
     assert batches > 1
     with counted_evaluations() as count:
         evaluator.losses(fixed_step())
     assert count[0] == batches
 
 
-def test_batch_is_prepared_while_the_one_before_computes_and_started_after_it(
+def test_batch_is_prepared_while_the_previous_one_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     evaluator, events = evaluator_of(WAYS["packed"]), []
@@ -221,7 +221,7 @@ def test_batches_are_as_large_as_the_memory_allows(
     monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
     evaluator = evaluator_of(WAYS["packed"])
     sizes = []
-    for free in (10**12, evaluator._losses._memory.of(BatchLoad(8, 40, 100, 320)), 0):
+    for free in (10**12, evaluator._losses._memory.estimate(BatchLoad(8, 40, 100, 320)), 0):
         monkeypatch.setattr(evaluator._losses._memory, "_free", free)
         done: list[int] = []
         np.testing.assert_allclose(evaluator.losses(examples, done.append), wanted, rtol=1e-5)
@@ -327,7 +327,7 @@ def test_batch_takes_no_more_memory_than_expected(
     before = mx.get_active_memory()
     allocator.start_peak()
     evaluator.losses(examples)
-    expected = evaluator._losses._memory.of(load)
+    expected = evaluator._losses._memory.estimate(load)
 
     # With graphs, the estimate has more buffers in flight than a fast device may hold.
     least = expected / (3 if allocator.graph_limits() is None else 4)
@@ -346,7 +346,7 @@ def test_batch_took_no_more_memory_on_an_h200_than_expected(
     overrides = EXPERTS if case["model_type"] == "qwen3_moe" else {}
     evaluator, _, load = evaluation(case["model_type"], overrides)
     assert load == BatchLoad(*(case[n] for n in ("lines", "width", "positions", "tokens")))
-    expected = evaluator._losses._memory.of(load)
+    expected = evaluator._losses._memory.estimate(load)
     assert expected / 3 < case["peak"] <= expected
 
 
@@ -360,7 +360,7 @@ def evaluation(
         Example(row, rng.integers(0, 256, len(mask)).astype(np.int32), mask) for row in range(24)
     ]
     evaluator = evaluator_of(Execution(MLX), 10_000, architecture, **overrides)
-    ((micro_batch, _),) = evaluator._losses._training.of(examples)
+    ((micro_batch, _),) = evaluator._losses._training.iterate(examples)
     return evaluator, examples, load_of(micro_batch, StepLengths.of(examples))
 
 
@@ -391,14 +391,14 @@ def test_evaluation_in_stages_gives_the_same_bytes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: True)
     whole, staged = (evaluator_of(WAYS["packed"], num_hidden_layers=6) for _ in range(2))
     staged._losses._runner.seconds_per_token = 10.0
-    batches = len(list(staged._losses._training.of(fixed_step())))
+    batches = len(list(staged._losses._training.iterate(fixed_step())))
     wanted = whole.losses(fixed_step())
     with counted_evaluations() as count:
         assert staged.losses(fixed_step()).tobytes() == wanted.tobytes()
     assert count[0] > batches
 
 
-def test_prompts_of_many_pairs_run_once_whatever_their_answers(
+def test_prompts_of_many_pairs_run_once_for_any_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Short answers to long prompts are not sorted next to long answers to short prompts."""

@@ -84,7 +84,7 @@ def test_quantised_step_equals_the_plain_one(architecture: str, way: str) -> Non
 
 
 @pytest.mark.parametrize("way", slow_except(WAYS, *SOME))
-def test_dropout_is_that_of_the_plain_step(way: str) -> None:
+def test_dropout_matches_the_plain_step(way: str) -> None:
     fast = pipeline("gemma3_text", WAYS[way], tokens=10_000, dropout=0.3)
     found = computed(fast, fixed_step())
     assert_same(found, plain_step("gemma3_text", dropout=0.3))
@@ -110,7 +110,7 @@ def test_dropout_of_any_packed_step(examples: list[Example], way: str, architect
     ids=str,
 )
 @pytest.mark.parametrize("way", ["packed with recompute", "cpu kernels"])
-def test_whatever_is_trained(way: str, trained: dict[str, Any]) -> None:
+def test_trains_for_any_targets(way: str, trained: dict[str, Any]) -> None:
     fast = pipeline("gemma3_text", WAYS[way], tokens=10_000, **trained)
     assert_same(computed(fast, fixed_step()), plain_step("gemma3_text", **trained))
 

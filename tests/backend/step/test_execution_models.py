@@ -73,7 +73,7 @@ def test_parameters_keep_their_names_and_order(architecture: str, how: Execution
 
 @pytest.mark.parametrize("how", [WAYS["packed"], ALL], ids=["mlx", "all"])
 @pytest.mark.parametrize("quantize", [None, 4])
-def test_model_by_itself_is_that_of_mlx_lm_with_the_adapter(
+def test_fused_model_matches_mlx_lm_with_the_adapter(
     how: Execution, quantize: int | None, tmp_path: Path
 ) -> None:
     folder = model_folder("gemma3_text", quantize)

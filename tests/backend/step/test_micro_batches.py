@@ -250,7 +250,7 @@ def test_timeout_shortens_stages_before_halving_micro_batches(
     pipeline._engine.runner.shorten = lambda: next(answers)
     fail(monkeypatch, text, text)
     pipeline.train_batch(EXAMPLES)
-    assert [each.split(": ")[1][:7] for each in warnings] == ["shorter", "micro-b"]
+    assert [warning.split(": ")[1][:7] for warning in warnings] == ["shorter", "micro-b"]
     assert "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1" in warnings[0]
     assert pipeline._engine.batches.max_tokens <= 40
 
@@ -324,13 +324,15 @@ def test_step_counts_its_micro_batches_and_their_padding(
     pipeline, _ = make(LARGE)
     for tokens in (LARGE, 40):
         pipeline._engine.batches.limit(tokens)
-        batches = [batch for _, batch in pipeline._engine.batches.of(EXAMPLES)]
-        micro_batches = [micro_batch for micro_batch, _ in pipeline._engine.batches.of(EXAMPLES)]
+        batches = [batch for _, batch in pipeline._engine.batches.iterate(EXAMPLES)]
+        micro_batches = [
+            micro_batch for micro_batch, _ in pipeline._engine.batches.iterate(EXAMPLES)
+        ]
         found = pipeline.train_batch(EXAMPLES)
         assert found.micro_batches == len(batches)
         assert found.run_tokens == sum(micro_batch.tokens for micro_batch in micro_batches)
         # The last token of an example predicts nothing, so it does not run.
-        assert found.run_tokens - found.padding == sum(len(each) - 1 for each in EXAMPLES)
+        assert found.run_tokens - found.padding == sum(len(example) - 1 for example in EXAMPLES)
 
 
 def test_step_reports_its_own_memory_peak(

@@ -34,7 +34,7 @@ def sums_of(*micro_batches: tuple[float, list[float]], shown: float | None = Non
 
 
 def lists(arrays: Any) -> list[list[float]]:
-    return [each.tolist() for each in arrays]
+    return [array.tolist() for array in arrays]
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 256.0])

@@ -193,7 +193,7 @@ def test_splitting_a_step_changes_neither_loss_nor_gradient(
     )
 
 
-def test_dropout_depends_on_seed_step_and_row_alone(make_pipeline: MakePipeline) -> None:
+def test_dropout_depends_only_on_seed_step_and_row(make_pipeline: MakePipeline) -> None:
     examples = random_examples(3)
 
     def loss(step: int, seed: int = 42, dropout: float = 0.5) -> float:

@@ -151,7 +151,7 @@ def test_optimizer_file_that_does_not_fit_is_an_error_and_changes_nothing(
     assert state(other) == before
 
 
-def test_adapter_of_a_snapshot_is_what_mlx_lm_loads(folder: Path, tmp_path: Path) -> None:
+def test_snapshot_adapter_loads_in_mlx_lm(folder: Path, tmp_path: Path) -> None:
     from mlx_lm.tuner.utils import load_adapters
 
     made = pipeline(folder, WAYS["plain"], dropout=0.0)

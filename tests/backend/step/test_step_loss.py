@@ -56,7 +56,7 @@ def expected(name: str) -> tuple[float, dict[str, Any]]:
     kl = 0.0
     if objective.needs_kl:
         others = [each for each in examples if each.role == MISMATCHED]
-        kl = max(float(np.mean([float(logp(each)) - each.reference for each in others])), 0.0)
+        kl = max(float(np.mean([float(logp(other)) - other.reference for other in others])), 0.0)
 
     def loss(parameters: Any) -> mx.array:
         made.model.update(parameters)
@@ -133,7 +133,7 @@ def test_step_equals_plain_autograd_however_it_is_split(name: str, way: str, tok
 
 
 @pytest.mark.parametrize("name", ["dpo", "aot"])
-def test_dropout_of_a_split_step_is_that_of_the_whole(name: str) -> None:
+def test_dropout_of_a_split_step_matches_the_whole_step(name: str) -> None:
     folder, how = model_folder("qwen3"), WAYS["packed"]
     options: dict[str, Any] = {"objective": OBJECTIVES[name], "dropout": 0.3}
     whole, split = (fresh(folder, how, tokens, **options) for tokens in (10_000, 1))
@@ -151,7 +151,7 @@ def test_prompt_runs_once_and_another_answer_gets_no_gradient() -> None:
     kto = fresh(model_folder("qwen3"), WAYS["packed"], 10_000, objective=OBJECTIVES["kto"])
     step = rows_of(OBJECTIVES["kto"])
     trained = [each for each in step if each.role != MISMATCHED]
-    assert computed(kto, step).forward_tokens == sum(len(each) - 1 for each in trained)
+    assert computed(kto, step).forward_tokens == sum(len(array) - 1 for array in trained)
     result = kto.train_batch(step, step=2)
     assert result.total_tokens == sum(map(len, trained))
     assert result.metrics["kl"] >= 0

@@ -273,7 +273,7 @@ def test_date_is_todays(lasting: TemplateProcess) -> None:
     )
 
 
-def test_text_of_any_characters_comes_back_as_it_is(lasting: TemplateProcess) -> None:
+def test_text_of_any_characters_round_trips(lasting: TemplateProcess) -> None:
     messages = [{"role": "user", "content": "\x00 \n\r\u2028 😀"}]
     assert render(lasting, "{{ messages[0].content }}", messages) == (TEXT, messages[0]["content"])
 
@@ -285,7 +285,7 @@ def test_long_conversation_has_more_time_and_a_longer_result(lasting: TemplatePr
     assert render(lasting, source, messages) == (TEXT, ("a" * 1_000_000 + "!") * 39)
 
 
-def test_time_is_measured_for_each_rendering_anew(quick: TemplateProcess) -> None:
+def test_time_limit_restarts_for_each_rendering(quick: TemplateProcess) -> None:
     source = "{% for i in range(100) %}{% for j in range(1000) %}{% endfor %}{% endfor %}done"
     request = json.dumps({"conversations": [MESSAGES]})
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -344,7 +344,7 @@ def _wait_until_gone(pid: int) -> None:
 @pytest.mark.parametrize(
     ("end", "status"), [slow("pass", 0), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)]
 )
-def test_process_ends_with_the_one_that_started_it(end: str, status: int) -> None:
+def test_helper_ends_with_its_parent(end: str, status: int) -> None:
     parent = subprocess.run([sys.executable, "-c", PARENT + end], capture_output=True, text=True)
     assert (parent.returncode, parent.stderr) == (status, "")
     _wait_until_gone(int(parent.stdout))
@@ -385,7 +385,7 @@ def test_process_is_started_again_after_an_interruption(
     assert render(process, "b") == (TEXT, "b")
 
 
-def test_process_that_ends_in_another_way_is_an_error(process: TemplateProcess) -> None:
+def test_unexpected_process_end_is_an_error(process: TemplateProcess) -> None:
     assert render(process, "a") == (TEXT, "a")
     os.kill(_pid(process), signal.SIGKILL)
     with pytest.raises(Harmful, match=r"ends the process that renders it \(exit status -9\)"):
@@ -394,7 +394,7 @@ def test_process_that_ends_in_another_way_is_an_error(process: TemplateProcess) 
 
 def test_renderings_in_the_background_are_kept_apart(process: TemplateProcess) -> None:
     requests = [[json.dumps({"conversations": [[]], "x": x})] for x in "ab"]
-    one, other = (process.submit("{{ x }}", each) for each in requests)
+    one, other = (process.submit("{{ x }}", request) for request in requests)
     assert other.result() == [(TEXT, "b")]
     assert one.result() == [(TEXT, "a")]
     harmful = process.submit("{{ 'a' * 10**10 }}", requests[0])
@@ -416,7 +416,7 @@ def test_exit_waits_for_no_rendering() -> None:
 # The interface for mlxtune.core
 
 
-def test_template_that_is_ended_is_an_error_of_the_model_and_not_of_each_row() -> None:
+def test_killed_template_process_is_one_error_of_the_model() -> None:
     template = ChatTemplate({"default": "{{ 'a' * 10**10 }}", "tool_use": "{% for %}"}, {})
     request = template.request(**_call(MESSAGES))
     template.start([request])
@@ -480,8 +480,8 @@ def test_long_conversations_are_not_started_all_at_once(monkeypatch: pytest.Monk
             yield made[-1]
 
     template.start(requests())
-    assert [each._replies is not None for each in made] == [True] * 4 + [False]
-    assert [each.text() for each in made] == [str(i) * 1000 for i in range(5)]
+    assert [array._replies is not None for array in made] == [True] * 4 + [False]
+    assert [array.text() for array in made] == [str(i) * 1000 for i in range(5)]
 
 
 @pytest.mark.parametrize("depth", [900, 5000])

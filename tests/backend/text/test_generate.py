@@ -60,7 +60,7 @@ def greedy(folder: Path, ids: list[int], count: int) -> list[int]:
     return tokens[len(ids) :]
 
 
-def test_greedy_tokens_and_text_are_those_of_the_golden_run(shared: Path) -> None:
+def test_greedy_tokens_and_text_match_the_golden_run(shared: Path) -> None:
     folder = shared / "models" / "stories260k"
     golden = json.loads((folder / "golden.json").read_text())
     base, tokenizer = load_base(folder, "float32"), load_tokenizer(folder)
@@ -77,12 +77,12 @@ def test_greedy_tokens_and_text_are_those_of_the_golden_run(shared: Path) -> Non
     assert found.text.strip() == golden["greedy_text"].strip()
 
 
-def test_greedy_tokens_are_those_of_whole_sequences(folder: Path) -> None:
+def test_greedy_tokens_match_whole_sequences(folder: Path) -> None:
     found = generator(folder).answer(Prompt((7, 8, 9, 20), None), GREEDY)
     assert list(found.tokens) == greedy(folder, [7, 8, 9, 20], 24)
 
 
-def test_adapted_answer_is_that_of_mlx_lm_with_the_adapter(tmp_path: Path) -> None:
+def test_adapted_answer_matches_mlx_lm(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "qwen3")
     rows = write_chat(tmp_path / "chat.jsonl", sums(20))
     output = tmp_path / "out" / "adapters.safetensors"
@@ -103,7 +103,7 @@ def test_adapted_answer_is_that_of_mlx_lm_with_the_adapter(tmp_path: Path) -> No
     assert base != expected
 
 
-def test_answers_to_many_prompts_are_those_of_each(folder: Path) -> None:
+def test_batched_answers_match_single_answers(folder: Path) -> None:
     prompts = [Prompt(tuple(range(3, 4 + n)), None) for n in (9, 1, 5, 14)]
     told: list[tuple[int, int]] = []
     model = load_base(folder, "float32").model
@@ -114,7 +114,7 @@ def test_answers_to_many_prompts_are_those_of_each(folder: Path) -> None:
     assert told == [(4, 4)]
 
 
-def test_batches_are_smaller_after_memory_ran_out_and_tried_again_after_what_may_pass(
+def test_batches_shrink_when_memory_runs_out_and_retry_transient_faults(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [Prompt(tuple(range(3, 4 + n)), None) for n in (9, 1, 5, 14)]
@@ -161,7 +161,7 @@ def test_end_of_the_turn_ends_the_answer_and_is_not_shown(folder: Path) -> None:
     assert found.text == text_of(Bytes().spell(tokens[:at]))
 
 
-def test_stop_text_over_two_tokens_is_never_said(folder: Path) -> None:
+def test_stop_text_over_two_tokens_is_never_printed(folder: Path) -> None:
     tokens = greedy(folder, [7, 8, 9, 20], 6)
     stop = f"{tokens[3]}][{tokens[4]}"
     sampling = Sampling(max_new_tokens=24, stop=(stop,))
@@ -181,7 +181,7 @@ def drawn(folder: Path, number: int, **options: Any) -> list[int]:
     return list(generator(folder).answer(Prompt((7, 8, 9), None), sampling).tokens)
 
 
-def test_what_is_drawn_is_a_function_of_the_seed(folder: Path) -> None:
+def test_draws_are_a_function_of_the_seed(folder: Path) -> None:
     assert drawn(folder, 3, temperature=1.5) == drawn(folder, 3, temperature=1.5)
     assert drawn(folder, 3, temperature=1.5) != drawn(folder, 4, temperature=1.5)
 
@@ -211,7 +211,7 @@ def test_only_the_likeliest_are_drawn_as_mlx_lm_draws_them(options: dict[str, An
 # A conversation
 
 
-def test_what_the_last_prompt_began_with_is_not_run_again(folder: Path) -> None:
+def test_shared_prefix_with_the_last_prompt_is_not_run_again(folder: Path) -> None:
     made = generator(folder)
     first = made.answer(Prompt((7, 8, 9, 20), None), Sampling(max_new_tokens=3))
     assert first.reused == 0
@@ -222,9 +222,7 @@ def test_what_the_last_prompt_began_with_is_not_run_again(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [2, 5, 6])
-def test_template_that_writes_earlier_turns_anew_is_run_from_there(
-    folder: Path, changed: int
-) -> None:
+def test_template_that_rewrites_earlier_turns_runs_from_there(folder: Path, changed: int) -> None:
     made = generator(folder)
     first = made.answer(Prompt((7, 8, 9, 20), None), Sampling(max_new_tokens=3))
     anew = [7, 8, 9, 20, *first.tokens, 30, 31]
@@ -243,7 +241,7 @@ def test_same_or_shorter_prompt_after_a_window_was_passed(folder: Path, count: i
         assert list(found.tokens) == greedy(folder, ids, 5)
 
 
-def test_answer_that_is_stopped_is_what_there_is_and_goes_on_well(folder: Path) -> None:
+def test_stopped_answer_is_kept_and_the_chat_continues(folder: Path) -> None:
     made, said = generator(folder), []
     prompt = Prompt((7, 8, 9, 20), None)
     found = made.answer(prompt, GREEDY, said.append, lambda: len(said) >= 2)
@@ -264,7 +262,7 @@ def test_long_prompt_can_be_stopped_while_it_is_read(folder: Path) -> None:
     assert list(found.tokens) == greedy(folder, [7, 8, 9, 20], 5)
 
 
-def test_what_an_error_leaves_is_not_gone_on_with(folder: Path) -> None:
+def test_prompt_cache_is_not_reused_after_an_error(folder: Path) -> None:
     made = generator(folder)
 
     def failing(text: str) -> None:

@@ -115,7 +115,7 @@ def test_end_that_is_no_token_is_a_text(tmp_path: Path, shared: Path) -> None:
             "f.json: not valid JSON (Expecting ',' delimiter at line 2",
         ),
         (b"\xff\xfe", "f.json: not UTF-8 (byte 1: save the file in UTF-8)"),
-        (b"3", "f.json: is a number: give a list of messages"),
+        (b"3", "f.json is a number: pass a list of messages"),
         (b'{"messages": []}\n{"messages": []}', "f.json: not valid JSON (Extra data at line 2"),
         (b"[" * 100_000, "f.json: JSON nested too deeply"),
     ],

@@ -74,7 +74,7 @@ def test_fast_tokenizer_parses_control_tokens_and_adds_none(tmp_path: Path) -> N
 @pytest.mark.parametrize("content", [b"", b"not a model", b"\x0a\xff\xff\xff"])
 def test_broken_tokenizer_model_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.model").write_bytes(content)
-    with pytest.raises(ModelError, match=r"tokenizer\.model: is not a SentencePiece model"):
+    with pytest.raises(ModelError, match=r"tokenizer\.model is not a SentencePiece model"):
         load_tokenizer(tmp_path)
 
 
@@ -145,7 +145,7 @@ def test_control_token_is_spelled_as_it_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("control", [False, True])
-def test_boundaries_and_starts_are_those_of_the_bytes(
+def test_boundaries_and_starts_match_the_bytes(
     every_tokenizer: ModelTokenizer, control: bool
 ) -> None:
     texts = [text for text in hard_texts() if text.strip()]
@@ -202,7 +202,7 @@ def test_boundaries_and_starts_are_those_of_the_bytes(
         ({"config.json": {"eos_token_id": [True, "4", 4.0, -1, 10**9, 10**99]}}, []),
     ],
 )
-def test_end_tokens_are_those_that_the_folder_names_then_all_control_tokens(
+def test_end_tokens_come_from_the_folder_then_the_control_tokens(
     tmp_path: Path, files: dict[str, Any], expected: list[str]
 ) -> None:
     write_tokenizer(tmp_path, bos=True)
@@ -217,9 +217,7 @@ def test_end_tokens_are_those_that_the_folder_names_then_all_control_tokens(
     assert len(tokenizer.end_tokens) == 5
 
 
-def test_end_tokens_of_a_sentencepiece_model_are_those_that_the_folder_names(
-    shared: Path, tmp_path: Path
-) -> None:
+def test_sentencepiece_end_tokens_come_from_the_folder(shared: Path, tmp_path: Path) -> None:
     shutil.copy(shared / "models" / "stories260k" / "tok512.model", tmp_path / "tokenizer.model")
     assert load_tokenizer(tmp_path).end_tokens == ("</s>",)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [1, 999, -1]}))
@@ -227,7 +225,7 @@ def test_end_tokens_of_a_sentencepiece_model_are_those_that_the_folder_names(
     assert load_tokenizer(DATA / "demo-gemma3").end_tokens == ("<eos>", "<end_of_turn>")
 
 
-def test_special_tokens_are_those_that_a_template_may_name(shared: Path, tmp_path: Path) -> None:
+def test_special_tokens_are_the_ones_a_template_may_name(shared: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "fast", bos=True)
     names = load_tokenizer(tmp_path / "fast").special_tokens
     assert (names["bos_token"], names["eos_token"]) == ("<bos>", "<|im_end|>")
@@ -238,7 +236,7 @@ def test_special_tokens_are_those_that_a_template_may_name(shared: Path, tmp_pat
     assert "bos_token" not in load_once(shared / "tokenizers" / "qwen3").special_tokens
 
 
-def test_control_ids_are_those_of_the_control_tokens(every_tokenizer: ModelTokenizer) -> None:
+def test_control_ids_match_the_control_tokens(every_tokenizer: ModelTokenizer) -> None:
     encoded = every_tokenizer.encode_batch(list(every_tokenizer.control_tokens))
     assert {tuple(each.ids) for each in encoded} == {(id_,) for id_ in every_tokenizer.control_ids}
     assert every_tokenizer.control_ids
@@ -282,7 +280,7 @@ def write_changed(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_text_is_neither_cut_nor_padded_as_a_folder_may_say(tmp_path: Path) -> None:
+def test_tokenizer_folder_cannot_truncate_or_pad_text(tmp_path: Path) -> None:
     # Saved tokenizers can contain padding; at this size, applying it would kill the process.
     padding = {"strategy": {"Fixed": 10**15}, "direction": "Right", "pad_to_multiple_of": None}
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|im_end|>"}
@@ -319,7 +317,7 @@ def test_tokenizer_that_panics_when_it_is_used_is_an_error_that_names_its_folder
     assert capfd.readouterr().err == ""
 
 
-def test_what_else_stderr_gets_while_a_text_is_encoded_is_shown(
+def test_other_stderr_output_while_encoding_is_shown(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with _panics_as_errors("folder"):

@@ -76,7 +76,7 @@ def test_workers_that_differ_are_named(changed: dict[str, object], name: str, fo
         ({"MLX_RANK": "0", "MLX_HOSTFILE": "nobody"}, False, 0),
     ],
 )
-def test_a_launch_is_told_by_its_variables(
+def test_launch_is_detected_by_its_variables(
     variables: dict[str, str],
     several: bool,
     worker: int,

@@ -82,7 +82,7 @@ def test_a_worker_that_is_silent_is_lost(closing: list[Callable[[], None]]) -> N
     assert time.monotonic() - started > heartbeat.PATIENCE
 
 
-def test_workers_that_run_hear_each_other_and_part_in_peace(
+def test_workers_exchange_heartbeats_and_disconnect_cleanly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, readers = SimpleNamespace(now=0.0), set()
@@ -167,7 +167,7 @@ def answered(said: bytes, *, hang_up: bool = False) -> list[int]:
     ],
     ids=["silent", "worker", "zeros", "one bit", "half", "worker 0", "http"],
 )
-def test_a_stranger_takes_no_workers_place(said: bytes, hang_up: bool) -> None:
+def test_stranger_cannot_replace_a_worker(said: bytes, hang_up: bool) -> None:
     assert answered(said, hang_up=hang_up) == [3]
 
 
@@ -185,7 +185,7 @@ def test_many_strangers_keep_no_worker_out(monkeypatch: pytest.MonkeyPatch) -> N
     first.close()
 
 
-def test_a_worker_that_never_comes_is_not_waited_for() -> None:
+def test_missing_worker_is_not_waited_for() -> None:
     server = Heartbeat.listen("127.0.0.1")
     silent = socket.create_connection(server.getsockname())
     with pytest.raises(OSError, match="not all workers connected"):

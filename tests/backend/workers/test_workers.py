@@ -36,18 +36,16 @@ def other(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return state
 
 
-def test_workers_that_are_there_tell_each_other_texts(other: dict[str, Any]) -> None:
+def test_workers_exchange_texts(other: dict[str, Any]) -> None:
     workers = Workers(Group())
-    assert workers.texts("naïve") == ["naïve", "naïve"]
-    assert workers.texts("") == ["", ""]
+    assert workers.all_gather_text("naïve") == ["naïve", "naïve"]
+    assert workers.all_gather_text("") == ["", ""]
 
 
 @pytest.mark.parametrize("held", ["noise", "zeros", "the answer before"])
-def test_memory_is_not_taken_for_the_answer_of_a_worker_that_is_gone(
-    other: dict[str, Any], held: str
-) -> None:
+def test_garbage_from_a_lost_worker_is_rejected(other: dict[str, Any], held: str) -> None:
     workers = Workers(Group())
-    workers.texts("before")
+    workers.all_gather_text("before")
     generator = np.random.default_rng(0)
     other["gone"] = {
         "noise": lambda own: mx.array(generator.integers(0, 256, own.shape, np.uint8)),
@@ -55,4 +53,4 @@ def test_memory_is_not_taken_for_the_answer_of_a_worker_that_is_gone(
         "the answer before": lambda own: other["last"][own.size],
     }[held]
     with pytest.raises(WorkerError, match="another worker is gone"):
-        workers.texts("before")
+        workers.all_gather_text("before")

@@ -85,7 +85,7 @@ def test_file_is_encoded_once_and_then_read_back_whole(tmp_path: Path) -> None:
     assert content(encode(cache, encoding)) == EXPECTED
 
 
-def test_read_back_is_by_key_and_names_the_file_as_it_is_asked_for(tmp_path: Path) -> None:
+def test_entry_is_read_by_key_under_the_requested_name(tmp_path: Path) -> None:
     encoding = Encoding()
     encode(tmp_path, encoding, "a")
     encode(tmp_path, encoding, "b")
@@ -97,7 +97,7 @@ def test_read_back_is_by_key_and_names_the_file_as_it_is_asked_for(tmp_path: Pat
     assert moved.skipped.first().startswith("elsewhere.jsonl:2: ")
 
 
-def test_entry_with_any_byte_changed_is_encoded_anew(tmp_path: Path) -> None:
+def test_entry_with_any_byte_changed_is_encoded_again(tmp_path: Path) -> None:
     encode(tmp_path, Encoding())
     whole = {file.name: file.read_bytes() for file in (tmp_path / "key").iterdir()}
     for name, before in whole.items():
@@ -115,7 +115,9 @@ def test_entry_with_any_byte_changed_is_encoded_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(FILES))
 @pytest.mark.parametrize("damage", ["cut", "empty", "missing", "longer", "folder"])
-def test_damaged_entry_is_encoded_anew_and_replaced(tmp_path: Path, name: str, damage: str) -> None:
+def test_damaged_entry_is_encoded_again_and_replaced(
+    tmp_path: Path, name: str, damage: str
+) -> None:
     encoding = Encoding()
     encode(tmp_path, encoding)
     path = tmp_path / "key" / name
@@ -135,9 +137,7 @@ def test_damaged_entry_is_encoded_anew_and_replaced(tmp_path: Path, name: str, d
 
 @pytest.mark.parametrize("written", ["", "[]", "{}", "null", "7", "[" * 100_000, '"\\ud800"'])
 @pytest.mark.parametrize("name", ["account.json", cache_module.CHECKSUMS])
-def test_file_that_is_something_else_is_encoded_anew(
-    tmp_path: Path, name: str, written: str
-) -> None:
+def test_foreign_cache_file_is_encoded_again(tmp_path: Path, name: str, written: str) -> None:
     encoding = Encoding()
     encode(tmp_path, encoding)
     (tmp_path / "key" / name).write_text(written)
@@ -201,7 +201,7 @@ def test_full_disk_is_an_error_with_a_remedy_and_leaves_nothing(
     monkeypatch.setattr(cache_module, "write_arrays", full)
     with pytest.raises(OutputError) as raised:
         encode(tmp_path, Encoding())
-    assert str(raised.value).startswith(f"{tmp_path}: cannot be written: No space")
+    assert str(raised.value).startswith(f"{tmp_path} cannot be written: No space")
     assert "--cache-dir" in str(raised.value)
     assert names_in(tmp_path) == []
 
@@ -290,7 +290,9 @@ def test_least_recently_used_entries_go_first_and_never_the_new_one(
     assert names_in(tmp_path) == ["e"]
 
 
-def test_what_is_no_entry_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_no_entries_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache_module, "MAX_BYTES", 1)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").write_bytes(b"cat")

@@ -32,7 +32,7 @@ def refused(*messages: Any, **keys: Any) -> BadRow:
     return raised.value
 
 
-def test_messages_tools_and_tool_calls_are_kept_as_they_stand() -> None:
+def test_messages_tools_and_tool_calls_are_kept_unchanged() -> None:
     tool = {"type": "function", "function": {"name": "add"}}
     fields: list[dict[str, Any]] = [
         {"role": "system", "content": " Be brief.\n"},
@@ -328,7 +328,7 @@ MESSAGES = st.fixed_dictionaries(
     messages=st.lists(MESSAGES | JSON_VALUES, max_size=4) | JSON_VALUES,
     rest=st.dictionaries(st.sampled_from(["tools", "system", "id"]), JSON_VALUES),
 )
-def test_row_is_a_conversation_or_a_bad_row_whatever_it_holds(
+def test_row_is_a_conversation_or_a_bad_row_for_any_content(
     messages: Any, rest: dict[str, Any]
 ) -> None:
     before = json.dumps([messages, rest])

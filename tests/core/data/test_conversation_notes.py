@@ -16,7 +16,7 @@ from tests.core.data.rows import ALPACA, ANSWER, CHAT, PROMPT, TOOL, USER, read
 
 def notes(folder: Path, row: dict[str, Any]) -> dict[str, str]:
     (one,), _ = read(folder, row)
-    text = getattr(one, "text", None) or " ".join(each.content for each in one.messages)  # type: ignore[union-attr]
+    text = getattr(one, "text", None) or " ".join(message.content for message in one.messages)  # type: ignore[union-attr]
     return dict(notes_on(one, text))
 
 
@@ -113,7 +113,7 @@ def test_problem_is_noted(tmp_path: Path, row: dict[str, Any], kind: str) -> Non
         {"messages": [USER, {**answering("I cannot assist.")["messages"][1], "weight": 0}, ANSWER]},
     ],
 )
-def test_what_is_usual_is_not_noted(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_usual_values_are_not_noted(tmp_path: Path, row: dict[str, Any]) -> None:
     assert notes(tmp_path, row) == {}
 
 

@@ -97,7 +97,7 @@ def test_bad_row_is_refused_with_its_reason(
 # Messages for the user
 
 
-def test_reason_is_one_short_line_whatever_the_row_holds() -> None:
+def test_reason_is_one_short_line_for_any_row() -> None:
     role = "\x1b[31m\nuser\u2028\ud800" + "x" * 10_000
 
     problem = refused({"role": role, "content": "Hi"})

@@ -70,7 +70,7 @@ def test_text_and_messages_go_together(tmp_path: Path) -> None:
     ]
 
 
-def test_system_text_stands_first_and_empty_prompts_are_fine(tmp_path: Path) -> None:
+def test_system_text_comes_first_and_empty_prompts_are_fine(tmp_path: Path) -> None:
     assert told(tmp_path, PROMPT | {"system": "Be brief.", "prompt": ""}) == [
         ("system", "Be brief.", True),
         ("user", "", True),
@@ -260,7 +260,7 @@ def test_position_of_a_bad_message_does_not_count_the_system_text(tmp_path: Path
 # Text
 
 
-def test_text_is_a_document_as_it_stands(tmp_path: Path) -> None:
+def test_text_is_a_document_unchanged(tmp_path: Path) -> None:
     good, skipped = read(tmp_path, {"text": " Once\n"}, {"text": "é", "messages": None})
 
     assert good == [Document(1, " Once\n"), Document(2, "é")]

@@ -92,8 +92,11 @@ def test_tools_and_system_belong_to_both_answers(tmp_path: Path) -> None:
         ),
         (PAIRS["texts"] | {"chosen": 3}, "'chosen' is neither text nor messages (a number)"),
         (PAIRS["messages"] | {"prompt": []}, "no prompt"),
-        (PAIRS["whole"] | {"prompt": "Hello "}, "sides that do not begin with the prompt"),
-        (PAIRS["whole"] | {"prompt": "Hi", "rejected": [BAD]}, "sides that do not begin with the"),
+        (PAIRS["whole"] | {"prompt": "Hello "}, "answers that do not begin with the prompt"),
+        (
+            PAIRS["whole"] | {"prompt": "Hi", "rejected": [BAD]},
+            "answers that do not begin with the",
+        ),
         (PAIRS["texts"] | {"context": "C"}, "two readings of 'prompt', 'context'"),
         (
             {"chosen": "Hello!", "rejected": "No."},
@@ -115,15 +118,15 @@ def test_tools_and_system_belong_to_both_answers(tmp_path: Path) -> None:
         (CHAT, "an answer without a preference (chat format: add 'chosen' and 'rejected', or use"),
         (
             {"prompt": "Hi", "good one": "Yes", "bad": "No"},
-            "; give --field chosen='good one' --field rejected=bad)",
+            "; use --field chosen='good one' --field rejected=bad)",
         ),
         (
             {"prompt": "Hi", "good": "Yes", "best": "Yes.", "bad": "No"},
-            "; if your keys have other names, give --field NAME=KEY)",
+            "; if your keys have other names, use --field NAME=KEY)",
         ),
         (
             {"chosen": [{"role": "user", "content": "Hey"}, ANSWER], "rejected": [USER, BAD]},
-            "sides whose prompts differ",
+            "answers whose prompts differ",
         ),
         ({"prompt": "Hi", "completion": "Hello!"}, "an answer without a preference"),
         ({"prompt": "Hi", "completion": "Hello!", "label": True}, "use --objective kto"),
@@ -169,9 +172,9 @@ def test_label_is_for_the_last_answer(tmp_path: Path) -> None:
         (LABELLED[0], "an answer without a preference (prompt format: add a label, or use"),
         (
             LABELLED[0] | {"user_rating": "up", "lang": "en"},
-            "(prompt format: give --field label=user_rating, or use --objective sft)",
+            "(prompt format: use --field label=user_rating, or use --objective sft)",
         ),
-        ({"ask": "Hi", "reply": "Yes", "liked": True}, "; give --field label=liked)"),
+        ({"ask": "Hi", "reply": "Yes", "liked": True}, "; use --field label=liked)"),
         (PAIRS["texts"], "use --objective dpo, or make two rows of it, each with its answer as"),
     ],
 )

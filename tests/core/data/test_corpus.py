@@ -99,7 +99,7 @@ def check_corpus(files: list[list[PlainRow]], limit: int | None, mapped: bool) -
     assert corpus.num_rows == len(kept)
     assert len(corpus) == sum(len(examples) for _, _, examples, _ in kept)
     flat = [(i, row, *each) for i, row, examples, _ in kept for each in examples]
-    assert [(e.file, e.row, plain(e)) for e in corpus] == [each[:3] for each in flat]
+    assert [(e.file, e.row, plain(e)) for e in corpus] == [array[:3] for array in flat]
     assert [(e.tokens.dtype, e.assistant_mask.dtype) for e in corpus] == [
         (np.dtype("i4"), np.dtype("u1"))
     ] * len(flat)
@@ -119,7 +119,7 @@ def check_corpus(files: list[list[PlainRow]], limit: int | None, mapped: bool) -
     ]
     for n, (i, row, examples, _) in enumerate(kept):
         assert [plain(e) for e in corpus.row(n)] == [pairs for pairs, _ in examples]
-        assert corpus.place_of(n) == (i, row)
+        assert corpus.source_of(n) == (i, row)
     assert corpus.largest_token() == max(
         (token for rows in files for _, several in rows for pairs in several for token, _ in pairs),
         default=0,
@@ -168,7 +168,7 @@ def test_data_hash_is_sha256_over_lengths_tokens_and_masks() -> None:
     )
 
 
-def test_data_hash_does_not_depend_on_how_arrays_lie_in_memory_or_in_files() -> None:
+def test_data_hash_ignores_array_layout_in_memory_and_files() -> None:
     base = [example(row, pairs) for row, several in ROWS for pairs in several]
     for tokens, mask in ((">i4", ">u1"), (">i8", ">i4"), ("<i8", "<i8"), ("<u4", "?")):
         stored = [
@@ -206,7 +206,7 @@ def test_data_hash_changes_with_rows_tokens_mask_order_and_where_an_example_ends
     assert len(hashes) == 1 + len(others)
 
 
-def test_data_hash_goes_on_in_the_next_file_where_the_last_one_ended() -> None:
+def test_data_hash_continues_across_files() -> None:
     # The omitted example of the second file is as long as the first example.
     files: list[list[PlainRow]] = [
         [(1, [[(1, 0), (2, 1)]])],
@@ -219,7 +219,7 @@ def test_data_hash_goes_on_in_the_next_file_where_the_last_one_ended() -> None:
     assert corpus.data_hash() == corpus_of([in_memory(kept)]).data_hash()
 
 
-def test_example_longer_than_is_looked_at_at_once_is_counted_and_hashed_whole() -> None:
+def test_example_longer_than_a_block_is_counted_and_hashed_whole() -> None:
     tokens = np.arange((1 << 20) + 7, dtype=np.int32)
     mask = (tokens % 3 == 0).astype(np.uint8)
     content = struct.pack("<qq", 1, len(tokens)) + tokens.tobytes() + mask.tobytes()
@@ -230,7 +230,7 @@ def test_example_longer_than_is_looked_at_at_once_is_counted_and_hashed_whole() 
     assert corpus.supervised.tolist() == [-(-len(tokens) // 3)]
 
 
-def test_examples_that_are_a_corpus_stay_what_they_are() -> None:
+def test_corpus_of_examples_is_used_unchanged() -> None:
     corpus = corpus_of([in_memory(ROWS)], 2)
 
     assert Corpus.of(corpus) is corpus
@@ -243,7 +243,7 @@ def test_examples_of_several_files_keep_their_rows_apart() -> None:
     again = Corpus.of(list(corpus))
 
     assert [len(again.row(i)) for i in range(again.num_rows)] == [1, 2]
-    assert again.place_of(1) == (1, 1)
+    assert again.source_of(1) == (1, 1)
     assert again.data_hash() == corpus.data_hash()
 
 

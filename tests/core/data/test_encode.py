@@ -88,7 +88,7 @@ def test_bos_is_added_once_and_never_twice_nor_where_there_is_none() -> None:
         assert [tokenizer.decode(run) for run in supervised_runs(example)] == ["Hello<|im_end|>"]
 
 
-def test_answer_is_tokenised_by_itself_where_a_token_would_cross_its_edge() -> None:
+def test_answer_is_tokenised_separately_if_a_token_would_cross_its_edge() -> None:
     tokenizer = merged_newlines()
 
     (merged, apart), _, _ = encode(

@@ -165,7 +165,7 @@ def test_bos_twice_at_the_start_is_noted_for_each_row(
     assert found.places.get(problems.DOUBLE_BOS, []) == [(2, ""), (7, "")][: 2 * times]
 
 
-def test_notes_of_the_template_stand_with_their_row() -> None:
+def test_template_notes_belong_to_their_row() -> None:
     def template(conversation: Conversation) -> Rendering:
         told = {problems.DROPPED_THINKING: "message 2"} if conversation.row % 2 else {}
         return replace(render_qwen3(conversation), notes=told)
@@ -179,7 +179,7 @@ def test_notes_of_the_template_stand_with_their_row() -> None:
     ]
 
 
-def test_what_is_always_noted_stands_with_every_conversation_and_no_document() -> None:
+def test_constant_notes_apply_to_conversations_and_not_to_documents() -> None:
     skipped, told = SkippedRows(PATH), RowTally()
     encoder = Encoder(render_qwen3, words(eos="<|endoftext|>"), {"odd": "always"})
     rows = [converse(("assistant", "a"), row=2), Document(3, "b"), converse(("assistant", "c"))]
@@ -206,7 +206,7 @@ class SpacingTokenizer(PatternTokenizer):
 
 
 @pytest.mark.parametrize("merging", [r"\n+", r"[.\n]+"])
-def test_answer_by_itself_gets_no_space_that_only_begins_a_text(merging: str) -> None:
+def test_answer_alone_gets_no_leading_space_of_a_text(merging: str) -> None:
     tokenizer = SpacingTokenizer(rf"{CONTROL}|{merging}|\w+|.", control_tokens=CONTROL_TOKENS)
 
     (example,), _, _ = encode(tokenizer, converse(("user", "Hi"), ("assistant", "\n\nc")))
@@ -311,7 +311,7 @@ def texts_of_tokens(
     return texts, skipped, told
 
 
-def test_thousands_of_rows_are_encoded_in_order_and_as_each_by_itself() -> None:
+def test_thousands_of_rows_are_encoded_in_order_and_as_if_alone() -> None:
     contents = ["<bos>", "\n\nb", "c d", "\n<bos>"]
     rows = [
         converse(("user", f"{row % 31}"), ("assistant", contents[row % 4]), row=row)

@@ -75,7 +75,7 @@ def test_near_copy_of_a_training_row_is_a_leak_that_says_so() -> None:
     (found,) = findings.row_findings([*train, *validation], *corpora, text_hash)
 
     assert (found.kind, found.rows) == (problems.LEAK, 2)
-    assert {each.row: each.detail[:8] for each in found.places} == {3: "", 2: "the same"}
+    assert {place.row: place.detail[:8] for place in found.places} == {3: "", 2: "the same"}
 
 
 @settings(deadline=None)
@@ -83,7 +83,7 @@ def test_near_copy_of_a_training_row_is_a_leak_that_says_so() -> None:
     train=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=3),
     validation=st.lists(st.integers(0, 8), min_size=1, max_size=6),
 )
-def test_duplicates_and_leaks_are_those_that_comparing_rows_finds(
+def test_duplicates_and_leaks_match_a_row_comparison(
     train: list[list[int]], validation: list[int]
 ) -> None:
     files = [encoded(f"{i}.jsonl", tokens) for i, tokens in enumerate(train)]

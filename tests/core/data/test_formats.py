@@ -132,21 +132,21 @@ def test_keys_known_elsewhere_are_recognised(
     [
         (
             {"question": "a", "query": "b", "answer": "c"},
-            "give --field prompt=question --field completion=answer or "
+            "use --field prompt=question --field completion=answer or "
             "--field prompt=query --field completion=answer",
         ),
         (
             {"input": "a", "output": "b", "response": "c"},
-            "give --field prompt=input --field completion=output or "
+            "use --field prompt=input --field completion=output or "
             "--field prompt=input --field completion=response",
         ),
         (
             {"question": "a", "context": "b", "answer": "c"},
-            "give --field instruction=question --field output=answer --field input=context",
+            "use --field instruction=question --field output=answer --field input=context",
         ),
         (
             {"instruction": "a", "context": "b", "response": "c"},
-            "give --field instruction=instruction --field output=response --field input=context",
+            "use --field instruction=instruction --field output=response --field input=context",
         ),
     ],
 )
@@ -156,14 +156,14 @@ def test_keys_with_two_readings_are_named_with_the_field_that_reads_them(
     good, skipped = read(tmp_path, row)
 
     assert not good
-    ((kind, detail),) = [(each.kind, each.detail) for each in skipped.problems.values()]
+    ((kind, detail),) = [(problem.kind, problem.detail) for problem in skipped.problems.values()]
     assert kind == f"two readings of {', '.join(map(repr, row))}"
     assert detail == advice
     pairs = re.findall(r"--field (\S+)", advice.split(" or ")[0])
     assert read(tmp_path, row, fields=parse_fields(pairs))[1].total == 0
 
 
-def test_first_row_recognised_decides_for_the_file(tmp_path: Path) -> None:
+def test_first_recognised_row_decides_the_format(tmp_path: Path) -> None:
     rows = [3, {"id": 1}, {"messages": []}, CHAT, {"prompt": 1}, CHAT | TEXT]
 
     good, skipped = read(tmp_path, *rows)
@@ -175,7 +175,7 @@ def test_first_row_recognised_decides_for_the_file(tmp_path: Path) -> None:
             "1: not a JSON object (a number)",
             "2: no known format (its keys: 'id'; looked for: messages, conversations, "
             "prompt + completion, instruction + output, text, mapping + current_node, contents; "
-            "if your keys have other names, give --field NAME=KEY)",
+            "if your keys have other names, use --field NAME=KEY)",
             "3: no assistant turn",
             "5: no 'messages' (its keys: 'prompt')",
         )
@@ -220,10 +220,10 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
 @pytest.mark.parametrize(
     ("row", "advice"),
     [
-        ({"a b": "x", "c": "y"}, "give --field prompt='a b' --field completion=c)"),
+        ({"a b": "x", "c": "y"}, "use --field prompt='a b' --field completion=c)"),
         (
             {"Id": "7", "Frage": "Wie spät?", "Antwort": "Elf Uhr."},
-            "give --field prompt=Frage --field completion=Antwort)",
+            "use --field prompt=Frage --field completion=Antwort)",
         ),
         (
             {"question": "Who is it?", "context": "It is Ada.", "answers": {"text": ["Ada"]}},
@@ -231,16 +231,16 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
         ),
         (
             {"reply": "It is Ada.", "context": "Who is it?"},
-            "if your keys have other names, give --field NAME=KEY)",
+            "if your keys have other names, use --field NAME=KEY)",
         ),
-        ({"dialog": [{"role": "user", "content": "Hi"}]}, "give --field messages=dialog)"),
-        ({"a" * 201: "x", "\x1b[31m": "y"}, "give --field prompt=KEY --field completion=KEY)"),
+        ({"dialog": [{"role": "user", "content": "Hi"}]}, "use --field messages=dialog)"),
+        ({"a" * 201: "x", "\x1b[31m": "y"}, "use --field prompt=KEY --field completion=KEY)"),
         ({"data": [PROMPT], "id": 1}, "the rows are under 'data': save that list as the file)"),
         (
             {"How do I reset it?": "a", "You open the settings.": "b"},
             "if these are the values of a row, write a line of column names above it)",
         ),
-        ({"a": 1, "b": 2, "c": 3}, "if your keys have other names, give --field NAME=KEY)"),
+        ({"a": 1, "b": 2, "c": 3}, "if your keys have other names, use --field NAME=KEY)"),
     ],
 )
 def test_unknown_keys_are_answered(tmp_path: Path, row: dict[str, Any], advice: str) -> None:
@@ -256,7 +256,7 @@ def test_key_of_another_spelling_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_null_is_absent_and_said_so(tmp_path: Path) -> None:
+def test_null_counts_as_absent_and_is_reported(tmp_path: Path) -> None:
     assert reason(tmp_path, {"messages": None}).startswith(
         "'messages' is empty (its keys: 'messages' (empty))"
     )
@@ -265,7 +265,7 @@ def test_null_is_absent_and_said_so(tmp_path: Path) -> None:
     assert converted(tmp_path, PROMPT | nulls) == converted(tmp_path, PROMPT)
 
 
-def test_reason_is_one_short_line_whatever_the_keys(tmp_path: Path) -> None:
+def test_reason_is_one_short_line_for_any_keys(tmp_path: Path) -> None:
     said = reason(tmp_path, {"\x07\n" + "k" * 10_000: 1} | dict.fromkeys("abcdefghij"))
 
     assert said.isprintable()
@@ -513,7 +513,7 @@ ANY_ROW = (
         st.sampled_from(FIELD_NAMES), st.sampled_from([*FIELD_NAMES, "other"]), max_size=3
     ),
 )
-def test_each_row_is_yielded_or_skipped_whatever_it_holds(
+def test_each_row_is_yielded_or_skipped_for_any_content(
     rows: list[Any], format: str, fields: dict[str, str]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -44,7 +44,7 @@ def test_holds_out_the_ceiling_of_the_fraction_within_its_bounds(
     ("count", "val_split", "held_out"),
     [(2, 0.2, 1), (5, 0.2, 1), (6, 0.2, 2), (10, 0.2, 2), (2, 0.5, 1), (3, 0.5, 2), (100, 0.01, 1)],
 )
-def test_split_of_a_few_rows_is_what_one_counts_by_hand(
+def test_split_of_a_few_rows_matches_hand_computation(
     count: int, val_split: float, held_out: int
 ) -> None:
     training, validation = hold_out_rows(range(count), val_split, seed=42, val_rows=1000)
@@ -53,7 +53,7 @@ def test_split_of_a_few_rows_is_what_one_counts_by_hand(
 
 
 @pytest.mark.parametrize("identities", [[], [5], [5, 5, 5]])
-def test_split_needs_a_row_for_each_side(identities: list[int]) -> None:
+def test_split_needs_a_row_for_training_and_validation(identities: list[int]) -> None:
     with pytest.raises(ValueError, match="at least two rows that differ"):
         hold_out_rows(identities, 0.2, seed=42, val_rows=1000)
 
@@ -186,7 +186,7 @@ def test_rows_are_held_out_by_one_module() -> None:
     }
 
 
-def test_row_that_is_in_two_files_stays_on_one_side() -> None:
+def test_row_in_two_files_is_held_out_or_trained_on_in_both() -> None:
     identities, files = [1, 2, 3, 4, 4, 5, 6, 7], np.array([0, 0, 0, 0, 1, 1, 1, 1])
 
     for seed in range(20):

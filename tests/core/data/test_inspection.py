@@ -62,7 +62,7 @@ def encoded(rows: Rows, name: str = "a.jsonl") -> EncodedFile:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=300))
-def test_percentile_is_the_least_value_that_so_many_do_not_exceed(values: list[int]) -> None:
+def test_percentile_is_the_least_value_at_that_rank(values: list[int]) -> None:
     found = Distribution.of(np.array(values, dtype=np.int64))
 
     for percent, value in ((50, found.p50), (95, found.p95)):
@@ -129,7 +129,7 @@ def test_limits_are_powers_of_two_that_cover_the_longest_and_the_current_one(
         assert one.rows_cut == sum(len(mask) > one.max_seq_len for _, (mask,) in rows)
 
 
-def test_of_limits_that_cut_the_same_rows_the_shortest_and_the_current_one_are_told() -> None:
+def test_among_equal_limits_the_shortest_and_current_are_shown() -> None:
     found = limits([encoded([(1, [[1] * 5000]), (2, [[1] * 200])])], 1024, "end")
 
     assert [one.max_seq_len for one in found] == [128, 256, 1024, 8192]
@@ -267,20 +267,20 @@ def test_answers_of_a_pair_are_together_with_their_differences_marked() -> None:
     (together_,) = together(found.show(range(2), ByteTokenizer(narrow=False), ()))
 
     assert isinstance(together_, ShownPair)
-    assert [(each.role, each.part, each.parts) for each in together_.answers] == [
+    assert [(answer.role, answer.part, answer.parts) for answer in together_.answers] == [
         ("chosen", 1, 1),
         ("rejected", 1, 1),
     ]
     assert together_.common == len("At 8?")
     marked = [
-        "".join(piece.text if piece.differs else "." for piece in each.pieces)
-        for each in together_.answers
+        "".join(piece.text if piece.differs else "." for piece in answer.pieces)
+        for answer in together_.answers
     ]
     assert marked == ["." * 7 + "p" + "." * 9 + "s", "." * 7 + "a" + "." * 9]
-    assert [each.differing for each in together_.answers] == [2, 1]
+    assert [answer.differing for answer in together_.answers] == [2, 1]
 
 
-def test_lone_answers_of_pairs_and_labelled_answers_stand_alone() -> None:
+def test_lone_answers_of_pairs_and_labelled_answers_are_separate() -> None:
     sides = pair(3, "yes", "no")
     whole = side(3, WHOLE, "At 8?", "yes")
     labelled = side(4, DESIRABLE, "At 8?", "yes")
@@ -300,7 +300,7 @@ def test_rows_of_pairs_are_shown_whole() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 10, 40, 100, 1000])
-def test_chosen_examples_are_a_spread_from_the_first_to_the_last(count: int) -> None:
+def test_chosen_examples_are_spread_from_first_to_last(count: int) -> None:
     file = encoded([(row, [[1]]) for row in range(1, 101)])
     found = examined([file], None, []).choose([], count)
 

@@ -56,7 +56,7 @@ def test_chatml_is_one_rendering_with_every_turn() -> None:
     assert not one.add_end
 
 
-def test_messages_behind_the_last_answer_are_left_out() -> None:
+def test_messages_after_the_last_answer_are_left_out() -> None:
     rendering = render(chatml, converse(("user", "a"), ("assistant", "b"), ("user", "c")))
 
     assert [one.text for one in rendering.texts] == [turn("user", "a") + turn("assistant", "b")]
@@ -147,7 +147,7 @@ def test_row_whose_only_trained_turn_has_no_prompt_is_a_bad_row(messages: list[A
         render(chatml, converse(*messages))
 
 
-def test_turn_behind_a_turn_is_asked_for_with_that_before_it() -> None:
+def test_consecutive_turn_is_prompted_with_the_previous_one() -> None:
     rendering = render(chatml, converse(("user", "Hi"), ("assistant", "a"), ("assistant", "b")))
 
     assert answers(rendering) == ["a" + END, "b" + END]
@@ -166,7 +166,7 @@ def test_template_that_begins_with_nothing_supervises_from_the_first_character()
 # Tools
 
 
-def test_template_is_given_the_fields_as_they_stand_and_the_tools() -> None:
+def test_template_receives_the_fields_unchanged_and_the_tools() -> None:
     heard = []
     fields = {"role": "tool", "content": "4", "name": "add", "tool_call_id": "7"}
 
@@ -218,7 +218,7 @@ def test_model_without_the_tokens_of_qwen_is_not_pointed_to_its_template() -> No
         ModelTemplate(Renderer(without_calls), ("</s>",), "")(conversation)
 
 
-def test_turn_of_a_call_ends_behind_all_control_tokens_of_the_call() -> None:
+def test_tool_call_turn_ends_after_all_its_control_tokens() -> None:
     def with_tokens(messages: Messages, **options: Any) -> str:
         return chatml(messages, **options).replace("<call>", "<|endoftext|>")
 
@@ -331,7 +331,7 @@ def test_renderings_are_the_same_however_many_requests_start_ahead(
     template, source = RENDERERS[name]
     options: dict[str, Any] = {"thinking": thinking, "merge_system": True}
     plain = ModelTemplate(Renderer(template), (END, "[end]"), source, **options)
-    expected = [outcome(partial(plain, each)) for each in CONVERSATIONS]
+    expected = [outcome(partial(plain, conversation)) for conversation in CONVERSATIONS]
     renderer = Renderer(template, most)
     model = replace(plain, renderer=renderer)
     # Facts about a template are determined once.
@@ -339,11 +339,11 @@ def test_renderings_are_the_same_however_many_requests_start_ahead(
     renderer.requests.clear()
 
     pending = model.start(CONVERSATIONS)
-    started = [each.options for each in renderer.requests if each.started]
+    started = [request.options for request in renderer.requests if request.started]
     assert most is None or len(started) == most
     assert list(map(outcome, pending)) == expected
     # Each request is made once.
-    calls = [each.options for each in renderer.requests]
+    calls = [request.options for request in renderer.requests]
     assert not [call for i, call in enumerate(calls) if call in calls[:i]]
     assert most is not None or started == calls
 

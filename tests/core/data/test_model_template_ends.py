@@ -50,9 +50,7 @@ from tests.core.data.renderers import (
     ],
 )
 @pytest.mark.parametrize("template", [chatml, ends_twice])
-def test_answer_ends_at_the_end_of_its_turn_whatever_its_content(
-    template: Render, content: str
-) -> None:
+def test_answer_ends_at_its_turn_end_for_any_content(template: Render, content: str) -> None:
     rendering = render(template, converse(("user", "4?"), ("assistant", content)))
 
     assert answers(rendering) == [content + END]
@@ -65,7 +63,7 @@ def test_answer_that_is_itself_an_end_token_keeps_its_own_end() -> None:
 
 
 @pytest.mark.parametrize("content", ["a" + END + "b", "a" + END])
-def test_end_token_in_the_content_is_not_taken_for_that_of_the_turn(content: str) -> None:
+def test_end_token_in_the_content_does_not_end_the_turn(content: str) -> None:
     with pytest.raises(BadRow, match="no end-of-turn token"):
         render(bracketed, converse(("user", "?"), ("assistant", content)))
 
@@ -143,7 +141,7 @@ TURNS = st.lists(
 @settings(deadline=None)
 @given(name=st.sampled_from(["chatml", "qwen3_like", "r1_like", "ends_twice"]), turns=TURNS)
 @example(name="ends_twice", turns=[("assistant", "<<", "")])
-def test_every_span_stands_behind_the_prompt_of_its_turn_for_any_conversation(
+def test_every_span_follows_its_turns_prompt_for_any_conversation(
     name: str, turns: list[tuple[str, str, str]]
 ) -> None:
     template, _ = RENDERERS[name]

@@ -43,7 +43,7 @@ def blocks_behind_a_question(
     return text + "<think>\n\n</think>\n\n" * add_generation_prompt
 
 
-def test_greeting_behind_a_system_message_is_context_where_it_cannot_be_prompted_for() -> None:
+def test_greeting_after_a_system_message_is_context_if_it_has_no_prompt() -> None:
     greeting = (SYSTEM, ("assistant", "Welcome!"))
     asked = (("user", "Hi"), ("assistant", "Hello!"))
 
@@ -59,13 +59,13 @@ def test_greeting_behind_a_system_message_is_context_where_it_cannot_be_prompted
     ]
 
 
-def test_greeting_that_cannot_be_prompted_for_and_stands_alone_is_refused_with_its_place() -> None:
+def test_lone_greeting_without_a_prompt_is_refused_with_its_position() -> None:
     with pytest.raises(BadRow, match="generation prompt") as raised:
         render(blocks_behind_a_question, converse(SYSTEM, ("assistant", "Welcome!")))
     assert raised.value.detail == "message 2"
 
 
-def test_words_beside_a_tool_call_that_are_left_out_are_told() -> None:
+def test_omitted_text_next_to_a_tool_call_is_noted() -> None:
     said = assistant("Let me look.", tool_calls=[CALL])
 
     rendering = render(says_or_calls, converse(("user", "Hi"), said))
@@ -77,7 +77,7 @@ def test_words_beside_a_tool_call_that_are_left_out_are_told() -> None:
 
 
 @pytest.mark.parametrize("thought", ["a", "abc", "\x00"])
-def test_thinking_that_is_left_out_is_told_though_the_answer_holds_its_words(thought: str) -> None:
+def test_omitted_thinking_is_noted_even_if_the_answer_repeats_it(thought: str) -> None:
     conversation = converse(("user", "Hi"), assistant("abc", reasoning_content=thought))
 
     assert render(chatml, conversation).notes == {problems.DROPPED_THINKING: "message 2"}

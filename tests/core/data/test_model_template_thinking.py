@@ -151,7 +151,7 @@ def test_thinking_in_a_field_is_given_under_the_name_that_the_template_reads(fie
         assert heard[-1]["content"] == "4"
 
 
-def test_content_with_tags_is_given_as_it_stands_to_a_template_that_splits_it() -> None:
+def test_content_with_tags_is_passed_unchanged_to_a_template_that_splits_it() -> None:
     heard: list[str] = []
 
     def listens(messages: Messages, **options: Any) -> str:
@@ -198,7 +198,7 @@ def test_thinking_in_tags_stays_where_the_template_writes_the_content_as_it_is()
         ("", "off", "Sum.", None),
     ],
 )
-def test_template_is_told_to_think_as_the_option_says_or_the_data_shows(
+def test_template_thinks_according_to_the_option_or_the_data(
     source: str, thinking: str, thought: str, told: bool | None
 ) -> None:
     heard = set()
@@ -216,7 +216,7 @@ def test_template_is_told_to_think_as_the_option_says_or_the_data_shows(
     assert heard == {told}
 
 
-def test_empty_think_block_is_of_the_prompt_where_the_template_is_told_not_to_think() -> None:
+def test_empty_think_block_belongs_to_the_prompt_without_thinking() -> None:
     conversation = converse(("user", "Hi"), ("assistant", "Hello!"))
 
     (prompted,) = render(qwen3_like, conversation).texts
@@ -243,7 +243,7 @@ def test_long_thinking_that_the_template_drops_does_not_hide_the_end_of_the_answ
     assert rendering.notes == DROPPED
 
 
-def test_prompt_that_opens_thinking_behind_something_else_than_the_turn_is_a_bad_row() -> None:
+def test_prompt_that_opens_thinking_after_other_text_is_a_bad_row() -> None:
     def otherwise(messages: Messages, *, add_generation_prompt: bool, **options: Any) -> str:
         text = chatml(messages, add_generation_prompt=False, **options)
         return text + "<|im_start|>model\n<think>\n" * add_generation_prompt

@@ -209,7 +209,7 @@ def spans_hold_the_answers(rendered: Rendered, end_of_turn: str, answers: list[s
 
 @settings(deadline=None)
 @given(messages=MESSAGES, tools=st.sampled_from([(), (TOOL,)]))
-def test_each_assistant_turn_has_one_span_whatever_the_messages(
+def test_each_assistant_turn_has_one_span_for_any_messages(
     messages: list[Message], tools: tuple[Any, ...]
 ) -> None:
     answers = [message.content for message in messages if message.role == "assistant"]

@@ -84,7 +84,9 @@ def test_qwen3_equals_its_own_template_for_any_messages(shared: Path) -> None:
 def test_built_in_templates_equal_their_jinja_for_any_messages(
     messages: list[Message], tools: tuple[Any, ...], thinking: str
 ) -> None:
-    thought = [replace(each, thinking=thinking * (each.role == "assistant")) for each in messages]
+    thought = [
+        replace(message, thinking=thinking * (message.role == "assistant")) for message in messages
+    ]
     written = [jinja(DATA_CODE / f"{name}.jinja") for name in ("chatml", "gemma")]
     conversation = converse(*thought, tools=tools)
     assert text_of(render_qwen3(conversation)) == written[0](conversation)

@@ -31,7 +31,7 @@ def test_stop_over_several_tokens_is_never_shown() -> None:
     assert stream.stopped
 
 
-def test_what_only_begins_as_a_stop_is_shown_after_all() -> None:
+def test_text_that_only_begins_like_a_stop_is_shown() -> None:
     shown, stream = streamed([b"Hi", b"\n", b"Us", b"ually", b"\nUse"], "\nUser:")
     assert shown == ["Hi", "", "", "\nUsually", "", "\nUse"]
     assert not stream.stopped
@@ -42,7 +42,7 @@ def test_first_of_several_stops_ends_it() -> None:
 
 
 @given(st.text(max_size=30), st.lists(st.integers(1, 3), min_size=40, max_size=40), st.text("ab"))
-def test_text_is_that_of_all_bytes_up_to_the_stop_however_they_come(
+def test_text_before_the_stop_is_complete_for_any_chunks(
     text: str, sizes: list[int], stop: str
 ) -> None:
     content, pieces = text.encode("utf-8", "ignore"), []

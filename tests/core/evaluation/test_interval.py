@@ -26,7 +26,7 @@ def test_difference_is_of_sums_and_never_a_mean_of_means() -> None:
     assert found.loss == pytest.approx(2 / 100)
 
 
-def test_interval_without_skew_is_that_of_a_loop_over_drawn_rows() -> None:
+def test_interval_without_skew_matches_a_bootstrap_loop() -> None:
     base, adapted, tokens = drawn_rows(np.random.default_rng(1), 60, -0.1)
     found = paired_difference(base, adapted, tokens, 7)
     draw = random.Random(3)
@@ -52,7 +52,7 @@ def test_skewed_rows_shift_the_interval_as_the_correction_does_in_a_loop() -> No
     for _ in range(10_000):
         drawn.append(sum(draw.choices(adapted.tolist(), k=40)) / 400)
     drawn.sort()
-    bias = normal.inv_cdf(sum(each < observed for each in drawn) / len(drawn))
+    bias = normal.inv_cdf(sum(array < observed for array in drawn) / len(drawn))
     without = [(adapted.sum() - each) / 390 for each in adapted]
     mean = sum(without) / 40
     cubes, squares = (sum((mean - each) ** power for each in without) for power in (3, 2))

@@ -48,7 +48,7 @@ def test_verdict_needs_an_interval_without_zero_and_some_rows(
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_few_rows_cannot_tell_however_alike(rows: int) -> None:
+def test_few_rows_give_no_verdict_even_if_equal(rows: int) -> None:
     tokens = np.full(rows, 10)
     found = paired_difference(np.full(rows, 30.0), np.full(rows, 10.0), tokens, 0)
     assert (found.loss, found.low, found.high) == (-2.0, -2.0, -2.0)
@@ -111,14 +111,14 @@ def test_answers_are_shown_without_template_tokens() -> None:
     assert {"expected 4", "base 5", "adapted 4"} <= lines
 
 
-def test_interval_of_a_gain_is_said_from_small_to_large() -> None:
+def test_interval_of_a_gain_is_shown_from_small_to_large() -> None:
     (line,) = verdict_lines(evaluated([-1.0, -3.0] * 20))
     low, high = line.partition("interval ")[2].partition(")")[0].split(" to ")
     assert 0 < float(low) < 0.5 < float(high)
 
 
 @pytest.mark.parametrize(("change", "word"), [(-0.07, "hardly helped"), (-0.09, "helped")])
-def test_less_than_a_percent_of_the_loss_hardly_helps(change: float, word: str) -> None:
+def test_gain_below_a_percent_of_the_loss_is_negligible(change: float, word: str) -> None:
     found = evaluated([change] * 40)
     assert (found.verdict, found.hardly) == ("helped", word != "helped")
     assert found.difference

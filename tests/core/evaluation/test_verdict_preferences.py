@@ -50,7 +50,7 @@ def evaluated(before: list[float], after: list[float], files: tuple[int, ...] = 
         ([1.0], [-2.0], "hurt", -1.0, math.sqrt(2) * 0.2775 - 1),
     ],
 )
-def test_interval_of_rows_that_all_change_alike_is_no_point(
+def test_interval_of_equal_changes_is_not_a_point(
     before: list[float], after: list[float], verdict: str, low: float, high: float
 ) -> None:
     found = evaluated(before * 10, after * 10)

@@ -79,7 +79,7 @@ def test_file_that_has_not_changed_is_read_once(
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', "[" * 100_000])
-def test_cache_that_is_damaged_is_made_anew(folder: Path, tmp_path: Path, content: str) -> None:
+def test_damaged_cache_is_rebuilt(folder: Path, tmp_path: Path, content: str) -> None:
     expected = model_hash(folder, None)
     cache = tmp_path / "cache"
     cache.mkdir()
@@ -88,7 +88,7 @@ def test_cache_that_is_damaged_is_made_anew(folder: Path, tmp_path: Path, conten
     assert model_hash(folder, cache) == expected
 
 
-def test_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: Path) -> None:
+def test_run_continues_without_an_unwritable_cache(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert model_hash(folder, tmp_path / "file" / "cache") == model_hash(folder, None)
 

@@ -61,7 +61,7 @@ def test_lock_of_another_process_says_who_it_is_and_ends_with_it(tmp_path: Path)
     Lock(path).release()
 
 
-def test_lock_whose_holder_removes_the_file_while_it_is_opened_is_taken_anew(
+def test_lock_removed_while_opening_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / ".lock"
@@ -86,7 +86,7 @@ def test_lock_whose_holder_removes_the_file_while_it_is_opened_is_taken_anew(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 60_000])
-def test_what_a_holder_says_may_be_anything(tmp_path: Path, content: bytes) -> None:
+def test_holder_content_is_untrusted(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / ".lock"
     lock = Lock(path)
     path.write_bytes(content)
@@ -200,7 +200,7 @@ def test_nothing_is_written_where_a_locked_folder_was(
         if replaced:
             run.mkdir()
             (run / LOCK).write_text('{"pid": 1}')
-        with pytest.raises(FolderMoved, match=f"{run}: was moved, removed or replaced"):
+        with pytest.raises(FolderMoved, match=f"{run} was moved, removed or replaced"):
             WRITES[write](run)
         assert run.exists() == replaced
         if replaced:

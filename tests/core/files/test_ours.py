@@ -149,7 +149,7 @@ def test_error_names_the_file_the_reason_and_the_remedy(secret: Path, folder: Pa
     with pytest.raises(OutputError) as raised:
         write_file(folder / "a", [b""])
     assert str(raised.value) == (
-        f"{folder / 'a'}: cannot be written: it also has another name (a hard link): "
+        f"{folder / 'a'} cannot be written: it also has another name (a hard link): "
         "move it away, or choose another path"
     )
 
@@ -196,7 +196,7 @@ def test_folder_is_removed_only_where_every_file_is_known_and_ours(
 @pytest.mark.parametrize(
     "name", [".notes.0123456789abcdef.tmp", ".a.0123456789abcdef.tmp", "b.tmp", ".mlxtune-a.tmp"]
 )
-def test_temporary_files_of_other_programs_have_other_names(name: str) -> None:
+def test_temporary_files_of_other_programs_differ_in_name(name: str) -> None:
     assert not is_temporary(Path(name))
     assert is_temporary(Path(ours.temporary_name(name)))
 

@@ -28,7 +28,7 @@ def write(target: Path, text: str = "new", *, overwrite: bool = False) -> None:
 WRITTEN = ["inner/template", "manifest.json", "weights"]
 
 
-def test_folder_appears_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_folder_appears_whole_without_leftovers(tmp_path: Path) -> None:
     write(tmp_path / "deep" / "out")
     assert files_in(tmp_path / "deep") == [f"out/{name}" for name in WRITTEN]
 
@@ -43,7 +43,7 @@ def test_nothing_is_left_where_filling_it_failed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_stood_there_stays_where_filling_the_new_one_failed(tmp_path: Path) -> None:
+def test_old_folder_stays_if_filling_the_new_one_fails(tmp_path: Path) -> None:
     write(tmp_path / "out", "old")
     with (
         pytest.raises(KeyboardInterrupt),
@@ -82,7 +82,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file more": (lambda out: (out / "thesis.tex").write_text("mine"), "holds thesis.tex"),
     "one below": (lambda out: (out / "inner" / "a").write_text("mine"), "holds inner/a"),
     "one in a folder": (lambda out: (out / "new").mkdir() or (out / "new/a").touch(), "new/a"),
-    "a changed file": (lambda out: (out / "weights").write_text("own"), "weights: was changed"),
+    "a changed file": (lambda out: (out / "weights").write_text("own"), "weights was changed"),
     "a link": (lambda out: (out / "a").symlink_to(out.parent), "holds a, not"),
     "a hard link": (lambda out: os.link(out / "weights", out.parent / "w"), "holds weights, not"),
     "a pipe": (lambda out: os.mkfifo(out / "pipe"), "holds pipe"),
@@ -134,7 +134,7 @@ def test_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "home" / "letter").exists()
 
 
-def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
+def test_inputs_are_not_overwritten(tmp_path: Path) -> None:
     model = tmp_path / "models" / "base"
     model.mkdir(parents=True)
     (tmp_path / "link").symlink_to(model)

@@ -45,7 +45,7 @@ def alive(process: int) -> bool:
     return bool(state) and "Z" not in state
 
 
-def test_status_and_last_message_are_those_of_the_process(tmp_path: Path) -> None:
+def test_status_and_last_message_come_from_the_process(tmp_path: Path) -> None:
     code = "import sys; print('first', file=sys.stderr); print('last\\n', file=sys.stderr)"
     folder = tmp_path / "run"
     assert Helpers(tmp_path).call(["-c", f"{code}; sys.exit(3)"], folder) == 3

@@ -100,7 +100,7 @@ def test_small_file_takes_no_memory_of_its_limit(tmp_path: Path) -> None:
     assert shown.stdout == "b'small'\n", shown.stderr
 
 
-def test_file_that_is_there_is_taken(tmp_path: Path) -> None:
+def test_existing_file_is_used(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(os.urandom(LARGE))
     check_stored(path)

@@ -27,7 +27,7 @@ def write(path: Path, header: Any, data: int = 24, length: int | None = None) ->
     return path
 
 
-def test_header_is_that_of_the_library(tmp_path: Path) -> None:
+def test_header_matches_the_library(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     arrays = {
         "weight": np.zeros((3, 5), np.float32),

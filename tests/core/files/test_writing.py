@@ -30,7 +30,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_file_is_put_in_place_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_file_is_written_without_leftovers(tmp_path: Path) -> None:
     target = tmp_path / "adapters.safetensors"
     write_file(target, [b"old"])
     write_file(target, [b"n", b"ew"])
@@ -39,7 +39,7 @@ def test_file_is_put_in_place_and_nothing_beside_it(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["adapters.safetensors"]
 
 
-def test_who_reads_the_old_file_goes_on_reading_it_whole(tmp_path: Path) -> None:
+def test_open_reader_sees_the_whole_old_file(tmp_path: Path) -> None:
     target = tmp_path / "adapters.safetensors"
     write_file(target, [b"old"])
 
@@ -63,9 +63,7 @@ def test_file_stays_old_when_its_content_fails_midway(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [None, b"old"], ids=["none_before", "one_before"])
-def test_file_is_old_or_new_and_nothing_lies_beside_it_whichever_step_fails(
-    tmp_path: Path, before: bytes | None
-) -> None:
+def test_file_is_old_or_new_whichever_operation_fails(tmp_path: Path, before: bytes | None) -> None:
     for fails_at in range(1, 20):
         folder = tmp_path / str(fails_at)
         folder.mkdir()
@@ -77,7 +75,7 @@ def test_file_is_old_or_new_and_nothing_lies_beside_it_whichever_step_fails(
             if fails_at <= 6:
                 with pytest.raises(OutputError) as raised:
                     write_file(target, [b"n", b"ew"])
-                assert str(raised.value).startswith(f"{target}: cannot be written: ")
+                assert str(raised.value).startswith(f"{target} cannot be written: ")
                 assert os.strerror(errno.ENOSPC) in str(raised.value)
             else:
                 write_file(target, [b"n", b"ew"])
@@ -133,13 +131,13 @@ def test_path_below_a_file_is_an_error_that_names_it(
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc, where none can write")
 def test_folder_that_takes_no_files_is_an_error_that_names_it() -> None:
-    with pytest.raises(OutputError, match=r"^/proc/self: cannot be written"):
+    with pytest.raises(OutputError, match=r"^/proc/self cannot be written"):
         check_writable(Path("/proc/self"), "--output")
-    with pytest.raises(OutputError, match=r"^/proc/mlxtune: cannot be written"):
+    with pytest.raises(OutputError, match=r"^/proc/mlxtune cannot be written"):
         check_writable(Path("/proc/mlxtune"), "--output")
 
 
-def test_file_in_place_of_a_folder_to_write_into_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_file_instead_of_an_output_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
 
     with pytest.raises(OutputError, match=r"file is a file, .*choose another --output"):
@@ -149,14 +147,14 @@ def test_file_in_place_of_a_folder_to_write_into_is_an_error_that_names_it(tmp_p
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_checking_leaves_nothing_behind_whether_the_folder_exists_or_not(tmp_path: Path) -> None:
+def test_checking_leaves_no_files_whether_or_not_the_folder_exists(tmp_path: Path) -> None:
     check_writable(tmp_path / "runs" / "checkpoints", "--checkpoint-dir")
     check_writable(tmp_path, "--checkpoint-dir")
 
     assert names_in(tmp_path) == []
 
 
-def test_folder_is_made_with_those_above_it_and_may_be_there_already(tmp_path: Path) -> None:
+def test_folder_is_created_with_its_parents_and_may_exist(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "checkpoints"
     make_folder(folder)
     make_folder(folder)
@@ -223,7 +221,7 @@ def test_own_file_is_not_read_through_a_link(tmp_path: Path) -> None:
         read_json(tmp_path / "own.json")
 
 
-def test_path_with_a_null_character_is_no_place(tmp_path: Path) -> None:
+def test_path_with_a_null_character_equals_no_other(tmp_path: Path) -> None:
     assert not same_place(tmp_path / "a\0b", tmp_path)
 
 
@@ -233,9 +231,9 @@ def test_first_failure_in_a_row_is_reported() -> None:
     for fails in (True, True, False, True):
         with best_effort.attempt():
             if fails:
-                raise OutputError("a: cannot be written")
+                raise OutputError("a cannot be written")
         assert best_effort.failing == fails
-    report = "a: cannot be written; training continues, and the next write will try again"
+    report = "a cannot be written; training continues, and the next write will try again"
     assert reports == [report, report]
     with pytest.raises(KeyboardInterrupt), best_effort.attempt():
         raise KeyboardInterrupt

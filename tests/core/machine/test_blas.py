@@ -76,7 +76,7 @@ def test_one_warning_says_what_to_install_when_there_is_none() -> None:
 
 
 @linux
-def test_mlx_imported_first_is_said() -> None:
+def test_mlx_imported_first_is_reported() -> None:
     result = run(
         "import mlx.core\nimport mlxtune.backend\nimport mlxtune.backend.device.allocator\n"
     )

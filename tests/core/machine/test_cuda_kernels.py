@@ -118,9 +118,7 @@ def add_gpu(gpus: Path, model: str) -> None:
     (made / "information").write_text(f"Model: \t\t {model}\nIRQ:   32\n")
 
 
-def test_other_gpus_have_kernels_of_their_own(
-    nvidia: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_gpus_have_their_own_kernels(nvidia: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = folder().path
     add_gpu(nvidia, "NVIDIA H200")
     one = folder().path
@@ -161,7 +159,7 @@ def test_doctor_shows_the_folder(nvidia: Path, monkeypatch: pytest.MonkeyPatch) 
         )
 
 
-def test_user_without_a_home_has_a_folder_for_this_process(
+def test_user_without_a_home_gets_a_temporary_folder(
     nvidia: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: str) -> Path:

@@ -13,7 +13,7 @@ from mlxtune.core.machine import facts
 from mlxtune.core.machine.facts import Memory
 
 
-def test_what_a_mac_reports_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mac_readings_are_combined(monkeypatch: pytest.MonkeyPatch) -> None:
     values = ("machdep.cpu.brand_string: Apple M2: Pro", "", "sysctl.proc_translated: 1")
     output = "\n".join([*values, "iogpu.wired_limit_mb: 0"])
     monkeypatch.setattr(facts, "tool_output", lambda *_: output)
@@ -28,7 +28,7 @@ def test_what_a_mac_reports_is_put_together(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="compares with /proc/meminfo")
-def test_memory_is_that_of_the_system() -> None:
+def test_memory_matches_the_system() -> None:
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     found = facts.read_memory()
@@ -50,7 +50,9 @@ def test_container_has_no_more_memory_than_its_limit(
     assert facts.read_memory(limit) == Memory(total, available, 7)
 
 
-def test_memory_of_a_system_that_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_unknown_if_the_system_does_not_report_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails() -> Any:
         raise FileNotFoundError("/proc/meminfo")
 
@@ -75,7 +77,7 @@ def test_two_macs_of_one_name_are_two_machines(monkeypatch: pytest.MonkeyPatch) 
     assert asked[0] == ("sysctl", "-n", "kern.bootsessionuuid")
 
 
-def test_linux_machine_is_told_by_its_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linux_machine_is_identified_by_its_boot(monkeypatch: pytest.MonkeyPatch) -> None:
     read = {"/proc/sys/kernel/random/boot_id": "0b33\n"}
     monkeypatch.setattr(facts.platform, "system", lambda: "Linux")
     monkeypatch.setattr(facts, "_text", lambda path: read.get(path, ""))

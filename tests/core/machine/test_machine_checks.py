@@ -88,7 +88,7 @@ def test_headers_may_come_without_their_package() -> None:
     assert bad(diagnose(machine)) == []
 
 
-def test_python_for_intel_on_apple_silicon_is_told_to_be_replaced() -> None:
+def test_intel_python_on_apple_silicon_is_a_problem_with_a_remedy() -> None:
     found = diagnose(replace(MAC, processor="x86_64", translated=True))
     assert [check.name for check in bad(found)] == ["python"]
     assert "Rosetta" in bad(found)[0].found
@@ -102,7 +102,7 @@ def test_intel_mac_cannot_train() -> None:
     assert "Apple silicon" in check.remedy
 
 
-def test_mlx_that_does_not_start_is_said_with_its_reason() -> None:
+def test_mlx_start_failure_is_reported_with_its_reason() -> None:
     check = only(replace(LINUX, device=None, device_problem="it ends with signal 4"), "device")
     assert check.stops
     assert "it ends with signal 4" in check.found
@@ -165,7 +165,7 @@ def test_missing_numba_slows_the_cpu_down_and_does_not_stop() -> None:
 
 
 @pytest.mark.parametrize(("has_nvidia", "kept"), [(True, "mlx-cuda-13"), (False, "mlx-cpu")])
-def test_two_packages_that_bring_the_same_library_are_told_to_be_parted(
+def test_two_packages_with_the_same_library_are_a_problem_with_a_remedy(
     has_nvidia: bool, kept: str
 ) -> None:
     machine = replace(LINUX, libraries=("mlx-cpu", "mlx-cuda-13"), has_nvidia=has_nvidia)
@@ -181,7 +181,7 @@ def test_library_of_another_version_than_mlx_is_a_problem() -> None:
     assert bad(diagnose(replace(machine, libraries=("mlx-cpu",)))) == []
 
 
-def test_linux_without_a_library_is_told_the_extras() -> None:
+def test_linux_without_a_library_error_names_the_extras() -> None:
     machine = replace(LINUX, libraries=(), device=None, device_problem="no libmlx.so")
     remedy = only(machine, "device").remedy
     assert all(f"mlxtune[{extra}]" in remedy for extra in ("cpu", "cuda12", "cuda13"))
@@ -202,7 +202,7 @@ def test_extras_are_listed_and_those_for_nvidia_only_where_there_is_one() -> Non
 # Memory
 
 
-def test_default_limit_is_said_to_be_capped_with_a_way_to_more() -> None:
+def test_capped_default_limit_is_reported_with_a_remedy() -> None:
     machine = replace(MAC, memory=Memory(36 * GB, 30 * GB, 0))
     (check,) = [c for c in diagnose(machine).checks if c.name == "memory limit"]
     assert check.level == "ok"
@@ -262,7 +262,7 @@ def test_battery_low_power_heat_and_offline_are_noted() -> None:
 # Printed output
 
 
-def test_remedy_stands_under_its_check() -> None:
+def test_remedy_is_below_its_check() -> None:
     lines = list(check_lines([Check("ok", "a", "well"), Check("note", "longer", "so so", "do x")]))
     assert lines == ["ok       a       well", "note     longer  so so", " " * 17 + "→ do x"]
 

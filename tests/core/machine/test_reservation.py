@@ -28,7 +28,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def test_runs_that_fit_together_are_let_in_and_one_more_is_told_who_holds_what(
+def test_runs_that_fit_are_admitted_and_another_sees_the_reservations(
     tmp_path: Path,
 ) -> None:
     theirs = hold_elsewhere(HOLDER, tmp_path / "new" / "folder", 6 * GB)
@@ -50,7 +50,7 @@ def test_runs_that_fit_together_are_let_in_and_one_more_is_told_who_holds_what(
         kill(theirs)
 
 
-def test_what_a_dead_process_held_is_free_and_its_file_removed(tmp_path: Path) -> None:
+def test_reservation_of_a_dead_process_is_released(tmp_path: Path) -> None:
     kill(hold_elsewhere(HOLDER, tmp_path, 10 * GB))
     assert len(list(tmp_path.glob("*.run"))) == 1
     lock = reserve(tmp_path, 10 * GB, 10 * GB, "mine")
@@ -59,12 +59,12 @@ def test_what_a_dead_process_held_is_free_and_its_file_removed(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_run_by_itself_is_let_in_whatever_it_takes(tmp_path: Path) -> None:
+def test_sole_run_may_reserve_any_amount(tmp_path: Path) -> None:
     # The plan decides whether the run fits.
     reserve(tmp_path, 20 * GB, 10 * GB, "mine").release()
 
 
-def test_whoever_waits_is_let_in_when_the_other_ends(tmp_path: Path) -> None:
+def test_waiting_run_is_admitted_when_the_other_ends(tmp_path: Path) -> None:
     theirs = hold_elsewhere(HOLDER, tmp_path, 10 * GB)
     told: list[str] = []
     slept: list[float] = []
@@ -83,19 +83,19 @@ def test_whoever_waits_is_let_in_when_the_other_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"pid": "x"}', '{"pid": 1, "bytes": -5, "run": ""}'])
-def test_file_that_says_nonsense_counts_for_nothing(tmp_path: Path, content: str) -> None:
+def test_nonsense_file_is_ignored(tmp_path: Path, content: str) -> None:
     lock = reserve(tmp_path, GB, 10 * GB, "mine")
     lock.path.write_text(content)
     reserve(tmp_path, 10 * GB, 10 * GB, "another").release()
     lock.release()
 
 
-def test_door_that_another_process_holds_is_an_error_after_a_while(
+def test_mutex_held_by_another_process_times_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlxtune.core.files.lock import Lock
 
-    monkeypatch.setattr(reservation, "_DOOR_SECONDS", 0.05)
+    monkeypatch.setattr(reservation, "_MUTEX_SECONDS", 0.05)
     door = Lock(tmp_path / "door.lock")
     with pytest.raises(TimeoutError):
         reserve(tmp_path, GB, 10 * GB, "mine")

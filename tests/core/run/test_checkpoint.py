@@ -55,7 +55,7 @@ def test_checkpoint_replaces_a_folder_of_its_name_as_a_whole(tmp_path: Path) -> 
         assert names_in(tmp_path) == ["best"]
 
     (target / "stray").write_text("mine")
-    with pytest.raises(OutputError, match="best: holds files that mlxtune did not write"):
+    with pytest.raises(OutputError, match="best holds files that mlxtune did not write"):
         write_checkpoint(target, adapter("newer"), {})
     prune(tmp_path, set())
     assert (target / "stray").read_text() == "mine"
@@ -63,7 +63,7 @@ def test_checkpoint_replaces_a_folder_of_its_name_as_a_whole(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("strange", ["folder", "file", "link"])
-def test_what_something_else_wrote_is_not_replaced(tmp_path: Path, strange: str) -> None:
+def test_foreign_file_is_not_replaced(tmp_path: Path, strange: str) -> None:
     target, mine = tmp_path / "best", tmp_path / "mine" / "model.pt"
     mine.parent.mkdir()
     mine.write_text("mine")
@@ -74,7 +74,7 @@ def test_what_something_else_wrote_is_not_replaced(tmp_path: Path, strange: str)
     else:
         target.symlink_to(mine.parent)
     before = names_in(tmp_path)
-    with pytest.raises(OutputError, match="best: holds files that mlxtune did not write"):
+    with pytest.raises(OutputError, match="best holds files that mlxtune did not write"):
         write_checkpoint(target, adapter("new"), {"content": "new"})
     assert names_in(tmp_path) == before
     assert "mine" in {path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
@@ -88,7 +88,7 @@ def test_checkpoint_makes_the_folders_above_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [None, "old"], ids=["none_before", "one_before"])
-def test_checkpoint_is_old_or_new_and_nothing_lies_beside_it_whichever_step_fails(
+def test_checkpoint_is_old_or_new_whichever_operation_fails(
     tmp_path: Path, before: str | None
 ) -> None:
     outcomes = []
@@ -124,7 +124,7 @@ def test_checkpoint_is_old_or_new_and_nothing_lies_beside_it_whichever_step_fail
 
 
 @pytest.mark.parametrize("raised", [RuntimeError("no adapter"), KeyboardInterrupt()])
-def test_checkpoint_whose_save_fails_otherwise_leaves_the_old_one_and_says_what_failed(
+def test_failed_save_keeps_the_old_checkpoint_and_names_the_failure(
     tmp_path: Path, raised: BaseException
 ) -> None:
     target = tmp_path / "best"
@@ -208,7 +208,7 @@ def test_checkpoint_killed_at_any_step_does_not_stop_the_next_run_from_writing_i
         assert names_in(target.parent) == ["best"]
 
 
-def test_checkpoint_that_had_stepped_aside_for_one_that_never_came_is_put_back(
+def test_checkpoint_moved_aside_for_a_failed_write_is_restored(
     tmp_path: Path,
 ) -> None:
     write_checkpoint(tmp_path / "best", adapter("old"), {"content": "old", "step": 3})
@@ -218,7 +218,7 @@ def test_checkpoint_that_had_stepped_aside_for_one_that_never_came_is_put_back(
     assert find_checkpoints(tmp_path) == ([], {})
     recover(tmp_path)
     good, bad = find_checkpoints(tmp_path)
-    assert [each.folder for each in good] == [tmp_path / "best"]
+    assert [checkpoint.folder for checkpoint in good] == [tmp_path / "best"]
     assert bad == {}
     assert content_of(tmp_path / "best") == whole("old")
     assert names_in(tmp_path) == ["best"]

@@ -58,7 +58,7 @@ def test_average_loss_weighs_each_step_by_its_supervised_tokens(
     assert metrics.average_loss() == pytest.approx(expected, rel=1e-9, abs=1e-300)
 
 
-def test_average_loss_is_no_mean_of_means() -> None:
+def test_average_loss_is_not_a_mean_of_means() -> None:
     records = [
         step_record(1, loss=1.0, supervised_tokens=30),
         step_record(2, loss=5.0, supervised_tokens=10),

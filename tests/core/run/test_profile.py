@@ -87,7 +87,7 @@ class Profiled:
         return [line["step"] for line in self.lines()]
 
 
-def test_every_so_many_steps_are_profiled_and_no_others(tmp_path: Path) -> None:
+def test_only_every_nth_step_is_profiled(tmp_path: Path) -> None:
     run = Profiled(tmp_path, 2)
     run.train()
     assert run.steps() == [2, 4, 6]
@@ -125,7 +125,7 @@ def test_step_that_was_not_applied_is_no_profile(
     assert run.meter.timer is None
 
 
-def test_profile_goes_on_where_the_run_goes_on(tmp_path: Path) -> None:
+def test_profile_continues_when_the_run_continues(tmp_path: Path) -> None:
     Profiled(tmp_path, 1).train(max_steps=4, save_steps=1, keep=9)
     # After a crash, the newest checkpoint is of step 3, and the profile has a fourth step.
     for path in (tmp_path / "epoch-2", tmp_path / "step-4"):
@@ -147,7 +147,7 @@ def test_new_run_in_the_folder_begins_a_new_profile(tmp_path: Path) -> None:
     assert (tmp_path / "previous-1" / PROFILE).exists()
 
 
-def test_profile_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path: Path) -> None:
+def test_unwritable_profile_is_reported_once_and_training_continues(tmp_path: Path) -> None:
     (tmp_path / PROFILE).mkdir(parents=True)
     run = Profiled(tmp_path, 1)
     for step in (1, 2):

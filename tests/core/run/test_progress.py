@@ -60,7 +60,7 @@ def test_records_are_read_back_as_they_were_to_the_last_digit() -> None:
     ]
 
 
-def test_what_follows_from_the_records() -> None:
+def test_derived_values_follow_from_the_records() -> None:
     progress = Progress(whole())
     assert progress.step == 4
     assert [metrics.epoch for metrics in progress.epochs] == [1, 2]
@@ -95,7 +95,7 @@ def test_validation_after_skipped_steps_alone_is_of_their_epoch() -> None:
     # Step 4 ends an epoch, the run, or neither.
     [(2, 10, 9), (4, 10, 9), (3, 4, 9), (3, 5, 7)],
 )
-def test_end_of_an_epoch_that_was_cut_short_is_taken_back_when_more_is_to_follow(
+def test_shortened_epochs_end_is_undone_when_the_run_is_extended(
     steps_per_epoch: int, total: int, left: int
 ) -> None:
     progress = Progress(whole())
@@ -144,7 +144,7 @@ def test_line_that_is_no_record_is_an_error_that_names_it(line: str, problem: st
         Progress.from_jsonl(b"\xff")
 
 
-def test_runs_are_the_same_whatever_time_they_took() -> None:
+def test_runs_are_equal_regardless_of_timing() -> None:
     slower = [replace(step(1), seconds=9.0), replace(epoch_metrics(1, 3.0), epoch_time_ms=99)]
     assert same_except_measurements(slower, [step(1), epoch_metrics(1, 3.0)])
     otherwise = replace(step(1), memory=10**9, micro_batches=4, run_tokens=120, padding=20)
@@ -201,7 +201,7 @@ def test_file_that_could_not_be_written_is_complete_once_it_can(
             file.write(progress)
             patch.setattr(Path, "open", full)
     assert len(warnings) == 1
-    assert "metrics.jsonl: cannot be written" in warnings[0]
+    assert "metrics.jsonl cannot be written" in warnings[0]
     progress.append(step(4))
     file.write(progress)
     assert (tmp_path / "metrics.jsonl").read_bytes() == jsonl(progress)

@@ -116,7 +116,7 @@ def test_folder_without_a_run_keeps_the_run_that_was_set_aside(tmp_path: Path) -
     "path",
     ["best/model.pt", "step-3/model.pt", "epoch-1", ".previous.moving/a"],
 )
-def test_what_something_else_wrote_is_in_the_way(tmp_path: Path, path: str, marked: bool) -> None:
+def test_foreign_file_is_an_error(tmp_path: Path, path: str, marked: bool) -> None:
     if marked:
         run_in(tmp_path / "other", "first")
         (tmp_path / MARK).write_text("")
@@ -160,14 +160,14 @@ def test_run_without_a_record_is_not_kept(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_name_that_is_taken_is_passed_over(tmp_path: Path) -> None:
+def test_taken_name_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "previous-7").write_text("mine")
     run_in(tmp_path, "first")
     assert archive_previous_run(tmp_path) == tmp_path / "previous-8"
     assert (tmp_path / "previous-7").read_text() == "mine"
 
 
-def test_run_that_goes_on_no_longer_says_that_it_ended(tmp_path: Path) -> None:
+def test_continuing_run_is_not_marked_as_ended(tmp_path: Path) -> None:
     run_in(tmp_path, "first")
     reopen(tmp_path)
     assert set(RUN) - set(names_in(tmp_path)) == {"result.json", "evaluation.json", "report.html"}
@@ -235,7 +235,7 @@ def test_nothing_is_locked_or_written_before_the_folder_is_known(tmp_path: Path,
     assert contents(tmp_path) == before
 
 
-def test_litter_of_a_desktop_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_desktop_metadata_files_are_ignored(tmp_path: Path) -> None:
     run_in(tmp_path, "first")
     for folder in (tmp_path, tmp_path / "best"):
         (folder / ".DS_Store").write_text("")

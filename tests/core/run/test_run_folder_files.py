@@ -29,7 +29,7 @@ def pattern(entry: str) -> str:
     return alternatives.replace(r"\-N", r"\-\d+")
 
 
-def test_run_leaves_what_is_described_and_nothing_else(train: Cli, output: Path) -> None:
+def test_run_writes_only_the_documented_files(train: Cli, output: Path) -> None:
     for _ in range(2):  # the second run archives the first
         assert train("--save-steps", 2, "--keep", 5).code == 0
     left = {path: entry_of(path) for path in files_in(output.parent)}

@@ -39,7 +39,7 @@ def test_without_a_cache_nothing_is_kept() -> None:
 @pytest.mark.parametrize(
     "content", ["", "[]", "{", '{"a": 3}', '{"a": {"tokens_per_s": "x", "measured": "y"}}']
 )
-def test_broken_file_is_as_good_as_none_and_is_mended(tmp_path: Path, content: str) -> None:
+def test_broken_file_counts_as_missing_and_is_rewritten(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content)
     assert read_speed(tmp_path, "a") is None
     save_speed(tmp_path, "a", Speed(1.5, "2026-01-01"))

@@ -47,7 +47,7 @@ class Disk:
         self.saver.save_best(self.content(step))
 
 
-def test_checkpoint_is_due_by_steps_or_by_minutes_whichever_comes(tmp_path: Path) -> None:
+def test_checkpoint_is_due_after_steps_or_minutes(tmp_path: Path) -> None:
     disk = Disk(tmp_path, every_steps=5)
     assert not disk.saver.is_due(4)
     assert disk.saver.is_due(5)
@@ -68,7 +68,7 @@ def test_checkpoint_is_never_due_by_minutes_when_these_are_turned_off(tmp_path: 
     assert not disk.saver.is_due(10**6)
 
 
-def test_checkpoint_that_could_not_be_written_is_due_again_after_a_minute_and_told_once(
+def test_failed_checkpoint_is_retried_after_a_minute_and_reported_once(
     tmp_path: Path,
 ) -> None:
     disk = Disk(tmp_path)
@@ -92,7 +92,7 @@ def test_checkpoint_that_could_not_be_written_is_due_again_after_a_minute_and_to
     assert len(disk.warnings) == 2
 
 
-def test_nothing_is_written_that_would_come_after_a_best_which_is_not_there(
+def test_nothing_is_written_after_a_missing_best_checkpoint(
     tmp_path: Path,
 ) -> None:
     disk = Disk(tmp_path)

@@ -25,7 +25,7 @@ def test_complete_run_has_no_problem(tmp_path: Path) -> None:
     assert run.problems == []
     assert list(run.column("step")) == list(range(1, 81))
     assert sum(run.column("tokens")) == 80 * 400
-    losses = [(each.step, each.val_loss) for each in run.progress.validations]
+    losses = [(validation.step, validation.val_loss) for validation in run.progress.validations]
     assert losses == [(0, 4.0), (40, 2.0), (80, 1.0)]
     assert [epoch.epoch for epoch in run.progress.epochs] == [1, 2]
     assert [ledger.as_dict() for ledger in run.ledgers] == [LEDGER]

@@ -25,10 +25,10 @@ def test_damaged_file_is_a_warning(tmp_path: Path, kept: slice | None) -> None:
     warnings: list[str] = []
     assert read_trained_rows(tmp_path, warnings.append).tolist() == []
     (warning,) = warnings
-    assert warning.startswith(f"{tmp_path / TRAINED_ROWS}: is missing or damaged, so rows that")
+    assert warning.startswith(f"{tmp_path / TRAINED_ROWS} is missing or damaged, so rows that")
 
 
-def test_rows_count_for_an_adapter_beside_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_rows_count_for_an_adapter_next_to_a_continuing_run(tmp_path: Path) -> None:
     adapter, run = tmp_path / "adapters.safetensors", tmp_path / "checkpoints"
     run.mkdir()
     adapter.write_bytes(b"weights")

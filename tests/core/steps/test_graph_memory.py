@@ -59,7 +59,7 @@ def test_scores_are_held_where_no_kernel_serves() -> None:
     assert narrow == 64 * (wide - 4 * (10 * 65**2 + 2)) // 65 + 4 * 2
 
 
-def test_what_experts_and_recurrences_hold_is_counted() -> None:
+def test_memory_of_experts_and_recurrences_is_counted() -> None:
     load, plain = BatchLoad(2, 50, 1, 80), shapes(vocab=1)
     experts = replace(plain, gathered=20, layer_gathered=70)
     more = predict(experts, GRAPH, load).activations - predict(plain, GRAPH, load).activations
@@ -94,7 +94,7 @@ def test_measured_memory_is_read_back_as_written_and_nothing_else_is() -> None:
     assert Measured.of({"kept": {"tokens": "1"}}) is None
 
 
-def test_one_matrix_is_cast_at_a_time_whether_recomputed_or_not() -> None:
+def test_one_matrix_is_cast_at_a_time_with_or_without_recomputation() -> None:
     stored, cast = (shapes(largest_cast=n, vocab=1) for n in (0, 30_000))
     load = BatchLoad.single(1, 1)
     for execution in (GRAPH, replace(GRAPH, recompute=True)):

@@ -71,7 +71,7 @@ def test_where_wider_is_hardly_faster_the_narrow_one_is_taken() -> None:
     assert narrow.time <= 1.1 * wide.time
 
 
-def test_checkpointing_is_for_what_does_not_fit_without() -> None:
+def test_checkpointing_is_chosen_only_if_needed_to_fit() -> None:
     given = work(400, 400)
     free = chosen(given)
     assert free
@@ -113,9 +113,7 @@ def test_longest_example_of_the_data_has_to_fit_too() -> None:
 
 
 @given(st.lists(st.integers(3, 200), min_size=1, max_size=6), st.integers(55_000, 800_000))
-def test_what_is_chosen_fits_and_leaves_a_margin_where_anything_does(
-    lengths: list[int], limit: int
-) -> None:
+def test_chosen_plan_fits_with_a_margin_if_any_does(lengths: list[int], limit: int) -> None:
     given = work(*lengths)
     found, roomy = chosen(given, limit), chosen(given, int(limit / (1 + MARGIN)))
     assert found == chosen(given, limit)
@@ -126,7 +124,7 @@ def test_what_is_chosen_fits_and_leaves_a_margin_where_anything_does(
         assert found.peak.total <= limit / (1 + MARGIN)
 
 
-def test_counts_are_those_of_the_steps() -> None:
+def test_counts_match_the_steps() -> None:
     plan = chosen(work(50, 50, 30, steps=3), tolerance=0.0)
     assert plan
     # Tokens after the last supervised one do not run; here, only the last token.
@@ -197,7 +195,7 @@ def test_longest_example_fits_and_one_token_more_does_not(limit: int, recompute:
     assert found == most or not fits(found + 1)
 
 
-def test_measurement_decides_what_fits_and_not_which_of_those() -> None:
+def test_measurement_decides_only_which_plans_fit() -> None:
     """A measurement differs a little each time, and a different plan would round differently."""
     given = work(*[64] * 8)
     measured = [None, Measured(again=Factors(tokens=50.0)), Measured(kept=Factors(tokens=0.02))]

@@ -190,7 +190,7 @@ def test_lines_are_as_wide_as_asked_for() -> None:
         collate([example(1, [a, b, c, d])], width=2)
 
 
-def test_rows_of_several_files_have_names_of_their_own() -> None:
+def test_rows_of_several_files_have_their_own_names() -> None:
     examples = [
         Example(row, np.array([1, 2], dtype=np.int32), np.array([0, 1], dtype=np.uint8), file)
         for file in range(3)

@@ -71,7 +71,7 @@ def chains(line: Pack) -> list[list[int]]:
 def taught_by(line: Pack) -> Iterator[tuple[int, ...]]:
     """Yield each label of a sequence, after the tokens that predict it."""
     tokens, seen = line.inputs[0], chains(line)
-    for place, label in zip(line.places.tolist(), line.labels.tolist(), strict=True):
+    for place, label in zip(line.label_positions.tolist(), line.labels.tolist(), strict=True):
         yield (*tokens[seen[place]].tolist(), label)
 
 
@@ -199,11 +199,11 @@ def test_diagram_in_the_docstring_is_true() -> None:
     )
     assert chains(line)[4] == [0, 1, 4]
     assert line.labels.tolist() == [b, c, d, e, b, x, y, q, r]
-    assert line.places.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6]
+    assert line.label_positions.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6]
     assert line.owners.tolist() == [0, 0, 0, 0, 1, 2, 2]
 
 
-def test_an_example_that_stands_twice_is_run_once() -> None:
+def test_duplicate_example_runs_once() -> None:
     one = example([1, 2], [3, 4])
     line = pack([one, one])
     assert line.inputs.tolist() == [[1, 2, 3]]
@@ -231,7 +231,7 @@ def test_a_long_example_stands_alone() -> None:
     assert [(sorted(one.examples), one.tokens) for one in planned] == [([1], 300), ([0, 2], 30)]
 
 
-def test_more_examples_than_are_planned_at_once() -> None:
+def test_more_examples_than_are_divided_at_once() -> None:
     planned = packed_micro_batches(StepLengths.of(of_lengths(*[30] * 600)), 1000, 50)
     assert sorted(i for one in planned for i in one.examples) == list(range(600))
     assert len(planned) <= 21
@@ -243,7 +243,7 @@ def test_nothing_to_pack() -> None:
         pack([])
 
 
-def test_padding_stands_behind_the_shortest_example() -> None:
+def test_padding_follows_the_shortest_example() -> None:
     """Side by side, `a b c d e`, `a b x . .` and `p q r s` need no more width.
 
     tokens      a b c d e x p q r s . .

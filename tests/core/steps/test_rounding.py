@@ -49,7 +49,7 @@ def test_nothing_is_rounded_by_default() -> None:
     assert Rounding().rounded_width(97) == 97
 
 
-def test_memory_of_one_example_is_that_of_its_sequence() -> None:
+def test_memory_of_one_example_matches_its_sequence() -> None:
     execution = Execution(GRAPH_OPERATIONS, rounding=Rounding(64, 128))
     assert execution.rounded(BatchLoad.single(1000, 7)) == BatchLoad(1, 1024, 7, 1024)
     tokens, mask = np.zeros(1001, np.int32), np.ones(1001, np.uint8)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtune.core.steps.scaling import Scaling, deal, dearest_fraction, dearest_items
+from mlxtune.core.steps.scaling import Scaling, busiest_fraction, busiest_items, deal
 
 COSTS = st.lists(st.integers(1, 50), max_size=7)
 
@@ -21,7 +21,7 @@ def test_exchange_takes_each_byte_twice_around_the_ring() -> None:
     assert Scaling(1, 1.0, 1.0, 100_000_000).exchange_s == 0
 
 
-def test_speedup_follows_from_the_dearest_fraction_and_the_exchange() -> None:
+def test_speedup_follows_from_the_busiest_fraction_and_the_exchange() -> None:
     scaling = Scaling(2, 1.0, 0.6, 12_500_000, step_s=1.0)
     assert scaling.exchange_s == pytest.approx(0.1002)
     assert scaling.speedup == pytest.approx(1 / 0.7002)
@@ -31,13 +31,13 @@ def test_speedup_follows_from_the_dearest_fraction_and_the_exchange() -> None:
     assert Scaling(2, 1.0, 1.0, 1).least_step_s == float("inf")
 
 
-def test_dearest_fraction_is_over_all_steps() -> None:
+def test_busiest_fraction_covers_all_steps() -> None:
     # Divided between two workers, the steps cost 5 of 8 and 3 of 4.
-    assert dearest_fraction([[5, 2, 1], [3, 1]], 2) == pytest.approx(8 / 12)
-    assert dearest_fraction([[5, 2, 1]], 1) == 1
-    assert dearest_fraction([], 2) == 1
-    assert dearest_items([5, 2, 1], 2) == [0]
-    assert dearest_items([1, 1, 1], 2) == [0, 2]
+    assert busiest_fraction([[5, 2, 1], [3, 1]], 2) == pytest.approx(8 / 12)
+    assert busiest_fraction([[5, 2, 1]], 1) == 1
+    assert busiest_fraction([], 2) == 1
+    assert busiest_items([5, 2, 1], 2) == [0]
+    assert busiest_items([1, 1, 1], 2) == [0, 2]
 
 
 @given(COSTS, st.integers(1, 4))

@@ -21,9 +21,9 @@ from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.remembered import MARK
 from mlxtune.core.files.writing import write_file, write_json
 from mlxtune.core.run.metrics import InstructBatchResult, InstructTrainResult
+from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
-from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
 
@@ -123,7 +123,7 @@ class FakePipeline:
     def measure(
         self, examples: Sequence[Example], logps: npt.NDArray[np.float64]
     ) -> InstructBatchResult:
-        return result(-logps.sum() / sum(each.supervised for each in examples), examples)
+        return result(-logps.sum() / sum(example.supervised for example in examples), examples)
 
     def save(self, folder: Path) -> None:
         self.snapshot()(folder)
@@ -207,7 +207,7 @@ def train(
     validation: Sequence[Example] | None = None,
     observer: TrainingObserver | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    surroundings: Surroundings | None = None,
+    surroundings: MachineMonitor | None = None,
     **changes: Any,
 ) -> InstructTrainResult:
     trainer = InstructTrainer(

@@ -132,7 +132,7 @@ def test_run_whose_disk_fails_at_any_operation_loses_nothing(
     assert len(ended) == (fails_at - 1) // every if kind == "crash" else max(ended, default=0) < 20
 
 
-def test_resumed_run_goes_on_from_the_newest_good_checkpoint_and_says_why_not_from_others(
+def test_resumed_run_uses_the_newest_good_checkpoint_and_explains_the_others(
     tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
     def spoil(folder: Path) -> None:
@@ -191,7 +191,7 @@ def test_folder_without_checkpoints_has_nothing_to_resume(tmp_path: Path) -> Non
     assert find_resume_point(tmp_path) is None
 
 
-def test_run_with_more_epochs_goes_on_where_the_shorter_one_ended(tmp_path: Path) -> None:
+def test_run_with_more_epochs_continues_where_the_shorter_one_ended(tmp_path: Path) -> None:
     whole, grown = tmp_path / "whole", tmp_path / "grown"
     steady = {"schedule": "constant"}
     expected = what_counts(*run(whole, epochs=3, **steady), whole)
@@ -228,7 +228,7 @@ def test_validation_at_a_cut_counts_if_its_adapter_has_replaced_an_earlier_one(
     run(tmp_path, max_steps=5, **steady)
     result, _ = run(tmp_path, resume=True, **steady)
     assert result.best_step == metadata(tmp_path / "best")["step"] == 5
-    assert [each.step for each in result.validations] == [0, 3, 5, 6, 9]
+    assert [validation.step for validation in result.validations] == [0, 3, 5, 6, 9]
 
 
 def test_finished_run_resumed_is_finished(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
@@ -263,7 +263,7 @@ class Diverging(FakePipeline):
         return super().train_batch(examples, step=len(self.batches) + 1, learning_rate=1.0)
 
 
-def test_step_that_is_not_finite_is_skipped_and_told_with_its_rows(tmp_path: Path) -> None:
+def test_non_finite_step_is_skipped_and_reported_with_its_rows(tmp_path: Path) -> None:
     problems: list[str] = []
 
     class Observer(TrainingObserver):
@@ -318,7 +318,7 @@ def test_epoch_without_a_finite_step_is_an_error_and_no_epoch_of_loss_zero(tmp_p
         InstructTrainer(Diverging({1}), CORPUS, config).train()
 
 
-def test_checkpoint_holds_all_that_a_run_is_made_of(tmp_path: Path) -> None:
+def test_checkpoint_contains_the_whole_state_of_a_run(tmp_path: Path) -> None:
     run(tmp_path)
     folder = tmp_path / "epoch-4"
     manifest = json.loads((folder / "manifest.json").read_text())

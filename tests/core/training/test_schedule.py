@@ -42,9 +42,7 @@ def transformers_cosine(step: int, warmup_steps: int, total_steps: int, min_rate
     ("total_steps", "fraction", "warmup_steps"),
     [(100, 0.1, 10), (37, 0.25, 9), (2, 0.5, 1), (1000, 0.5, 500)],
 )
-def test_cosine_equals_that_of_transformers(
-    total_steps: int, fraction: float, warmup_steps: int
-) -> None:
+def test_cosine_matches_transformers(total_steps: int, fraction: float, warmup_steps: int) -> None:
     expected = [
         PEAK * transformers_cosine(step, warmup_steps, total_steps, LR_MIN / PEAK)
         for step in range(1, total_steps + 1)
@@ -54,7 +52,7 @@ def test_cosine_equals_that_of_transformers(
 
 
 @pytest.mark.parametrize(("total_steps", "fraction"), [(100, 0.0), (2, 0.0), (10, 0.05)])
-def test_cosine_without_warm_up_begins_at_the_peak_as_that_of_transformers(
+def test_cosine_without_warm_up_starts_at_the_peak_like_transformers(
     total_steps: int, fraction: float
 ) -> None:
     # transformers counts from 0, so its first step is at the peak too.
@@ -66,7 +64,7 @@ def test_cosine_without_warm_up_begins_at_the_peak_as_that_of_transformers(
     assert rates("warmup-cosine", total_steps, fraction) == pytest.approx(expected, rel=1e-12)
 
 
-def test_cosine_of_ten_steps_is_what_one_works_out_by_hand() -> None:
+def test_cosine_of_ten_steps_matches_hand_computation() -> None:
     third = math.sqrt(3) / 2
     expected = [0.25, 0.5, 0.75, 1.0]
     expected += [(1 + c) / 2 for c in (third, 0.5, 0.0, -0.5, -third, -1.0)]
@@ -136,9 +134,7 @@ def test_cosine_rises_to_the_peak_then_falls_to_its_end(total_steps: int, fracti
     fraction=st.floats(0, 1),
     steps=st.lists(st.integers(1, 100), min_size=1),
 )
-def test_rate_depends_on_the_step_alone_not_on_what_was_asked_before(
-    name: str, fraction: float, steps: list[int]
-) -> None:
+def test_rate_depends_only_on_the_step(name: str, fraction: float, steps: list[int]) -> None:
     in_order = rates(name, 100, fraction)
     schedule = make_schedule(
         name, peak=PEAK, total_steps=100, warmup_fraction=fraction, lr_min=LR_MIN

@@ -47,7 +47,7 @@ def test_empty_corpus_and_a_row_that_cannot_be_split_are_refused(tmp_path: Path)
     assert names_in(tmp_path) == set()
 
 
-def test_chosen_rows_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_chosen_rows_are_used_unchanged(tmp_path: Path) -> None:
     corpus = Corpus.of(rows(*range(1, 9)))
     chosen = RunRows(corpus.select([0, 2, 3, 6, 7]), corpus.select([1, 4, 5]))
     pipeline = FakePipeline()
@@ -74,7 +74,7 @@ def test_split_rows_are_evaluated_and_the_others_train(
     assert sorted([*trained, *validated]) == list(range(1, count + 1))
 
 
-def test_step_that_uses_a_row_twice_tells_the_two_uses_apart(tmp_path: Path) -> None:
+def test_two_uses_of_a_row_in_a_step_are_separate(tmp_path: Path) -> None:
     keys = []
 
     class Pipeline(FakePipeline):
@@ -110,7 +110,7 @@ def test_without_validation_rows_nothing_is_evaluated_and_no_epoch_is_the_best(
     assert metadata(tmp_path / "epoch-3")["val_loss"] is None
 
 
-def test_data_hash_is_of_the_whole_corpus_whatever_the_split(tmp_path: Path) -> None:
+def test_data_hash_covers_the_whole_corpus_for_any_split(tmp_path: Path) -> None:
     hashes = {
         InstructTrainer(FakePipeline(), CORPUS, options(tmp_path, seed=seed)).data_hash()
         for seed in range(3)
@@ -140,7 +140,7 @@ def test_fewer_rows_than_a_batch_train_all_the_same(tmp_path: Path) -> None:
     assert [sorted(batch) for batch in pipeline.batches] == [[1, 2]]
 
 
-def test_all_examples_of_a_row_stand_in_the_same_step(tmp_path: Path) -> None:
+def test_all_examples_of_a_row_are_in_the_same_step(tmp_path: Path) -> None:
     pipeline = FakePipeline()
     corpus = rows(*(row for row in range(1, 8) for _ in range(row % 3 + 1)))
     train(tmp_path, pipeline, corpus, validation=[], batch_size=2, epochs=2)
@@ -162,7 +162,7 @@ def test_training_order_differs_by_epoch_and_validation_never_does(tmp_path: Pat
     assert len({tuple(found) for _, found in pipeline.validations}) == 1
 
 
-def test_rows_are_shuffled_unless_told_otherwise(tmp_path: Path) -> None:
+def test_rows_are_shuffled_by_default(tmp_path: Path) -> None:
     pipeline = FakePipeline()
     train(tmp_path, pipeline, rows(*range(1, 11)), validation=[], batch_size=4, seed=42, epochs=1)
 
@@ -428,7 +428,7 @@ def test_validation_rows_of_several_files_have_a_loss_each(tmp_path: Path) -> No
 
     for record, other in zip(found.validations, whole.validations, strict=True):
         assert record.val_loss == pytest.approx(other.val_loss)
-        assert [each.path for each in record.files] == ["file 1", "file 2"]
+        assert [file.path for file in record.files] == ["file 1", "file 2"]
         assert record.files[0].val_loss == pytest.approx(losses_of(apart[:1]))
         assert record.files[1].val_loss == pytest.approx(losses_of(apart[1:]))
         assert other.files == []

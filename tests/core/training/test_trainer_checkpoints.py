@@ -126,9 +126,7 @@ class Told(TrainingObserver):
 
 
 @pytest.mark.parametrize("name", ["epoch-1", "best", "epoch-2"])
-def test_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
-    tmp_path: Path, name: str
-) -> None:
+def test_run_continues_after_an_unwritable_checkpoint(tmp_path: Path, name: str) -> None:
     failed: list[int] = []
 
     def full_once(folder: Path, step: int) -> bool:
@@ -163,7 +161,7 @@ def test_best_checkpoint_is_kept_in_memory_until_the_disk_takes_it(tmp_path: Pat
     assert (tmp_path / "best" / "adapters.safetensors").read_text() == "6"
 
 
-def test_best_checkpoint_that_can_never_be_written_is_an_error_and_keeps_that_of_before(
+def test_unwritable_best_checkpoint_is_an_error_and_keeps_the_previous_one(
     tmp_path: Path,
 ) -> None:
     pipeline = FakePipeline(
@@ -210,7 +208,7 @@ def test_folder_that_cannot_be_made_is_an_error_before_any_work(tmp_path: Path) 
     assert (pipeline.batches, pipeline.validations) == ([], [])
 
 
-def test_records_stand_beside_the_checkpoints_from_the_start(tmp_path: Path) -> None:
+def test_records_are_next_to_the_checkpoints_from_the_start(tmp_path: Path) -> None:
     pipeline = FakePipeline(val_loss=lambda v: math.nan)
     trainer = InstructTrainer(pipeline, CORPUS, options(tmp_path))
 
@@ -219,7 +217,7 @@ def test_records_stand_beside_the_checkpoints_from_the_start(tmp_path: Path) -> 
     assert json.loads((tmp_path / "ledger.json").read_text()) == {"rows_read": 10}
 
 
-def test_earlier_run_in_the_same_folder_is_set_aside_and_told(tmp_path: Path) -> None:
+def test_earlier_run_in_the_same_folder_is_set_aside_and_reported(tmp_path: Path) -> None:
     told: list[Path | None] = []
 
     class Observer(TrainingObserver):

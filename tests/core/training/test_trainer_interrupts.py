@@ -18,7 +18,7 @@ from tests.core.training.fake_pipeline import (
 )
 
 
-def test_interrupt_at_any_moment_saves_the_last_step_and_goes_no_further(tmp_path: Path) -> None:
+def test_interrupt_saves_the_last_step_and_stops(tmp_path: Path) -> None:
     held_out = rows(*range(100, 180))
     asked = 0
     for stop_at in range(1, 200):

@@ -12,9 +12,9 @@ VALUES = st.lists(st.floats(-1e18, 1e18), min_size=1, max_size=20)
 
 
 def test_value_is_placed_by_its_fraction_of_the_range() -> None:
-    assert [Axis(2.0, 4.0).place(value) for value in (2, 3, 4)] == [0.0, 0.5, 1.0]
+    assert [Axis(2.0, 4.0).fraction(value) for value in (2, 3, 4)] == [0.0, 0.5, 1.0]
     log = Axis(0.01, 100.0, log=True)
-    assert [round(log.place(value), 9) for value in (0.01, 1, 100)] == [0.0, 0.5, 1.0]
+    assert [round(log.fraction(value), 9) for value in (0.01, 1, 100)] == [0.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,10 @@ def test_linear_axis_contains_all_values_and_some_ticks(
     values: list[float], from_zero: bool
 ) -> None:
     axis = linear_axis(values, from_zero=from_zero)
-    assert all(0 <= axis.place(value) <= 1 for value in values)
+    assert all(0 <= axis.fraction(value) <= 1 for value in values)
     ticks = axis.ticks()
     assert 2 <= len(ticks) <= 12
-    assert all(-1e-6 <= axis.place(value) <= 1 + 1e-6 for value in ticks)
+    assert all(-1e-6 <= axis.fraction(value) <= 1 + 1e-6 for value in ticks)
     assert len(set(map(tick_label, ticks))) == len(ticks)
 
 
@@ -55,7 +55,7 @@ def test_linear_axis_contains_all_values_and_some_ticks(
 @example([5e-324, 1.0, 9e39])
 def test_logarithmic_axis_contains_all_values_and_some_ticks(values: list[float]) -> None:
     axis = log_axis(values)
-    places = [axis.place(value) for value in sorted(values)]
+    places = [axis.fraction(value) for value in sorted(values)]
     assert places == sorted(places)
     assert 0 <= places[0] < places[-1] <= 1
     ticks = axis.ticks()

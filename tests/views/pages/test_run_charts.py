@@ -53,12 +53,12 @@ def test_validation_of_each_file_has_its_own_points(tmp_path: Path) -> None:
 
     series = loss_chart(run, RunView.of(run)).series
 
-    own = {each.name: (list(each.x), list(each.y)) for each in series[-2:]}
+    own = {curve.name: (list(curve.x), list(curve.y)) for curve in series[-2:]}
     assert own == {
         "validation, a.jsonl": ([0, 4], [1.0, 1.0]),
         "validation, b": ([0, 4], [5.0, 5.0]),
     }
-    assert len({each.style for each in series[-3:]}) == 3
+    assert len({curve.style for curve in series[-3:]}) == 3
 
 
 @pytest.mark.parametrize(("factor", "scale"), [(2.0, "linear"), (300.0, "logarithmic")])
@@ -67,7 +67,7 @@ def test_rate_of_one_wild_run_does_not_flatten_the_others(
 ) -> None:
     runs = [read_run(write_run(tmp_path / name)) for name in ("a", "b")]
     wild = Progress(
-        replace(each, learning_rate=each.learning_rate * factor) for each in runs[1].progress.steps
+        replace(step, learning_rate=step.learning_rate * factor) for step in runs[1].progress.steps
     )
     # The last step of a cosine has the rate 0, which no logarithmic scale can show.
     last = wild.steps[len(wild.steps) - 1]

@@ -71,7 +71,7 @@ def test_charts_show_loss_learning_rate_gradient_speed_and_memory(run: Run) -> N
     assert data[0]["series"][0]["y"][:2] == [
         pytest.approx(step_line(step, 40)["loss"], rel=1e-5) for step in (1, 2)
     ]
-    assert [len(each) for each in names] == [3, 1, 2, 2, 2]
+    assert [len(name) for name in names] == [3, 1, 2, 2, 2]
     each, highest = (series["y"] for series in data[4]["series"])
     assert each[:3] == pytest.approx([20.001, 20.002, 20.003])
     assert highest == pytest.approx([max(each[: i + 1]) for i in range(80)])

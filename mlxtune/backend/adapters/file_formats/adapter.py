@@ -106,9 +106,9 @@ def path_in_layer(name: str) -> tuple[int, str]:
 
     Raises ModelError for a module outside the layers, such as a head.
     """
-    if (place := adapter_folder.layer_and_path(name)) is None:
-        raise ModelError(f"{name}: is not in a layer: mlxtune supports LoRA on layers only")
-    return place
+    if (layer_path := adapter_folder.layer_and_path(name)) is None:
+        raise ModelError(f"{name} is not in a layer: mlxtune supports LoRA on layers only")
+    return layer_path
 
 
 def updates_in(
@@ -131,7 +131,7 @@ def updates_in(
             )
     if rest or not updates:
         raise ModelError(
-            f"{path}: has {join_few(rest) or 'no tensors'}, which does not fit the base model"
+            f"{path} has {join_few(rest) or 'no tensors'}, which does not fit the base model"
         )
     return updates
 
@@ -144,17 +144,17 @@ def completed(adapter: Adapter, modules: Mapping[str, nn.Module]) -> Adapter:
     """
     if unknown := [name for name in adapter.modules if name not in modules]:
         raise ModelError(f"the base model has no {join_few(unknown)}, which the adapter needs")
-    places = {name: path_in_layer(name) for name in modules}
-    keys = {places[name][1] for name in adapter.modules}
-    start = min(places[name][0] for name in adapter.modules)
+    layer_paths = {name: path_in_layer(name) for name in modules}
+    keys = {layer_paths[name][1] for name in adapter.modules}
+    start = min(layer_paths[name][0] for name in adapter.modules)
     updates = {
         name: adapter.modules.get(name) or _zero_update(adapter, modules[name])
-        for name, (layer, path) in places.items()
+        for name, (layer, path) in layer_paths.items()
         if layer >= start and path in keys
     }
     for name, update in updates.items():
         check_fits(modules[name], update, name)
-    layers = 1 + max(layer for layer, _ in places.values())
+    layers = 1 + max(layer for layer, _ in layer_paths.values())
     return replace(adapter, modules=updates, num_layers=layers - start)
 
 
@@ -176,11 +176,11 @@ def check_shapes_fit(
     module: nn.Module | None, a: Sequence[int], b: Sequence[int], name: str
 ) -> None:
     """Raise ModelError if the shapes of A and B do not fit `module`; None skips the check."""
-    found = (tuple(a), tuple(b))
-    needed = found if module is None else shapes_for(module, a[1] if len(a) > 1 else 0)
-    if found != needed:
+    shapes = (tuple(a), tuple(b))
+    needed = shapes if module is None else shapes_for(module, a[1] if len(a) > 1 else 0)
+    if shapes != needed:
         raise ModelError(
-            f"{name}: the adapter is for another model: its A and B have shapes {found}, but this "
+            f"{name}: the adapter is for another model: its A and B have shapes {shapes}, but this "
             f"model needs {needed}: name the base model that the adapter was trained on"
         )
 
@@ -194,5 +194,5 @@ def check_fits(module: nn.Module | None, update: WeightUpdate, name: str) -> Non
     rows = update.b.shape[-1:]
     if update.m is not None and (update.of_experts or update.m.shape != rows):
         raise ModelError(
-            f"{name}: has DoRA magnitudes of shape {update.m.shape}, but its layer needs {rows}"
+            f"{name} has DoRA magnitudes of shape {update.m.shape}, but its layer needs {rows}"
         )

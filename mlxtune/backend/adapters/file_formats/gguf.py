@@ -98,7 +98,7 @@ def read_gguf(folder: Path, modules: Iterable[str], base: BaseModel) -> Adapter:
 
     reader = gguf.GGUFReader(folder / WEIGHTS)
     alpha = float(reader.fields[gguf.Keys.Adapter.LORA_ALPHA].contents())
-    tensors = {each.name: np.array(each.data, np.float32) for each in reader.tensors}
+    tensors = {tensor.name: np.array(tensor.data, np.float32) for tensor in reader.tensors}
     updates = updates_in(folder / WEIGHTS, tensors, gguf_names(modules, base))
     for module, update in updates.items():
         if update.of_experts:
@@ -150,7 +150,7 @@ def _heads(module: str, rows: int, base: BaseModel) -> int:
     """
     head_dim = getattr(_parent(module, base), "head_dim", 0)
     if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % 2 or rows % head_dim:
-        raise ModelError(f"{module}: has {rows} rows, which are not whole heads of {head_dim}")
+        raise ModelError(f"{module} has {rows} rows, which are not whole heads of {head_dim}")
     return rows // head_dim
 
 

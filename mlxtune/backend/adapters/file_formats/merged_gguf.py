@@ -18,7 +18,7 @@ from mlxtune.core.files.ours import is_ours
 from mlxtune.core.files.processes import output_of
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.writing import write_file
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.errors import OutputError, one_line
 
 MERGED = "model.gguf"
@@ -102,7 +102,7 @@ def _tensors(path: Path) -> dict[str, Any]:
 
     # The package raises many kinds of errors for truncated or damaged files.
     with suppress(Exception):
-        return {each.name: each for each in gguf.GGUFReader(path).tensors}
+        return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     return {}
 
 
@@ -112,7 +112,7 @@ def _run(command: Sequence[str], made: Path, remedy: str) -> None:
     try:
         done = output_of(command)
     except OSError as error:
-        raise OutputError(f"{program}: cannot be run: {error.strerror}") from error
+        raise OutputError(f"{program} cannot be run: {error.strerror}") from error
     # A link could lead out of the folder, so it is refused.
     if done.status or not is_ours(made):
         lines = (done.stdout + done.stderr).split("\n")
@@ -141,7 +141,7 @@ def check_merged(folder: Path, adapter: Adapter, options: BaseOptions) -> str:
     for name, update in adapter.modules.items():
         tensor = tensors.get(names.get(name, ""))
         if tensor is None:
-            raise OutputError(f"{MERGED}: has no weight of {name}, which the adapter changes")
+            raise OutputError(f"{MERGED} has no weight of {name}, which the adapter changes")
         written = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         wanted = np.array(modules[name].weight.astype(mx.float32))
         if not update.of_experts:
@@ -150,5 +150,5 @@ def check_merged(folder: Path, adapter: Adapter, options: BaseOptions) -> str:
         if written.shape != wanted.shape or not np.array_equal(written, wanted):
             raise OutputError(f"{MERGED}: {tensor.name} differs from {name} of the fused model")
         mx.clear_cache()
-    fused = count(len(adapter.modules), "fused weight")
-    return f"{MERGED}: {count(len(tensors), 'tensor')}; {fused} equal to the folder's"
+    fused = pluralise(len(adapter.modules), "fused weight")
+    return f"{MERGED}: {pluralise(len(tensors), 'tensor')}; {fused} equal to the folder's"

@@ -109,6 +109,6 @@ def load_with_mlx_lm(model: nn.Module, folder: Path) -> nn.Module:
     try:
         adapted = load_adapters(model, str(folder))
     except Exception as error:
-        raise ModelError(f"{folder}: cannot be loaded by mlx-lm: {one_line(error)}") from error
+        raise ModelError(f"{folder} cannot be loaded by mlx-lm: {one_line(error)}") from error
     adapted.eval()
     return adapted

@@ -73,11 +73,11 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
     has_images = any(NOT_TEXT.search(name) or name.startswith("language_model.") for name in stored)
     present = {_module_name(name, model_type) for name in stored} if has_images else stored
     # All-zero updates are padding: mlx-lm needs the same modules in every layer.
-    kept = {path: each for path, each in adapter.modules.items() if each.a.any() or each.b.any()}
-    kept = kept or dict(adapter.modules)
-    modules = {path: each for path, each in kept.items() if not each.of_experts}
+    changed = {path: each for path, each in adapter.modules.items() if each.a.any() or each.b.any()}
+    changed = changed or dict(adapter.modules)
+    modules = {path: each for path, each in changed.items() if not each.of_experts}
     names = _match(modules, present, str(base))
-    experts = {path: each for path, each in kept.items() if each.of_experts}
+    experts = {path: each for path, each in changed.items() if each.of_experts}
     tensors, ranks = _expert_tensors(experts, model_type, present)
     parameters = sorted(".".join(name.rsplit(".", 2)[1:]) for name in ranks)
     for path, update in modules.items():
@@ -166,17 +166,17 @@ def read_peft(
     weights = folder / WEIGHTS
     if config.get("target_parameters") and model_type not in peft_experts.PLACES:
         raise ModelError(
-            f"{folder / CONFIG}: has target_parameters, which are not supported for {model_type}: "
+            f"{folder / CONFIG} has target_parameters, which are not supported for {model_type}: "
             "merge the adapter into its base model with PEFT's merge_and_unload instead"
         )
     parts = _parts(weights, dora=bool(config.get("use_dora")))
     experts = _expert_parts(config, parts, model_type)
     names = _match(sorted(parts.keys() - experts.keys()), modules, "the base model")
-    found: dict[str, tuple[WeightUpdate, float]] = {}
+    updates_and_scales: dict[str, tuple[WeightUpdate, float]] = {}
     for name, module in names.items():
         a, b = parts[name]["lora_A"], parts[name]["lora_B"]
         _, scale = _rank_and_scale(folder, config, name, len(a))
-        found[module] = WeightUpdate(a.T, b.T, parts[name].get(_MAGNITUDE)), scale
+        updates_and_scales[module] = WeightUpdate(a.T, b.T, parts[name].get(_MAGNITUDE)), scale
     stacks = peft_experts.stacks(modules) if experts else {}
     for name, (module, parameter) in experts.items():
         a, b = parts[name]["lora_A"], parts[name]["lora_B"]
@@ -187,13 +187,15 @@ def read_peft(
         ).items():
             if (layer, projection) not in stacks:
                 raise ModelError(f"the base model has no experts for {name}.{projection}")
-            found[stacks[layer, projection]] = half, scale
+            updates_and_scales[stacks[layer, projection]] = half, scale
     # The most common scale, so that most modules stay bit-identical.
-    scale = Counter(scale for _, scale in found.values()).most_common(1)[0][0]
-    rank = max(update.rank for update, _ in found.values())
-    _check_padding(weights, [update for update, _ in found.values()], rank)
+    scale = Counter(scale for _, scale in updates_and_scales.values()).most_common(1)[0][0]
+    rank = max(update.rank for update, _ in updates_and_scales.values())
+    _check_padding(weights, [update for update, _ in updates_and_scales.values()], rank)
     with np.errstate(over="ignore"):
-        updates = {name: each.padded(rank, own / scale) for name, (each, own) in found.items()}
+        updates = {
+            name: each.padded(rank, own / scale) for name, (each, own) in updates_and_scales.items()
+        }
     if not all(np.isfinite(update.b).all() for update in updates.values()):
         raise ModelError("the scales of the adapter's modules differ too much for one scale")
     return Adapter(
@@ -208,18 +210,20 @@ def _expert_parts(
     config: Mapping[str, Any], parts: Iterable[str], model_type: str
 ) -> dict[str, tuple[str, str]]:
     """Map each part that belongs to experts to its module and parameter in transformers."""
-    targets = [f".{each}" for each in config.get("target_parameters") or ()]
-    found: dict[str, tuple[str, str]] = {}
+    targets = [f".{target_parameter}" for target_parameter in config.get("target_parameters") or ()]
+    parts_by_name: dict[str, tuple[str, str]] = {}
     for module in {re.sub(r"(\.base_layer)+$", "", name) for name in parts} if targets else ():
         if module.endswith(f".{peft_experts.PLACES[model_type]}"):
             names = [
                 name
                 for name in peft_experts.PARAMETERS
-                if any(f".{module}.{name}".endswith(each) for each in targets)
+                if any(f".{module}.{name}".endswith(target) for target in targets)
             ]
-            places = peft_experts.wrapped(module, names)
-            found |= {place: (module, name) for name, place in places.items()}
-    return {name: each for name, each in found.items() if name in set(parts)}
+            wrapped_names = peft_experts.wrapped(module, names)
+            parts_by_name |= {
+                wrapped_name: (module, name) for name, wrapped_name in wrapped_names.items()
+            }
+    return {name: each for name, each in parts_by_name.items() if name in set(parts)}
 
 
 def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[str, str]:
@@ -244,9 +248,9 @@ def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[st
             matches[name] = others[0]
         else:
             missing.append(name)
-    places = Counter(matches.values())
-    if missing := missing or [name for name, place in matches.items() if places[place] > 1]:
-        raise ModelError(f"{where}: does not have exactly one module for {join_few(missing)}")
+    uses = Counter(matches.values())
+    if missing := missing or [name for name, path in matches.items() if uses[path] > 1]:
+        raise ModelError(f"{where} does not have exactly one module for {join_few(missing)}")
     return matches
 
 
@@ -284,14 +288,14 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{path}: peft_type is {config.get('peft_type')!r:.40}: only LORA is supported"
         )
     targets = config.get("target_parameters") or []
-    if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise ModelError(f"{path}: target_parameters must be a list of names")
     refused = [name for name in _REFUSED if config.get(name)]
     if config.get("bias", "none") != "none":
         refused.append("bias")
     if refused:
         raise ModelError(
-            f"{path}: has {', '.join(refused)}, which mlx-lm's LoRA does not support: "
+            f"{path} has {', '.join(refused)}, which mlx-lm's LoRA does not support: "
             "merge the adapter into its base model with PEFT's merge_and_unload instead"
         )
     return config
@@ -308,10 +312,10 @@ def _parts(path: Path, *, dora: bool) -> dict[str, dict[str, Matrix]]:
             others.append(name)
     if others:
         raise ModelError(
-            f"{path}: has tensors that mlx-lm's LoRA does not support: {join_few(others)}"
+            f"{path} has tensors that mlx-lm's LoRA does not support: {join_few(others)}"
         )
     if not parts:
-        raise ModelError(f"{path}: has no LoRA tensors")
+        raise ModelError(f"{path} has no LoRA tensors")
     needed = {"lora_A", "lora_B"} | ({_MAGNITUDE} if dora else set())
     for name, each in parts.items():
         if each.keys() != needed:
@@ -338,11 +342,11 @@ def _rank_and_scale(
             raise ValueError(f"lora_alpha {alpha} is out of range")
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise ModelError(
-            f"{folder / CONFIG}: has no valid r and lora_alpha: {one_line(error)}"
+            f"{folder / CONFIG} has no valid r and lora_alpha: {one_line(error)}"
         ) from error
     if rank != rows and (rows % rank or not stacked):
         raise ModelError(
-            f"{folder / CONFIG}: gives rank {rank} for {name}, whose A has {rows} rows: "
+            f"{folder / CONFIG} gives rank {rank} for {name}, whose A has {rows} rows: "
             "config and adapter do not belong together"
         )
     return rank, scale
@@ -365,11 +369,11 @@ def _by_pattern(patterns: Any, name: str, default: Any) -> Any:
 
 def _check_padding(path: Path, updates: Sequence[WeightUpdate], rank: int) -> None:
     """Raise ModelError if an adapter would be too large when padded to one rank."""
-    sizes = [each.a.nbytes + each.b.nbytes for each in updates]
+    sizes = [update.a.nbytes + update.b.nbytes for update in updates]
     padded = sum(rank * size // each.rank for each, size in zip(updates, sizes, strict=True))
     if padded > max(_PADDED_BYTES, _PADDED_TIMES * sum(sizes)):
-        lowest = min(each.rank for each in updates)
+        lowest = min(update.rank for update in updates)
         raise ModelError(
-            f"{path}: has ranks from {lowest:,} to {rank:,}: padded to one rank, as mlx-lm needs, "
+            f"{path} has ranks from {lowest:,} to {rank:,}: padded to one rank, as mlx-lm needs, "
             f"the adapter would take {padded / 1e9:,.1f} GB: merge it into its base model with PEFT"
         )

@@ -42,7 +42,7 @@ def joined(
     for path, update in modules.items():
         layer, inside = path_in_layer(path)
         layers.setdefault(layer, {})[inside.rsplit(".", 1)[-1]] = _without_padding(update)
-    found = {}
+    joined_modules = {}
     for layer, named in sorted(layers.items()):
         if "gate_proj" in named or "up_proj" in named:
             one = named.get("gate_proj") or named["up_proj"]
@@ -51,10 +51,12 @@ def joined(
             b = np.zeros((len(one.b), 2 * one.b.shape[1], gate.rank + up.rank), np.float32)
             first, second = _rows(b.shape[1], model_type)
             b[:, first, : gate.rank], b[:, second, gate.rank :] = gate.b, up.b
-            found[layer, "gate_up_proj"] = WeightUpdate(np.concatenate([gate.a, up.a], axis=1), b)
+            joined_modules[layer, "gate_up_proj"] = WeightUpdate(
+                np.concatenate([gate.a, up.a], axis=1), b
+            )
         if "down_proj" in named:
-            found[layer, "down_proj"] = named["down_proj"]
-    return found
+            joined_modules[layer, "down_proj"] = named["down_proj"]
+    return joined_modules
 
 
 def gate_up_and_down(
@@ -64,7 +66,7 @@ def gate_up_and_down(
     if parameter == "down_proj":
         return {parameter: update}
     rows = _rows(update.b.shape[1], model_type)
-    halves = (replace(update, b=update.b[:, each]) for each in rows)
+    halves = (replace(update, b=update.b[:, row]) for row in rows)
     return dict(zip(("gate_proj", "up_proj"), map(_without_padding, halves), strict=True))
 
 

@@ -287,7 +287,7 @@ class AttentionKernels:
             tokens = len(layout.positions)
             # Without norms, the gradient does not depend on the inputs.
             inputs = cotangents[:2] if heads.norms is None else primals[:2]
-            arrays = [*inputs, *cotangents, *layout.every_place, layout.token_positions]
+            arrays = [*inputs, *cotangents, *layout.every_index, layout.token_positions]
             shapes = [(1, tokens, count * sizes.size) for count in counts]
             return self._run(
                 self._heads_vjp, [*arrays, turns, norms], template, tokens * sum(counts), shapes
@@ -295,7 +295,7 @@ class AttentionKernels:
 
         gathered = differentiable(forward, backward)(queries, keys, values)
         # In memory, heads follow each other within a token, as the kernels read and write them.
-        q, k, v = (each.swapaxes(1, 2) for each in gathered)
+        q, k, v = (array.swapaxes(1, 2) for array in gathered)
         return q, k, v
 
     def packed(self, layout: Layout, output: mx.array) -> mx.array:
@@ -389,7 +389,7 @@ def plain_packed(layout: Layout, output: mx.array) -> mx.array:
 
 def serves(heads: Heads, layout: Layout, arrays: Sequence[mx.array]) -> bool:
     """Return whether the kernels support these queries, keys and values."""
-    dtypes = {each.dtype for each in arrays}
+    dtypes = {array.dtype for array in arrays}
     tokens = max(math.prod(layout.shape), len(layout.positions))
     threads = tokens * sum(heads.sizes.counts) * max(_LANES, heads.sizes.size)
     return len(dtypes) == 1 and dtypes <= TOLERANCES.keys() and threads < _MOST

@@ -80,7 +80,7 @@ TRIAL_TOKENS = 13
 
 def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
     """Return a trial of kernels on examples that share a prefix, and on examples of real length."""
-    few = Layout(
+    small = Layout(
         [
             Segment(0, 2, 0, -1),
             Segment(2, 5, 2, 0),
@@ -105,12 +105,12 @@ def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
 
     def form(side_by_side: Function, packed: Function) -> Function:
         def run(*projected: mx.array) -> list[mx.array]:
-            layout = few if projected[0].shape[1] == TRIAL_TOKENS else many
+            layout = small if projected[0].shape[1] == TRIAL_TOKENS else many
             moved = side_by_side(heads, layout, *projected)
             rows, length = layout.shape
             # Nothing reads padding in training, so it has no gradient.
             real = layout.real.reshape(rows, 1, length, 1).astype(projected[0].dtype)
-            return [*(each * real for each in moved), packed(layout, moved[0])]
+            return [*(array * real for array in moved), packed(layout, moved[0])]
 
         return run
 
@@ -118,7 +118,7 @@ def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
     return Trial(
         {"kernels": form(kernels.padded, kernels.packed)},
         form(plain_padded, plain_packed),
-        small=lambda: case(few),
+        small=lambda: case(small),
         realistic=lambda: case(many),
-        names=[*names, "the output", *(f"the gradient of {each}" for each in names)],
+        names=[*names, "the output", *(f"the gradient of {name}" for name in names)],
     )

@@ -201,8 +201,10 @@ class Case:
     constants: Arrays = ()
 
     def astype(self, dtype: mx.Dtype) -> "Case":
-        primals = [each.astype(dtype) for each in self.primals]
-        return Case(primals, [each.astype(dtype) for each in self.cotangents], self.constants)
+        primals = [primal.astype(dtype) for primal in self.primals]
+        return Case(
+            primals, [cotangent.astype(dtype) for cotangent in self.cotangents], self.constants
+        )
 
     def run(self, function: Function) -> list[mx.array]:
         """Return the function's values, and then its gradients."""
@@ -273,7 +275,7 @@ class Chooser:
         if on_cpu():
             return ""
         choices = list(self._choices.values()) or [self.choice(mx.bfloat16)]
-        return next((each.problem for each in choices if each.problem), "")
+        return next((choice.problem for choice in choices if choice.problem), "")
 
     def choice(self, dtype: mx.Dtype) -> Choice:
         """Return the choice for a dtype, after a trial at the first call."""

@@ -109,8 +109,8 @@ class GateKernels:
     def _run(self, kernel: Any, arrays: Sequence[mx.array], outputs: int) -> list[mx.array]:
         like = arrays[0]
         if like.ndim != 3:
-            flat = self._run(kernel, [each.reshape(1, 1, -1) for each in arrays], outputs)
-            return [each.reshape(like.shape) for each in flat]
+            flat = self._run(kernel, [array.reshape(1, 1, -1) for array in arrays], outputs)
+            return [array.reshape(like.shape) for array in flat]
         width = self._language.width // like.dtype.size
         result: list[mx.array] = kernel(
             inputs=list(arrays),

@@ -53,7 +53,7 @@ def _attention(
         return composed_attention(queries, keys, values, scale, mask, sinks)
     if sinks is None:
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-    size = next((each for each in _HEAD_SIZES if each > queries.shape[3]), None)
+    size = next((head_size for head_size in _HEAD_SIZES if head_size > queries.shape[3]), None)
     if not isinstance(mask, str) or size is None or values.shape[3] > size:
         return composed_attention(queries, keys, values, scale, mask, sinks)
     return _with_sink_key(queries, keys, values, scale, sinks, size)

@@ -59,17 +59,17 @@ def _by_expert(
     """
     k, flat = indices.shape[-1], mx.stop_gradient(indices).flatten()
     order = mx.argsort(flat)
-    places = mx.argsort(order)
+    inverse = mx.argsort(order)
 
     def gather(x: mx.array) -> mx.array:
         return x.reshape(-1, 1, x.shape[-1])[order // k]
 
     def gather_gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-        by_token = cotangent[places].reshape(-1, k, x.shape[-1])
+        by_token = cotangent[inverse].reshape(-1, k, x.shape[-1])
         return by_token.sum(axis=1).reshape(x.shape)
 
     def put_back(y: mx.array) -> mx.array:
-        return y[places].reshape(*indices.shape, y.shape[-1])
+        return y[inverse].reshape(*indices.shape, y.shape[-1])
 
     def put_back_gradient(y: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         return cotangent.reshape(y.shape)[order]

@@ -56,12 +56,12 @@ def by_blocks(
         for start, state in reversed(list(zip(starts, [first, *outputs[1:-1]], strict=True))):
             given = [*block(whole, start), state]
             (d_y,) = block([d_outputs], start)
-            found = mx.vjp(lambda *x: list(compute(*x)), given, [d_y, d_state])[1]
+            d_inputs = mx.vjp(lambda *x: list(compute(*x)), given, [d_y, d_state])[1]
             # One block's gradients run together; otherwise some would wait for other blocks.
-            *made, d_state = mx.depends(found, found)
+            *made, d_state = mx.depends(d_inputs, d_inputs)
             gradients.append(made)
         parts = zip(*gradients[::-1], strict=True)
-        return [*(mx.concatenate(list(each), axis=1) for each in parts), d_state]
+        return [*(mx.concatenate(list(part), axis=1) for part in parts), d_state]
 
     y, *_, last = differentiable(forward, backward)(*arrays, state)
     return y, last

@@ -51,13 +51,13 @@ def reading(path: Path, option: str = "--data") -> Iterator[None]:
         raise DataError(f"{path}: no such file{similar}: check {option}{several}") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
-            f"{path}: is a damaged gzip file ({one_line(error)}): copy or compress it again"
+            f"{path} is a damaged gzip file ({one_line(error)}): copy or compress it again"
         ) from error
     except DataError:
         raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
-        raise DataError(f"{path}: cannot be read: {reason or one_line(error)}") from error
+        raise DataError(f"{path} cannot be read: {reason or one_line(error)}") from error
 
 
 def _similar(path: Path) -> str:
@@ -90,11 +90,11 @@ def find_data_files(
         if not stat.S_ISDIR(_stat(path, option).st_mode):
             train.append(path)
         elif option != "--data":
-            raise DataError(f"{path}: is a folder: name a file in it")
+            raise DataError(f"{path} is a folder: name a file in it")
         elif not (files := _file_named(("train",), path) or _known_files(path, texts=texts)):
             names = ", ".join(f"train{ending}" for ending in ENDINGS)
             raise DataError(
-                f"{path}: has no file to train on: name a file in it, or rename one to any of "
+                f"{path} has no file to train on: name a file in it, or rename one to any of "
                 f"{names}{_text_advice(path, texts=texts)}"
             )
         else:
@@ -107,7 +107,7 @@ def find_data_files(
         key = (info.st_dev, info.st_ino)
         if (other := seen.get(key)) is not None:
             same = "" if other == path else f", as {other}"
-            raise DataError(f"{path}: is given twice{same}: name each file once in {option}")
+            raise DataError(f"{path} is given twice{same}: name each file once in {option}")
         seen[key] = path
     return DataFiles(tuple(train), tuple(validation))
 
@@ -125,7 +125,7 @@ def _known_files(folder: Path, *, texts: bool) -> list[Path]:
         found = list(islice(_text_files(folder), _MAX_TEXTS + 1)) if texts else []
     if len(found) > _MAX_TEXTS:
         raise DataError(
-            f"{folder}: has more than {_MAX_TEXTS:,} text files: write them as JSON lines, such as "
+            f"{folder} has more than {_MAX_TEXTS:,} text files: write them as JSON lines, such as "
             '{"text": "…"}'
         )
     return sorted(found)
@@ -149,7 +149,7 @@ def held_out_file(folder: Path) -> Path:
     files = _file_named(("test",), folder) or _file_named(VALIDATION, folder)
     if not files:
         raise DataError(
-            f"{folder}: has neither test.jsonl nor validation.jsonl: name the file to evaluate"
+            f"{folder} has neither test.jsonl nor validation.jsonl: name the file to evaluate"
         )
     return files[0]
 
@@ -159,7 +159,7 @@ def _stat(path: Path, option: str) -> os.stat_result:
         info = path.stat()
         # Files are read twice, and a pipe can be read only once.
         if not stat.S_ISDIR(info.st_mode) and not stat.S_ISREG(info.st_mode):
-            raise DataError(f"{path}: is not a regular file: save the data in one")
+            raise DataError(f"{path} is not a regular file: save the data in one")
         if stat.S_ISREG(info.st_mode):
             check_stored(path)
     return info
@@ -172,6 +172,6 @@ def _file_named(stems: Sequence[str], folder: Path) -> list[Path]:
     matches = [name for name in names if name in present]
     if len(matches) > 1:
         raise DataError(
-            f"{folder}: holds {' and '.join(matches)}: keep one, or name the files to train on"
+            f"{folder} holds {' and '.join(matches)}: keep one, or name the files to train on"
         )
     return [folder / name for name in matches]

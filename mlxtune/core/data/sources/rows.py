@@ -126,20 +126,20 @@ def _head(path: Path) -> bytes:
     with reading(path):
         head = read_head(path)
     if not head:
-        raise DataError(f"{path}: is empty: it needs one JSON object per line")
+        raise DataError(f"{path} is empty: it needs one JSON object per line")
     if head.startswith(ZIP) and _exported(path):
         return head
     for start, kind in _SPREADSHEETS.items():
         if head.startswith(start):
-            raise DataError(f"{path}: is {kind}: {_EXPORT}")
+            raise DataError(f"{path} is {kind}: {_EXPORT}")
     if head.startswith(UTF16):
         if is_text_file(path):
             return head
-        raise DataError(f"{path}: is text in UTF-16: save it in UTF-8")
+        raise DataError(f"{path} is text in UTF-16: save it in UTF-8")
     if is_lfs_pointer(head[:48]):
-        raise DataError(f"{path}: is a Git LFS pointer: run git lfs pull in its folder")
+        raise DataError(f"{path} is a Git LFS pointer: run git lfs pull in its folder")
     if b"\0" in head and not head.startswith(PARQUET):
-        raise DataError(f"{path}: is a binary file: save it as JSON lines in UTF-8, or as parquet")
+        raise DataError(f"{path} is a binary file: save it as JSON lines in UTF-8, or as parquet")
     return head
 
 
@@ -243,7 +243,7 @@ def _archive_rows(path: Path) -> Iterator[NumberedRow]:
         try:
             with reading(path), open_regular(path) as file, zipfile.ZipFile(file) as archive:
                 if each.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise DataError(f"{path}: has an unusual compression: unpack it")
+                    raise DataError(f"{path} has an unusual compression: unpack it")
                 content = archive.open(each).read(left + 1)
         except (zipfile.BadZipFile, RuntimeError) as error:
             raise _damaged(path, "zip", str(error)) from error
@@ -291,7 +291,7 @@ def _parquet_rows(path: Path) -> Iterator[NumberedRow]:
     Raises DataError for a damaged file, and for a file that unpacks to far more than its size.
     """
     if not _has_pyarrow():
-        raise DataError(f"{path}: needs pyarrow: pip install 'mlxtune[parquet]'")
+        raise DataError(f"{path} needs pyarrow: pip install 'mlxtune[parquet]'")
     size = path.stat().st_size
     left = _most_bytes(size)
     process = LimitedProcess(Path(parquet_helper.__file__), _PARQUET_MEMORY, str(path.absolute()))
@@ -350,5 +350,5 @@ def _parquet_row(line: bytes) -> dict[str, Any] | BadRow | str:
 
 def _damaged(path: Path, kind: str, reason: str) -> DataError:
     return DataError(
-        f"{path}: is a damaged {kind} file ({one_line(reason)}): copy or write it again"
+        f"{path} is a damaged {kind} file ({one_line(reason)}): copy or write it again"
     )

@@ -175,7 +175,7 @@ def _table_header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str
                 f"{path}:{number}: has two columns named {shorten(min(twice))}: rename one of them"
             )
         return number, names, delimiter
-    raise DataError(f"{path}: is empty: it needs a line of column names, then one row per line")
+    raise DataError(f"{path} is empty: it needs a line of column names, then one row per line")
 
 
 def _cells(line: str, delimiter: str) -> Sequence[str]:
@@ -209,11 +209,9 @@ def _refusal(path: Path, head: bytes) -> DataError:
     rows = 'write JSON lines, such as {"text": "…"} or {"messages": […]}'
     if _WHATSAPP.match(head.removeprefix(UTF8_BOM).removeprefix(b"\xe2\x80\x8e")):
         return DataError(
-            f"{path}: is a chat of WhatsApp, which does not say who answers whom: {rows}"
+            f"{path} is a chat of WhatsApp, which does not say who answers whom: {rows}"
         )
-    return DataError(
-        f"{path}: is plain text: {rows}, or give --format text to train on it as it is"
-    )
+    return DataError(f"{path} is plain text: {rows}, or give --format text to train on it as it is")
 
 
 def _plain_text_rows(path: Path, split_at: str | None) -> Iterator[NumberedRow]:
@@ -234,7 +232,7 @@ def _plain_text_rows(path: Path, split_at: str | None) -> Iterator[NumberedRow]:
             piece.append(line)
             size += len(line)
             if size > _MAX_TEXT:
-                raise DataError(f"{path}: is longer than {_MAX_TEXT:,} characters: split it")
+                raise DataError(f"{path} is longer than {_MAX_TEXT:,} characters: split it")
         if piece:
             yield start, _document(piece)
 

@@ -58,7 +58,7 @@ def test_first_of_two_parameters_is_the_inner_one() -> None:
     assert peft_experts.wrapped("experts", ["down_proj"]) == {"down_proj": "experts"}
 
 
-def test_stacks_are_told_from_shared_experts_and_dense_layers() -> None:
+def test_stacks_differ_from_shared_experts_and_dense_layers() -> None:
     names = [f"{STACK}.down_proj", "model.layers.5.mlp.shared_experts.down_proj"]
     assert peft_experts.stacks([*names, "model.layers.0.mlp.down_proj"]) == {
         (5, "down_proj"): f"{STACK}.down_proj"

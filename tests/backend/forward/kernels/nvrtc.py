@@ -63,8 +63,8 @@ def program(sources: Sequence[CudaSource]) -> str:
     MLX compiles each of them separately. Together they read CUDA's headers once, which take nearly
     all of the time.
     """
-    (header,) = {each.header for each in sources}
-    functions = "\n\n".join(each.text for each in sources)
+    (header,) = {source.header for source in sources}
+    functions = "\n\n".join(source.text for source in sources)
     return (
         f'#include "{UTILS}"\n\n#include <cooperative_groups.h>\n\n{header}'
         "namespace mlx::core::cu {\n\nnamespace cg = cooperative_groups;\n\n"
@@ -147,21 +147,21 @@ class Nvrtc:
         """
         program = ctypes.c_void_p()
         count = len(headers)
-        texts = (ctypes.c_char_p * count)(*(each.encode() for each in headers.values()))
-        names = (ctypes.c_char_p * count)(*(each.encode() for each in headers))
+        texts = (ctypes.c_char_p * count)(*(header.encode() for header in headers.values()))
+        names = (ctypes.c_char_p * count)(*(header.encode() for header in headers))
         self._call(
             "CreateProgram",
             *(ctypes.byref(program), text.encode(), b"kernel.cu", count, texts, names),
         )
         try:
-            for each in functions:
-                self._call("AddNameExpression", program, f"mlx::core::cu::{each}".encode())
+            for function in functions:
+                self._call("AddNameExpression", program, f"mlx::core::cu::{function}".encode())
             options = [
                 "--device-as-default-execution-space",
                 f"--gpu-architecture={architecture}",
                 *(f"--include-path={each}" for each in self._include),
             ]
-            given = (ctypes.c_char_p * len(options))(*(each.encode() for each in options))
+            given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             if self._library.nvrtcCompileProgram(program, len(options), given):
                 log = self._get("ProgramLog", program).decode().rstrip("\0")
                 raise RuntimeError(f"Failed to compile kernel: {log}")

@@ -57,10 +57,12 @@ def test_every_kernel_of_the_package_is_compiled_here() -> None:
     constants: set[str] = set()
     for module in pkgutil.walk_packages(mlxtune.backend.__path__, "mlxtune.backend."):
         values = vars(importlib.import_module(module.name)).values()
-        constants |= {each.name for each in values if isinstance(each, KernelSource)}
+        constants |= {value.name for value in values if isinstance(value, KernelSource)}
     sources = recorded()
-    assert {each.kernel for each in sources} == constants
-    assert all(sum(each.kernel == name for each in sources) >= len(DTYPES) for name in constants)
+    assert {source.kernel for source in sources} == constants
+    assert all(
+        sum(source.kernel == name for source in sources) >= len(DTYPES) for name in constants
+    )
 
 
 def test_kernels_are_made_in_one_module() -> None:
@@ -75,7 +77,7 @@ def test_kernels_are_made_in_one_module() -> None:
 @cache
 def compiled(architecture: str) -> bytes:
     sources = recorded()
-    functions = [each.function for each in sources]
+    functions = [source.function for source in sources]
     return installed().compile(program(sources), functions, LIKE_MLX, architecture)
 
 

@@ -53,10 +53,10 @@ def clock(*seconds: float) -> Callable[[], float]:
 
     def ticks() -> Iterator[float]:
         now = 0.0
-        for each in seconds:
+        for second in seconds:
             for slower in (50, 50, 3, 0, 7, 5, 9):
                 yield now
-                now += 3 * (each + slower)
+                now += 3 * (second + slower)
                 yield now
 
     return ticks().__next__

@@ -78,7 +78,7 @@ def test_kernels_are_swiglu_and_its_gradient(dtype: mx.Dtype, device: FakeDevice
     gate, up, cotangent = (4 * mx.random.normal((2, 5, 7), dtype, key=key) for key in keys)
     device.calls.clear()
     found = with_gradients(swiglu, gate, up, cotangent)
-    assert [each["name"] for each in device.calls] == BOTH
+    assert [call["name"] for call in device.calls] == BOTH
     for one, other in zip(found, in_float64(gate, up, cotangent), strict=True):
         assert one.dtype == dtype
         assert one.shape == (2, 5, 7)
@@ -137,7 +137,7 @@ def test_model_on_a_gpu_runs_the_kernels(device: FakeDevice) -> None:
     gate_kernels.gate_kernels(mx.float32)
     device.calls.clear()
     assert mx.allclose(model.mlp(x), expected, rtol=1e-5, atol=1e-6)
-    assert [each["name"] for each in device.calls] == BOTH[:1]
+    assert [call["name"] for call in device.calls] == BOTH[:1]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_slower_kernels_are_not_used_and_are_no_problem(
     fake.calls.clear()
     arrays = [mx.random.normal((4, 6), key=mx.random.key(i)) for i in range(3)]
     found = with_gradients(swiglu, *arrays)
-    assert [each["name"] for each in fake.calls] == names
+    assert [call["name"] for call in fake.calls] == names
     for one, other in zip(found, in_float64(*arrays), strict=True):
         np.testing.assert_allclose(np.array(one), other, rtol=2e-5, atol=1e-6)
 

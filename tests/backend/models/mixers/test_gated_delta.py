@@ -174,7 +174,7 @@ def test_gates_of_0_and_1_are_exact_for_equal_keys(gate: float) -> None:
     assert mx.allclose(state[0, 0, :, 0], v[0, -1, 0], rtol=0, atol=1e-5)
     assert mx.all(state[..., 1:] == gate)
     gradients = mx.grad(lambda *x: gated_delta.by_chunks(*x)[0].sum(), range(6))(*given)
-    assert all(mx.all(mx.isfinite(each)) for each in gradients)
+    assert all(mx.all(mx.isfinite(gradient)) for gradient in gradients)
 
 
 @pytest.mark.parametrize("tokens", [1 << 12, pytest.param(1 << 15, marks=pytest.mark.slow)])
@@ -206,7 +206,7 @@ def test_results_have_mlx_lm_s_dtypes() -> None:
     gradients = mx.grad(
         lambda *x: gated_delta.gated_delta_update(*x, *frozen)[0].sum().astype(mx.float32), range(5)
     )(q, k, v, a, b)
-    assert all(each.dtype == mx.bfloat16 for each in gradients)
+    assert all(gradient.dtype == mx.bfloat16 for gradient in gradients)
 
 
 # Shapes for which MLX has kernels

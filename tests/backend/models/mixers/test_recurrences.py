@@ -69,7 +69,7 @@ def results(update: Update, varied: Any, frozen: Any, limit: tuple[float, float]
     with mx.stream(mx.cpu):
         gradients = mx.grad(loss, argnums=(0, 1, 2, 3, 4))(*varied)
         outputs = update(varied[0], A_log, *varied[1:3], D, varied[3], dt_bias, varied[4], limit)
-        return [np.array(each.astype(mx.float64)) for each in (*outputs, *gradients)]
+        return [np.array(gradient.astype(mx.float64)) for gradient in (*outputs, *gradients)]
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

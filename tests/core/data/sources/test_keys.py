@@ -145,7 +145,7 @@ def test_system_prompt_beside_the_messages_is_noted_with_its_option(
     tmp_path: Path, key: str, option: str
 ) -> None:
     noted = notes(tmp_path, CHAT | {key: "Answer in JSON."})
-    assert noted == {f"key {key!r} of a row is not read": f"give --field system={option}"}
+    assert noted == {f"key {key!r} of a row is not read": f"use --field system={option}"}
 
 
 def test_system_instruction_reaches_the_model(tmp_path: Path) -> None:

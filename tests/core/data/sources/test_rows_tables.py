@@ -129,7 +129,7 @@ CELLS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=
 
 @given(st.lists(st.lists(CELLS, min_size=2, max_size=2), max_size=5))
 @settings(deadline=None)
-def test_what_python_writes_is_read(
+def test_files_written_from_python_are_read(
     tmp_path_factory: pytest.TempPathFactory, rows: list[list[str]]
 ) -> None:
     path = tmp_path_factory.mktemp("table") / "data.csv"

@@ -53,7 +53,7 @@ def test_text_that_spreadsheets_write_is_read_whole(
     tmp_path: Path, encoding: str, found: str, pack: Any
 ) -> None:
     written = io.StringIO()
-    csv.writer(written).writerows([["text"], *([each] for each in TEXTS)])
+    csv.writer(written).writerows([["text"], *([text] for text in TEXTS)])
     mark = b"\xfe\xff" if encoding == "utf-16-be" else b""
     path = file(tmp_path, pack(mark + written.getvalue().encode(encoding)), "a.csv")
 
@@ -100,10 +100,10 @@ def test_record_is_counted_as_python_counts_it(
     [
         ("Where is my order?,It ships today.", "write a line of column names above it"),
         ("1,Where is my order", "write a line of column names above it"),
-        ("Antwort lang,Frage", "give --field prompt='Antwort lang' --field completion=Frage"),
-        ("Answer,Question", "give --field prompt=Question --field completion=Answer"),
-        ("id,ANSWER,note,Question", "give --field prompt=Question --field completion=ANSWER"),
-        (f"{'q' * 150},a", f"give --field prompt={'q' * 150} --field completion=a"),
+        ("Antwort lang,Frage", "use --field prompt='Antwort lang' --field completion=Frage"),
+        ("Answer,Question", "use --field prompt=Question --field completion=Answer"),
+        ("id,ANSWER,note,Question", "use --field prompt=Question --field completion=ANSWER"),
+        (f"{'q' * 150},a", f"use --field prompt={'q' * 150} --field completion=a"),
     ],
 )
 def test_columns_with_other_names_are_answered(tmp_path: Path, header: str, advice: str) -> None:

@@ -19,7 +19,7 @@ from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.workers.workers import ALONE, Workers
+from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import InstructConfig, TrainConfig, user_cache
 from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.inspection import truncation_loss
@@ -29,7 +29,7 @@ from mlxtune.core.machine.facts import versions
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.run.run_folder import ABOUT, ResumePoint
 from mlxtune.core.run.run_plan import LongestFit, read_measured, save_measured, save_speed, speed_of
-from mlxtune.core.run.stored_run import mapping
+from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.steps import memory_plan, order
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import MemoryPlan, Workload, sample_steps
@@ -92,7 +92,7 @@ def choose_plan(
     Estimates the memory unless an earlier run measured and cached it. Raises MemoryLimitError if
     not even one example fits.
     """
-    allowed, shapes = _possible(config, base, config.lora(), execution)
+    allowed, shapes = _possible(config, base, config.pipeline_config(), execution)
     return _choose(config, shapes, allowed, work, allocator.find_limits(config.memory_limit).memory)
 
 
@@ -112,11 +112,11 @@ def longest_example(config: TrainConfig, base: BaseModel, lora: InstructConfig) 
     allowed, shapes = _possible(config, base, lora)
     limit = allocator.find_limits(config.memory_limit).memory
     values = _CHECKPOINTING[config.grad_checkpoint]
-    kept, recomputed = (
+    with_activations, recomputed = (
         memory_plan.longest(shapes, allowed, limit, context, [value]) if value in values else 0
         for value in (False, True)
     )
-    return LongestFit(kept, max(kept, recomputed), context)
+    return LongestFit(with_activations, max(with_activations, recomputed), context)
 
 
 def confirm(
@@ -126,7 +126,7 @@ def confirm(
     work: Workload,
     plan: MemoryPlan,
     recorded: Measured | None = None,
-    workers: Workers = ALONE,
+    workers: Workers = SINGLE_PROCESS,
 ) -> MemoryPlan:
     """Choose the plan again from memory measured on the loaded model.
 
@@ -158,13 +158,13 @@ def confirm(
 
 def _agreed(measured: Measured | None, workers: Workers) -> Measured | None:
     text = "" if measured is None else json.dumps(asdict(measured))
-    first = workers.texts(text)[0]
+    first = workers.all_gather_text(text)[0]
     return Measured.of(json.loads(first)) if first else None
 
 
 def recorded_memory(run: Path) -> Measured | None:
     with suppress(OSError, ValueError):
-        return Measured.of(mapping(read_json(run / ABOUT), "plan").get("measured"))
+        return Measured.of(get_mapping(read_json(run / ABOUT), "plan").get("measured"))
     return None
 
 
@@ -238,7 +238,7 @@ def save_run_speed(
 def reserve_memory(
     config: TrainConfig, plan: MemoryPlan, held: ExitStack, console: RunConsole
 ) -> None:
-    """Reserve the planned memory among the runs on this machine.
+    """Reserve the predicted memory among the runs on this machine.
 
     Raises MemoryLimitError if other runs leave too little memory, unless --wait or --ignore-ledger
     is given.
@@ -266,7 +266,7 @@ def plan_run(
     work: Workload,
     execution: str = "auto",
     resume: ResumePoint | None = None,
-    workers: Workers = ALONE,
+    workers: Workers = SINGLE_PROCESS,
 ) -> tuple[BaseModel, MemoryPlan, str]:
     """Choose the plan of a run, and how to multiply by quantised weights.
 
@@ -286,7 +286,7 @@ def choose_products(
     work: Workload,
     plan: MemoryPlan,
     resume: ResumePoint | None = None,
-    workers: Workers = ALONE,
+    workers: Workers = SINGLE_PROCESS,
 ) -> tuple[BaseModel, str]:
     """Apply the choice of --quantized-compute auto; return the model and a line on the choice.
 
@@ -299,9 +299,9 @@ def choose_products(
     form, line = base.quantized_compute, ""
     if recorded:
         form = recorded
-    elif workers.index == 0 and (timed := loading.timed_products(base, _tokens(work, plan))):
+    elif workers.rank == 0 and (timed := loading.timed_products(base, _tokens(work, plan))):
         form, line = timed.faster, timed.describe()
-    form, _, line = workers.texts(f"{form} {line}")[0].partition(" ")
+    form, _, line = workers.all_gather_text(f"{form} {line}")[0].partition(" ")
     return loading.with_products(base, form), line
 
 

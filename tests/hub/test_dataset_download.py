@@ -8,8 +8,8 @@ import pytest
 from huggingface_hub import constants
 
 from mlxtune.errors import DataError
+from mlxtune.hub.dataset_download import HubData, fetch
 from mlxtune.hub.dataset_name import dataset_name
-from mlxtune.hub.datasets import HubData, fetch
 from tests.hub_server import CONVERTED, Dataset, Handler, Hub, commit_of
 
 ROWS = b'{"prompt": "a", "completion": "b"}\n' * 2000
@@ -34,14 +34,14 @@ def refusal(text: str) -> str:
     message = str(raised.value)
     assert "\n" not in message
     assert len(message) < 500
-    assert message.startswith(f"{text}: ")
-    return message.removeprefix(f"{text}: ")
+    assert message.startswith(text)
+    return message.removeprefix(text).lstrip(": ")
 
 
 def kept() -> list[str]:
     """Return the names of the data sets' files in the hub's cache, complete or partial."""
     cache = Path(constants.HF_HUB_CACHE)
-    return sorted(each.name for each in cache.glob("datasets--*/blobs/*"))
+    return sorted(path.name for path in cache.glob("datasets--*/blobs/*"))
 
 
 def drop_after(count: int, times: int = 1000) -> object:
@@ -113,7 +113,7 @@ def test_files_are_split_as_the_card_of_their_revision_says(sums: Dataset) -> No
         ({}, ""),
     ],
 )
-def test_licence_is_that_of_the_card(sums: Dataset, card: dict[str, object], license: str) -> None:
+def test_licence_comes_from_the_card(sums: Dataset, card: dict[str, object], license: str) -> None:
     sums.card = card
     assert get("org/sums").license == license
 
@@ -138,7 +138,7 @@ def test_pinned_name_asks_the_hub_nothing_once_its_files_are_here(hub: Hub) -> N
     assert (again.train, again.license, again.public) == (first.train, "", True)
 
 
-def test_pinned_name_is_the_same_commit_when_it_is_fetched_anew(hub: Hub, tmp_path: Path) -> None:
+def test_pinned_name_is_the_same_commit_when_fetched_again(hub: Hub, tmp_path: Path) -> None:
     first = get("org/sums")
     hub.datasets["org/sums"].revisions["old"] = OWN
     hub.datasets["org/sums"].revisions["main"] = {"train.jsonl": b"changed"}
@@ -146,7 +146,7 @@ def test_pinned_name_is_the_same_commit_when_it_is_fetched_anew(hub: Hub, tmp_pa
     assert get(str(first.name)).train[0].read_bytes() == ROWS
 
 
-def test_damaged_record_is_asked_for_again(hub: Hub, tmp_path: Path) -> None:
+def test_damaged_record_is_requested_again(hub: Hub, tmp_path: Path) -> None:
     first = get("org/sums")
     (record,) = (tmp_path / "cache").rglob("hub/*.json")
     for content in ("", "[]", "{}", '{"license": "", "public": 1, "files": 3}'):
@@ -172,7 +172,7 @@ def test_private_data_set_needs_a_token(
     )
 
 
-def test_missing_data_set_is_told_from_one_that_the_token_may_not_read(
+def test_missing_data_set_differs_from_an_unreadable_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
@@ -286,7 +286,7 @@ def test_offline_is_an_error_that_names_the_variable(monkeypatch: pytest.MonkeyP
 def test_hub_that_never_answers_is_given_up(
     hub: Hub, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxtune.hub.datasets._TIMEOUT", 0.2)
+    monkeypatch.setattr("mlxtune.hub.dataset_download._TIMEOUT", 0.2)
     monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 0.2)
     for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
         monkeypatch.setattr(constants, name, 0.15)
@@ -308,7 +308,7 @@ def test_hub_that_never_answers_is_given_up(
 def test_broken_download_continues_where_it_broke(hub: Hub) -> None:
     hub.faults.append(drop_after(20_000, times=2))
     assert get("org/sums:train").train[0].read_bytes() == ROWS
-    ranges = [each.headers.get("Range") for each in hub.requests if "resolve" in each.path]
+    ranges = [request.headers.get("Range") for request in hub.requests if "resolve" in request.path]
     assert ranges[-2:] == ["bytes=20000-", "bytes=40000-"]
 
 

@@ -41,7 +41,7 @@ from mlxtune.core.files.writing import (
     write_file,
     write_json,
 )
-from mlxtune.core.formatting import count
+from mlxtune.core.formatting import pluralise
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
 from mlxtune.session.dataset import Reader
@@ -222,7 +222,8 @@ def write_fused(
     left_out = fusing.write_model(model, model_config, source.folder, folder, text_alone=text_alone)
     if left_out:
         source.console.warn(
-            f"left out {count(left_out, 'tensor')} for images or sound: the written model and its "
+            f"left out {pluralise(left_out, 'tensor')} for images or sound: the written model and "
+            "its "
             "config.json are of text alone"
         )
     _write_template(source, folder)
@@ -253,7 +254,7 @@ def _trained_reader(source: Source) -> tuple[UseConfig, Reader] | None:
     trust = source.config.trust_remote_code
     use = UseConfig(str(source.folder), adapter=str(source.file.path), trust_remote_code=trust)
     trained = as_trained(use, source.file)
-    reader = Reader(trained.reading(), source.folder)
+    reader = Reader(trained.data_config(), source.folder)
     if trained_on_text(source.file) or not reader.has_template:
         return None
     return trained, reader
@@ -283,7 +284,7 @@ def _write_template(source: Source, folder: Path) -> None:
     with as_output_error(folder, "--output"):
         for other in folder.glob("additional_chat_templates/*.jinja"):
             remove_file(other)
-    source.console.say("Template", "that of training, which is not the base model's own")
+    source.console.say("Template", "from training, not the base model's own")
 
 
 def _write_end(source: Source, reader: Reader, folder: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mlxtune.core.machine.conditions import Conditions, Pressure
+from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import TrainingObserver
-from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.errors import TrainingInterrupted
 from tests.core.training.fake_pipeline import FakePipeline, log_of, names_in, train, without_times
 
@@ -45,7 +45,8 @@ class Machine:
 
     def __init__(self, *readings: Conditions | Pressure) -> None:
         self.readings = [
-            Conditions(each) if isinstance(each, Pressure) else each for each in readings
+            Conditions(reading) if isinstance(reading, Pressure) else reading
+            for reading in readings
         ]
         # Surroundings read the conditions once before the first step.
         self.readings.insert(0, Conditions())
@@ -62,7 +63,7 @@ def run(
     choices = {name: options.pop(name) for name in ("wait", "asleep") if name in options}
     choices["should_stop"] = options.get("should_stop", lambda: False)
     choices["pause_on_battery"] = options.pop("pause_on_battery", False)
-    surroundings = Surroundings(machine, lines, **choices)
+    surroundings = MachineMonitor(machine, lines, **choices)
     train(folder, pipeline, observer=lines, surroundings=surroundings, **options)
     return lines.lines
 
@@ -97,7 +98,7 @@ def test_critical_pressure_halves_once_per_event_which_ends_when_it_is_normal(
     assert pipeline.halvings == [0, 4]
     assert lines == [
         f"warning: the machine is very short of memory after step {step}: "
-        f"micro-batches of up to {tokens} tokens from here on"
+        f"micro-batches of up to {tokens} tokens from now on"
         for step, tokens in ((0, 32), (4, 16))
     ]
 
@@ -119,7 +120,7 @@ def test_halving_is_saved_with_its_first_step(tmp_path: Path) -> None:
     assert {name for name in names_in(tmp_path) if name.startswith("step-")} == {"step-2"}
 
 
-def test_step_before_is_complete_when_micro_batches_are_halved(tmp_path: Path) -> None:
+def test_previous_step_is_complete_when_micro_batches_are_halved(tmp_path: Path) -> None:
     taken: list[int] = []
 
     class Pipeline(FakePipeline):
@@ -163,7 +164,7 @@ def test_run_pauses_on_battery_and_continues_when_plugged_in(tmp_path: Path) -> 
     ]
 
 
-def test_without_the_option_a_run_on_battery_goes_on(tmp_path: Path) -> None:
+def test_run_on_battery_continues_without_the_option(tmp_path: Path) -> None:
     assert run(tmp_path, Machine(BATTERY), FakePipeline(), wait=pytest.fail) == []
 
 
@@ -221,7 +222,7 @@ def test_heat_is_reported_when_it_changes(tmp_path: Path) -> None:
     lines = Lines()
     hot = Conditions(thermal="serious")
     machine = Machine(NORMAL, hot, hot, NORMAL)
-    train(tmp_path, FakePipeline(), observer=lines, surroundings=Surroundings(machine, lines))
+    train(tmp_path, FakePipeline(), observer=lines, surroundings=MachineMonitor(machine, lines))
     # The numbers of a step are read after the next one has started.
     assert [state for _, state in lines.heat] == ["serious", ""]
     assert lines.lines == []

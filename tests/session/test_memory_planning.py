@@ -23,8 +23,8 @@ from mlxtune.core.steps.memory_plan import MemoryPlan, Workload
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured
 from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import MemoryLimitError
-from mlxtune.session import planning
-from mlxtune.session.planning import (
+from mlxtune.session import memory_planning
+from mlxtune.session.memory_planning import (
     choose_plan,
     choose_products,
     confirm,
@@ -48,7 +48,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
     base, work = opened(config), sampled_work(config, [StepLengths.of(examples())])
     plan = choose_plan(config, base, work)
     read_weights(base)
-    pipeline = InstructPipeline(base.model, config.lora(), execution=plan.execution)
+    pipeline = InstructPipeline(base.model, config.pipeline_config(), execution=plan.execution)
     return config, base, pipeline, work, plan
 
 
@@ -71,7 +71,7 @@ def test_memory_is_measured_once_and_kept(
     assert plan.shapes.measured is None
     first = confirm(config, base, pipeline, work, plan)
     assert first.shapes.measured is not None
-    monkeypatch.setattr(planning, "measure", fails)
+    monkeypatch.setattr(memory_planning, "measure", fails)
     kept = choose_plan(config, opened(config), work)
     assert kept.shapes.measured == first.shapes.measured
     second = confirm(config, base, pipeline, work, kept)
@@ -80,12 +80,12 @@ def test_memory_is_measured_once_and_kept(
         confirm(replace(config, no_cache=True), base, pipeline, work, plan)
 
 
-def test_what_a_run_recorded_comes_before_what_is_kept(
+def test_recorded_memory_takes_precedence_over_the_cache(
     loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, base, pipeline, work, plan = loaded
     confirm(config, base, pipeline, work, plan)
-    monkeypatch.setattr(planning, "measure", fails)
+    monkeypatch.setattr(memory_planning, "measure", fails)
     kept = choose_plan(config, opened(config), work)
     found = confirm(config, base, pipeline, work, kept, HUGE)
     assert found.shapes.measured == HUGE
@@ -132,11 +132,11 @@ class Worker(Workers):
 
     said: list[str]
 
-    def __init__(self, index: int, said: list[str]) -> None:
+    def __init__(self, rank: int, said: list[str]) -> None:
         super().__init__()
-        self.index, self.size, self.said = index, 2, said
+        self.rank, self.world_size, self.said = rank, 2, said
 
-    def texts(self, own: str) -> list[str]:
+    def all_gather_text(self, own: str) -> list[str]:
         self.said.append(own)
         return self.said
 
@@ -212,7 +212,7 @@ def test_resumed_run_is_not_timed(tmp_path: Path, timed: list[int], form: str) -
         (1, [], 70),  # without data, the longest possible example
     ],
 )
-def test_tokens_are_those_of_a_large_micro_batch(
+def test_tokens_match_a_large_micro_batch(
     tmp_path: Path, timed: list[int], micro_batch: int, steps: list[list[int]], tokens: int
 ) -> None:
     choose_products(CONFIG, quantized(tmp_path), work_of(*steps), plan_of(micro_batch))

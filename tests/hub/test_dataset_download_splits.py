@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxtune.errors import DataError
+from mlxtune.hub.dataset_download import choose, converted_splits, own_splits
 from mlxtune.hub.dataset_name import dataset_name
-from mlxtune.hub.datasets import choose, converted_splits, own_splits
 
 GSM8K = {
     "main": {"train": ["main/train/0000.parquet"], "test": ["main/test/0000.parquet"]},
@@ -107,22 +107,22 @@ def test_name_without_a_split_is_training_and_validation_data_like_a_folder() ->
         (
             "o/n/main:val",
             GSM8K,
-            "o/n/main:val: has no split 'val' (test, train): name one, as o/n/main:test",
+            "o/n/main:val has no split 'val' (test, train): name one, as o/n/main:test",
         ),
         (
             "o/n",
             {"default": {"test": ["a"]}},
-            "o/n: has no split 'train' (test): name one, as o/n:test",
+            "o/n has no split 'train' (test): name one, as o/n:test",
         ),
         (
             "o/n@v1",
             {},
-            "o/n@v1: has no JSON lines, CSV or parquet to read: download it, convert it to JSON "
+            "o/n@v1 has no JSON lines, CSV or parquet to read: download it, convert it to JSON "
             "lines, and name the file",
         ),
     ],
 )
-def test_what_is_not_there_is_an_error_that_says_what_is(
+def test_missing_split_is_an_error_that_lists_the_others(
     text: str, splits: Any, message: str
 ) -> None:
     with pytest.raises(DataError) as raised:

@@ -17,16 +17,16 @@ _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class Demand:
-    """The machine's demand on a run: less memory, at a `pressure` above normal, or a `pause`."""
+class Request:
+    """The machine's request to a run: less memory, at a `pressure` above normal, or a `pause`."""
 
     pressure: Pressure
     pause: bool
 
 
 @dataclass
-class Surroundings:
-    """Checks the machine before each step.
+class MachineMonitor:
+    """Watches the machine's memory pressure, battery, heat and sleep during a run.
 
     `conditions` returns the latest reading, `should_stop` whether the run was asked to stop, and
     `asleep` the number of seconds that the machine has slept so far. `observer` receives the
@@ -47,10 +47,10 @@ class Surroundings:
         # The highest pressure since it was last normal.
         self._demanded = Pressure.NORMAL
 
-    def look(self, step: int) -> Demand | None:
-        """Read the machine's conditions after a step, report changes, and return any demand.
+    def check(self, step: int) -> Request | None:
+        """Read the machine's conditions after a step, report changes, and return any request.
 
-        Each level of pressure leads to one demand until the pressure is normal again: small Macs
+        Each level of pressure leads to one request until the pressure is normal again: small Macs
         are often at the warning level, and clearing the cache at each reading would make it
         useless.
         """
@@ -67,20 +67,20 @@ class Surroundings:
         self._demanded = Pressure.NORMAL if pressure is Pressure.NORMAL else max(demanded, pressure)
         if pressure <= demanded:
             pressure = Pressure.NORMAL
-        demand = Demand(pressure, self._pauses())
-        return demand if demand.pause or pressure > Pressure.NORMAL else None
+        request = Request(pressure, self._pauses())
+        return request if request.pause or pressure > Pressure.NORMAL else None
 
-    def answer(
-        self, demand: Demand, pipeline: Pipeline, examples: Sequence[Example], step: int
+    def respond(
+        self, request: Request, pipeline: Pipeline, examples: Sequence[Example], step: int
     ) -> bool:
-        """Release memory and wait for mains power, each if demanded; no step may be running.
+        """Release memory and wait for mains power, each if requested; no step may be running.
 
         `examples` are the examples of the next step. Return whether micro-batches were halved.
         """
         halved = False
-        if demand.pressure > Pressure.NORMAL:
-            halved = self._relieve(demand.pressure, pipeline, examples, step)
-        if demand.pause:
+        if request.pressure > Pressure.NORMAL:
+            halved = self._relieve(request.pressure, pipeline, examples, step)
+        if request.pause:
             self.observer.on_problem(
                 f"on battery: paused after step {step} until plugged in; Ctrl-C stops the run"
             )
@@ -106,6 +106,6 @@ class Surroundings:
         tokens = pipeline.relieve_memory(halve_for=examples)
         how = "micro-batches cannot be halved: close other programs"
         if tokens is not None:
-            how = f"micro-batches of up to {tokens:,} tokens from here on"
+            how = f"micro-batches of up to {tokens:,} tokens from now on"
         self.observer.on_problem(f"the machine is very short of memory after step {step}: {how}")
         return tokens is not None

@@ -156,7 +156,7 @@ def _listing(hub: huggingface_hub.HfApi, name: DatasetName, held_out: bool) -> H
 
 
 def _names(info: huggingface_hub.DatasetInfo) -> list[str]:
-    return [each.rfilename for each in info.siblings or []]
+    return [sibling.rfilename for sibling in info.siblings or []]
 
 
 def _license(info: huggingface_hub.DatasetInfo) -> str:
@@ -179,15 +179,15 @@ def _place(name: DatasetName) -> Path:
 
 
 def _record(listing: HubData) -> None:
-    place = _place(listing.name)
+    path = _place(listing.name)
     values = {
         "license": listing.license,
         "public": listing.public,
         "files": {split: list(map(str, files)) for split, files in listing.files.items()},
     }
     with suppress(OutputError):
-        make_folder(place.parent)
-        write_json(place, values)
+        make_folder(path.parent)
+        write_json(path, values)
 
 
 def _recorded(name: DatasetName) -> HubData | None:
@@ -243,7 +243,9 @@ def _data_files(files: Iterable[str]) -> list[str]:
     for file in sorted(files):
         name = PurePosixPath(file).name
         if name.endswith(ENDINGS) and name not in _NOT_DATA and not name.startswith("."):
-            kind = next(each for each in sorted(ENDINGS, key=len)[::-1] if name.endswith(each))
+            kind = next(
+                ending for ending in sorted(ENDINGS, key=len)[::-1] if name.endswith(ending)
+            )
             kinds.setdefault(kind, []).append(file)
     return max(kinds.values(), key=len, default=[])
 
@@ -258,7 +260,7 @@ def _declared(entries: Any, data: Sequence[str]) -> dict[str, list[str]]:
         chosen = [
             file
             for file in data
-            if any(isinstance(each, str) and _matches(file, each) for each in patterns)
+            if any(isinstance(pattern, str) and _matches(file, pattern) for pattern in patterns)
         ]
         if chosen:
             by_split.setdefault(str(one.get("split", TRAIN)), []).extend(chosen)
@@ -290,7 +292,7 @@ def choose(
     """
     if not splits:
         raise DataError(
-            f"{name}: has no JSON lines, CSV or parquet to read: download it, convert it to JSON "
+            f"{name} has no JSON lines, CSV or parquet to read: download it, convert it to JSON "
             "lines, and name the file"
         )
     config = name.config or (DEFAULT if DEFAULT in splits else min(splits))
@@ -313,7 +315,7 @@ def choose(
     if wanted[0] not in by_split:
         known, example = sorted(by_split), replace(name, split=min(by_split))
         raise DataError(
-            f"{name}: has no split {shorten(wanted[0])} ({join_few(known, 20)}): name one, as "
+            f"{name} has no split {shorten(wanted[0])} ({join_few(known, 20)}): name one, as "
             f"{example}"
         )
     return config, {split: by_split[split] for split in wanted}
