@@ -205,7 +205,8 @@ def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         from mlxtune.views.output import print_line
 
         ctx.meta[_HELP_ALL] = True
-        print_line(ctx.get_help())
+        for line in ctx.get_help().splitlines():
+            print_line(line)
         ctx.exit()
 
 

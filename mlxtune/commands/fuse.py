@@ -26,7 +26,8 @@ from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.errors import MlxTuneError
 from mlxtune.session import verified_output
 from mlxtune.session.arguments import takes_options
-from mlxtune.session.dataset import Reader, load_dataset
+from mlxtune.session.dataset import load_dataset
+from mlxtune.session.reader import Reader
 from mlxtune.session.resuming import run_config
 
 # The largest number of rows to measure on: more rows take longer and hardly change the result.

@@ -11,7 +11,8 @@ from mlxtune.core.data.problems import where
 from mlxtune.core.files.writing import check_outputs, make_folder, write_file
 from mlxtune.errors import DataError
 from mlxtune.session.arguments import takes_options
-from mlxtune.session.dataset import Dataset, Reader
+from mlxtune.session.dataset import Dataset
+from mlxtune.session.reader import Reader
 from mlxtune.session.session import Session
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole

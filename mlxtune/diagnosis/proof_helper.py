@@ -41,7 +41,8 @@ from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import ProofCheck, Step
 from mlxtune.diagnosis.kernel_proof import kernel_checks, on_the_cpu, step_of
 from mlxtune.diagnosis.products import product_checks
-from mlxtune.session.dataset import Reader, load_dataset
+from mlxtune.session.dataset import load_dataset
+from mlxtune.session.reader import Reader
 
 # A parameter count large enough to select the CPU's kernels.
 _LARGE = 10**9

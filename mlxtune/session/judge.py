@@ -32,7 +32,7 @@ from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.run_folder import EVALUATION, SAMPLES
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.errors import MlxTuneError
-from mlxtune.session.dataset import Reader
+from mlxtune.session.reader import Reader
 from mlxtune.session.session import RunSession
 from mlxtune.session.trained_model import LoadedModel, UseSession, load_model
 from mlxtune.views.console import RunConsole

@@ -23,12 +23,12 @@ from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.session.dataset import (
     Dataset,
     DataSource,
-    Reader,
     find_data,
     load_dataset,
     report_findings,
     with_hub_data,
 )
+from mlxtune.session.reader import Reader
 from mlxtune.views.console import RunConsole
 
 C = TypeVar("C", bound=DataConfig)

@@ -41,7 +41,7 @@ from mlxtune.core.files.remembered import is_own
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.run.trained_rows import record_of, rows_behind, rows_in_record
 from mlxtune.errors import ConfigError, DataError, ModelError, one_line
-from mlxtune.session.dataset import Reader, template_text
+from mlxtune.session.reader import Reader, template_text
 from mlxtune.session.session import model_folder
 from mlxtune.views.console import RunConsole
 

@@ -44,8 +44,8 @@ from mlxtune.core.files.writing import (
 from mlxtune.core.formatting import pluralise
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
-from mlxtune.session.dataset import Reader
 from mlxtune.session.interrupt import end_in_order
+from mlxtune.session.reader import Reader
 from mlxtune.session.trained_model import as_trained, find_base, trained_on_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json, print_line

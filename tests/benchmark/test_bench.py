@@ -31,7 +31,8 @@ from mlxtune.config import BenchConfig, TrainConfig
 from mlxtune.core.machine import conditions
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import MlxTuneError
-from mlxtune.session.dataset import Reader, load_dataset
+from mlxtune.session.dataset import load_dataset
+from mlxtune.session.reader import Reader
 from tests.command import Cli, Outcome, finish, read_until, start, unless_given
 from tests.core.training.fake_pipeline import FakePipeline
 from tests.models import sums, write_chat

@@ -24,7 +24,7 @@ def test_demo_is_the_first_command_of_the_readme() -> None:
     train = next(command for command in COMMANDS if command.name == "train")
     with train.make_context("train", shlex.split(line.partition("train ")[2])) as context:
         given = {k: v for k, v in context.params.items() if v not in (None, (), False)}
-    typed, demo = TrainConfig(**given), DemoConfig(output="adapters.safetensors").trainer_config()
+    typed, demo = TrainConfig(**given), DemoConfig(output="adapters.safetensors").training()
     assert demo.model_path == str(DATA / "demo-qwen3") == str(ROOT / typed.model_path)
     assert demo.data == (str(DATA / "bookings.jsonl"),) == (str(ROOT / typed.data[0]),)
     assert (demo.targets, demo.lr, demo.epochs) == (typed.targets, typed.lr, typed.epochs)
@@ -47,7 +47,7 @@ def test_demo_shows_an_answer_before_and_after_and_what_is_next(
     monkeypatch.setattr("mlxtune.commands.train.train", train)
     outcome = cli("demo", "--max-steps", 7, "--overwrite")
     assert outcome.code == 0, outcome.err
-    assert trained == [DemoConfig(max_steps=7, overwrite=True).trainer_config()]
+    assert trained == [DemoConfig(max_steps=7, overwrite=True).training()]
     assert trained[0].output == "mlxtune-demo/adapters.safetensors"
     lines = outcome.err.splitlines()
     assert lines[0] == "Question    Friday? Four of us."
@@ -57,7 +57,7 @@ def test_demo_shows_an_answer_before_and_after_and_what_is_next(
 
 
 def test_commands_named_next_can_be_typed() -> None:
-    lines = list(next_lines(DemoConfig(output="my demo/a.safetensors").trainer_config()))
+    lines = list(next_lines(DemoConfig(output="my demo/a.safetensors").training()))
     for line in lines[:2]:
         name, *words = shlex.split(line.partition("mlxtune ")[2])
         command = next(each for each in COMMANDS if each.name == name)

@@ -81,9 +81,9 @@ def test_folder_without_weights_and_config_is_enough(cli: Cli, light: Path, chat
 @pytest.fixture
 def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load each tokenizer only once, as loading takes more than a second."""
-    from mlxtune.session import dataset
+    from mlxtune.session import reader
 
-    monkeypatch.setattr(dataset, "load_tokenizer", functools.cache(dataset.load_tokenizer))
+    monkeypatch.setattr(reader, "load_tokenizer", functools.cache(reader.load_tokenizer))
 
 
 @pytest.mark.slow

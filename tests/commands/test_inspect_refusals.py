@@ -188,9 +188,9 @@ def test_output_never_replaces_what_is_read_by_another_name(
 def test_output_that_cannot_be_written_is_found_before_any_work(
     inspect: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str, said: str
 ) -> None:
-    import mlxtune.session.dataset
+    import mlxtune.session.reader
 
-    monkeypatch.setattr(mlxtune.session.dataset.Reader, "encode", None)
+    monkeypatch.setattr(mlxtune.session.reader.Reader, "encode", None)
     os.mkfifo(tmp_path / "pipe")
     outcome = inspect(option, tmp_path / name)
     assert said in outcome.error

@@ -9,7 +9,7 @@ import pytest
 
 from mlxtune.cli.options import load_config_file
 from mlxtune.config import InspectConfig
-from mlxtune.session.dataset import Reader
+from mlxtune.session.reader import Reader
 from tests.command import Cli
 from tests.models import CHATML, sums, write_chat, write_tokenizer
 

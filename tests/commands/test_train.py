@@ -39,7 +39,8 @@ from mlxtune.core.run.stored_run import read_run
 from mlxtune.core.run.summary import RunView, data_names
 from mlxtune.core.run.trained_rows import read_trained_rows
 from mlxtune.core.training.observer import TrainingObserver
-from mlxtune.session.dataset import Dataset, DataSource, Reader, load_dataset
+from mlxtune.session.dataset import Dataset, DataSource, load_dataset
+from mlxtune.session.reader import Reader
 from tests.command import Cli
 from tests.models import sums, write_chat
 

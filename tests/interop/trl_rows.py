@@ -14,7 +14,8 @@ import numpy as np
 from mlxtune.config import DataConfig
 from mlxtune.core.data.conversation import CHOSEN
 from mlxtune.core.data.encode import Example
-from mlxtune.session.dataset import Reader, load_dataset
+from mlxtune.session.dataset import load_dataset
+from mlxtune.session.reader import Reader
 from tests.interop.trl_steps import REFERENCE, sft_pipeline, trainer_of
 
 Row = dict[str, Any]

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxtune.backend.forward.forward import Head, StepInputs
+from mlxtune.backend.forward.forward import HeadFn, StepInputs
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
 from tests.long.counts import Gradient, Traced, compiled_as_on_gpu
@@ -55,7 +55,7 @@ class PipelineGraphs:
         forward = self._pipeline.forward
         found: list[Any] = []
 
-        def around(head: Head, rows: mx.array) -> list[mx.array]:
+        def around(head: HeadFn, rows: mx.array) -> list[mx.array]:
             alone = mx.zeros(rows.shape, rows.dtype)
             mx.eval(alone)
             found.append(mx.value_and_grad(lambda rows: head(rows)[0].sum())(alone))

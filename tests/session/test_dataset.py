@@ -21,8 +21,9 @@ from mlxtune.core.data.inspection import Inspection
 from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, SkippedRows
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.data.template import PLAIN, TEMPLATES, built_in_jinja
-from mlxtune.session import dataset
-from mlxtune.session.dataset import Reader, load_dataset
+from mlxtune.session import dataset, reader
+from mlxtune.session.dataset import load_dataset
+from mlxtune.session.reader import Reader
 from mlxtune.views.run_text import finding_line
 from tests.command import Cli
 from tests.models import CHATML, THINKING, sums, write_chat, write_model, write_tokenizer
@@ -460,7 +461,7 @@ def test_base_model_without_a_template_lists_the_choices(
 def test_template_of_another_model_is_answered_with_one_remedy(
     model: Path, chat: Path, monkeypatch: pytest.MonkeyPatch, known: str, remedy: str
 ) -> None:
-    monkeypatch.setattr(dataset, "_is_token", lambda _, text: text == known)
+    monkeypatch.setattr(reader, "_is_token", lambda _, text: text == known)
 
     config = InspectConfig(str(model), (str(chat),), template="gemma", no_cache=True)
     found = run_inspect(config).findings
@@ -568,7 +569,11 @@ def test_plain_template_ends_answers_with_the_models_own_end_token(tmp_path: Pat
 def test_tools_are_refused_by_the_plain_template(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama")
     (folder / "chat_template.jinja").unlink()
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+    }
     data = write_chat(tmp_path / "chat.jsonl", [{"messages": [MESSAGES[0], call]}])
     with pytest.raises(DataError, match="the plain template has no tools: use another template"):
         train(model_path=str(folder), data=str(data), template="plain", quiet=True)

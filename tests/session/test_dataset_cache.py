@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-import mlxtune.session.dataset
+import mlxtune.session.reader
 from mlxtune import TrainConfig, train
 from mlxtune.config import DataConfig
-from mlxtune.session.dataset import Dataset, Reader, load_dataset
+from mlxtune.session.dataset import Dataset, load_dataset
+from mlxtune.session.reader import Reader
 from tests.command import Cli, files_in
 from tests.models import CHATML, sums, write_chat, write_model, write_tokenizer
 from tests.paths import DATA
@@ -34,13 +35,13 @@ def folder(tmp_path: Path) -> Path:
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders whose tokenizer was loaded."""
     loaded: list[Path] = []
-    whole = mlxtune.session.dataset.load_tokenizer
+    whole = mlxtune.session.reader.load_tokenizer
 
     def load(folder: Path, **options: Any) -> Any:
         loaded.append(folder)
         return whole(folder, **options)
 
-    monkeypatch.setattr(mlxtune.session.dataset, "load_tokenizer", load)
+    monkeypatch.setattr(mlxtune.session.reader, "load_tokenizer", load)
     return loaded
 
 
@@ -151,10 +152,10 @@ def test_changed_option_encodes_again(load: Load, loads: list[Path]) -> None:
 def test_other_version_of_the_code_encodes_anew(
     load: Load, loads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hashes = mlxtune.session.dataset._code_hashes()
+    hashes = mlxtune.session.reader._code_hashes()
     load()
     name = next(iter(hashes))
-    monkeypatch.setattr(mlxtune.session.dataset, "_code_hashes", lambda: hashes | {name: "new"})
+    monkeypatch.setattr(mlxtune.session.reader, "_code_hashes", lambda: hashes | {name: "new"})
     load()
     assert len(loads) == 2
 
@@ -163,7 +164,7 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
     """Find every module whose code runs to encode data, except modules that only read files."""
     code = (
         "import sys, threading; from pathlib import Path; from mlxtune.config import DataConfig\n"
-        "from mlxtune.session.dataset import Reader\n"
+        "from mlxtune.session.reader import Reader\n"
         "config = DataConfig(sys.argv[1], sys.argv[2], no_cache=True)\n"
         "ran = set()\n"
         "def note(frame, *_): ran.add(str(frame.f_globals.get('__name__')))\n"
@@ -180,7 +181,7 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
     used = {name.removeprefix("mlxtune.").replace(".", "/") for name in process.stdout.split()}
     # The recipe and the options only select the data; the removed modules only read or check files.
     used = {name for name in used if name.startswith(("core/", "backend/")) and name.count("/") > 1}
-    hashed = set(mlxtune.session.dataset._code_hashes())
+    hashed = set(mlxtune.session.reader._code_hashes())
     used -= {"backend/models/model_folder", "backend/models/model_config"}
     used -= {f"core/files/{name}" for name in ("ours", "reading", "scratch", "writing")}
     # processes.py only passes lines on.

@@ -246,7 +246,7 @@ def test_change_of_data_is_counted_by_file_and_the_way_on_is_named(
     write_chat(files[1], parts[1][:-1])
     assert f"; {files[1]} had 8 rows to use, and has 7: bring back" in refused()
     (checkpoint.parent / "ledger.json").write_text("damaged")
-    assert "that the run was trained on: bring back" in refused()
+    assert "than the run was trained on: bring back" in refused()
 
     write_chat(files[1], parts[1])
     assert cli("train", "--resume", tmp_path / "out", "--max-steps", 3).code == 0

@@ -17,7 +17,7 @@ from mlxtune.backend.workers.workers import Workers
 from mlxtune.commands import train as recipe
 from mlxtune.config import TrainConfig
 from mlxtune.core.steps import memory_plan
-from mlxtune.session import dataset, judge
+from mlxtune.session import dataset, judge, reader
 from mlxtune.session.auto import choose_auto_options
 from mlxtune.session.session import RunSession
 from mlxtune.views.console import RunConsole
@@ -43,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     for module, name in (
         (dataset, "fetch"),
-        (dataset, "encode_file"),
+        (reader, "encode_file"),
         (loading, "open_base"),
         (memory_plan, "choose"),
     ):
@@ -127,7 +127,7 @@ def test_first_worker_of_a_machine_reads_data_before_the_others(
     model: Path, chat: Path, monkeypatch: pytest.MonkeyPatch, first: bool, events: list[str]
 ) -> None:
     """The second wait is for the run's own reading, which takes what --auto has read."""
-    workers, order, encode_file = Workers(), [], dataset.encode_file
+    workers, order, encode_file = Workers(), [], reader.encode_file
     workers.world_size = 2
     monkeypatch.setattr(workers, "barrier", lambda: order.append("wait"))
 
@@ -135,7 +135,7 @@ def test_first_worker_of_a_machine_reads_data_before_the_others(
         order.append("read")
         return encode_file(*arguments, **options)
 
-    monkeypatch.setattr(dataset, "encode_file", read)
+    monkeypatch.setattr(reader, "encode_file", read)
     options = TrainConfig(str(model), (str(chat),), auto=True)
     worker_run = WorkerRun(workers, options, RunConsole(quiet=True), first_on_machine=first)
     session = RunSession(worker_run, (), None, None)

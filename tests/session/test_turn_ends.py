@@ -15,8 +15,9 @@ from mlxtune.core.data import problems
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.prompt import last_turn
 from mlxtune.errors import ModelError
-from mlxtune.session.dataset import Dataset, Reader, load_dataset
+from mlxtune.session.dataset import Dataset, load_dataset
 from mlxtune.session.judge import answer_rows
+from mlxtune.session.reader import Reader
 from mlxtune.session.trained_model import LoadedModel
 from mlxtune.views.console import RunConsole
 from tests.core.data.rows import ANSWER, CHAT, TEXT, USER

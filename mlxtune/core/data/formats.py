@@ -327,7 +327,7 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
             return f"{shorten(key)} is {json_type(value)}: write the answer as text under '{name}'"
     if formats is FORMATS and (keys := _prompt_and_answer(content)) is not None:
         return " ".join(
-            ("give", field_option("prompt", keys[0]), field_option("completion", keys[1]))
+            ("use", field_option("prompt", keys[0]), field_option("completion", keys[1]))
         )
     return "if your keys have other names, use --field NAME=KEY"
 

@@ -25,7 +25,7 @@ from mlxtune.core.data.problems import shown
 from mlxtune.core.evaluation.matching import count_exact
 from mlxtune.core.evaluation.outcome import CANNOT_TELL, Evaluation, Loss, perplexity
 from mlxtune.core.evaluation.verdict import is_negligible, preference_verdict, verdict_of
-from mlxtune.core.files.reading import file_hash, read_json
+from mlxtune.core.files.reading import file_hash, open_regular, read_json
 from mlxtune.core.files.tensor_files import read_header
 from mlxtune.core.formatting import pluralise
 from mlxtune.core.run.checkpoint import (
@@ -136,7 +136,7 @@ def _same_adapter(own: Path, other: Path) -> bool:
 def _data(path: Path) -> str:
     """Return the hash of a safetensors file's tensors."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(8 + int.from_bytes(file.read(8), "little"))
         while piece := file.read(_PIECE):
             digest.update(piece)

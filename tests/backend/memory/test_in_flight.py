@@ -22,8 +22,9 @@ from mlxtune.core.steps.memory_in_flight import GraphLimits
 from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import BatchLoad, ModelShapes, load_of
 from mlxtune.core.steps.pack import StepLengths
-from mlxtune.session.dataset import Reader, load_dataset
+from mlxtune.session.dataset import load_dataset
 from mlxtune.session.memory_planning import first_epoch
+from mlxtune.session.reader import Reader
 from tests.backend.queued import queued
 from tests.long.memory_table import MODELS, holes_allowed, on_a_gpu, write_headers
 from tests.models import write_model

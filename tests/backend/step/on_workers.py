@@ -21,7 +21,8 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.training.requests import RequestExchange, Requests
 from mlxtune.errors import WorkerError
-from mlxtune.session.dataset import Reader, load_dataset
+from mlxtune.session.dataset import load_dataset
+from mlxtune.session.reader import Reader
 from tests.backend.step import on_sharded_workers
 from tests.backend.step.executions import (
     WAYS,

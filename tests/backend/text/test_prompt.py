@@ -11,7 +11,8 @@ import pytest
 from mlxtune.config import DataConfig
 from mlxtune.core.data.prompt import TurnEnds, last_turn, parse_content, prompt_of
 from mlxtune.errors import DataError
-from mlxtune.session.dataset import Reader, load_dataset
+from mlxtune.session.dataset import load_dataset
+from mlxtune.session.reader import Reader
 from tests.backend.text.turns import TEMPLATES, Folder, turns_of, write_folders
 from tests.models import CHATML, THINKING, write_chat, write_tokenizer
 from tests.slow import long_except

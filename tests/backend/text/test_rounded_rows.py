@@ -14,7 +14,8 @@ from mlxtune.config import InspectConfig
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.order import shuffled_steps
 from mlxtune.core.steps.pack import StepLengths
-from mlxtune.session.dataset import Reader, load_dataset
+from mlxtune.session.dataset import load_dataset
+from mlxtune.session.reader import Reader
 from tests.core.steps.shapes import GRAPH_OPERATIONS
 
 ROWS = {"wikisql_train": 128, "lf_alpaca_en_demo": 512}

@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import DataConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.session.dataset import Dataset, Reader, load_dataset
+from mlxtune.session.dataset import Dataset, load_dataset
+from mlxtune.session.reader import Reader
 
 Row = dict[str, Any]
 

@@ -13,7 +13,8 @@ from mlxtune.core.data.encode import forward_tokens
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.order import shuffled_steps
 from mlxtune.core.steps.pack import StepLengths, pack, packed_micro_batches
-from mlxtune.session.dataset import Reader, load_dataset
+from mlxtune.session.dataset import load_dataset
+from mlxtune.session.reader import Reader
 from tests.core.steps.epochs import LENGTHS, epoch_of
 from tests.core.steps.shapes import GRAPH_OPERATIONS
 from tests.slow import long_except

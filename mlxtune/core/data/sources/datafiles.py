@@ -141,7 +141,7 @@ def _text_files(folder: Path) -> Iterator[Path]:
 def _text_advice(folder: Path, *, texts: bool) -> str:
     if texts or next(_text_files(folder), None) is None:
         return ""
-    return "; for its .txt and .md files, give --format text"
+    return "; for its .txt and .md files, use --format text"
 
 
 def held_out_file(folder: Path) -> Path:

@@ -211,7 +211,7 @@ def _refusal(path: Path, head: bytes) -> DataError:
         return DataError(
             f"{path} is a chat of WhatsApp, which does not say who answers whom: {rows}"
         )
-    return DataError(f"{path} is plain text: {rows}, or give --format text to train on it as it is")
+    return DataError(f"{path} is plain text: {rows}, or use --format text to train on it as it is")
 
 
 def _plain_text_rows(path: Path, split_at: str | None) -> Iterator[NumberedRow]:

@@ -176,7 +176,7 @@ def test_markdown_that_starts_like_json_is_text_and_json_lines_stay_rows(tmp_pat
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("# A heading\n\nText.\n", "is plain text: .*give --format text"),
+        ("# A heading\n\nText.\n", "is plain text: .*use --format text"),
         ("[Text](of a link)\n", "is plain text"),
         ("[12/05/2024, 10:15:01] Ida: Hello\n", "is a chat of WhatsApp"),
         ("5/12/24, 9:07 PM - Ida: Hello\n", "is a chat of WhatsApp"),
@@ -192,7 +192,7 @@ def test_folder_of_text_files_needs_the_format(tmp_path: Path) -> None:
     for name in ("b.md", "a.TXT", "deep/c.md", ".git/d.md", "image.png"):
         file(tmp_path, "text", name)
 
-    with pytest.raises(DataError, match=r"for its \.txt and \.md files, give --format text$"):
+    with pytest.raises(DataError, match=r"for its \.txt and \.md files, use --format text$"):
         find_data_files([tmp_path])
     found = find_data_files([tmp_path], texts=True)
     names = [str(path.relative_to(tmp_path)) for path in found.train]
