@@ -129,7 +129,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "minimax": {**_LOCAL, "shared_intermediate_size": 0, "rotary_dim": 8},
     "mixtral": _LOCAL,
     "olmoe": _EXPERTS,
-    "qwen2_moe": {"shared_expert_intermediate_size": 32, **_EXPERTS},
+    "qwen2_moe": {"shared_expert_intermediate_size": 32, **_EXPERTS, "norm_topk_prob": False},
     "qwen3_5_moe": _LINEAR | _EXPERTS,
     "qwen3_moe": {"mlp_only_layers": [], "tie_word_embeddings": False, **_EXPERTS},
     "qwen3_next": {"partial_rotary_factor": 0.5, "mlp_only_layers": [], **_LINEAR, **_EXPERTS},

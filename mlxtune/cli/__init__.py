@@ -222,7 +222,7 @@ class _Stream(io.FileIO):
             if isinstance(error, BrokenPipeError):
                 raise
             raise OutputError(
-                f"stdout: cannot be written: {error.strerror}: redirect it elsewhere"
+                f"stdout cannot be written: {error.strerror}: redirect it elsewhere"
             ) from error
 
 

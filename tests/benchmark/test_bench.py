@@ -503,7 +503,7 @@ def test_preferences_are_timed_with_their_reference(
     # The prompt that both answers share runs once.
     assert run["steps"][0]["tokens_run"] < run["steps"][0]["tokens"]
     refused = cli("bench", *given, "--against", "mlx-lm")
-    assert "--against mlx-lm has no dpo" in refused.err
+    assert "--against mlx-lm does not support dpo" in refused.err
 
 
 def test_busy_machine_is_warned_of(

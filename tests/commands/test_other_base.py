@@ -87,7 +87,7 @@ def test_output_beside_an_adapter_with_other_options_needs_its_own_folder(
     refused = cli(*asked, home / "out" / "b.safetensors", "--alpha", 160)
     assert refused.code == 1
     own = home / "out" / "b" / "adapters.safetensors"
-    assert f"write this adapter to its own folder: --output {own}" in refused.err
+    assert f"a folder of its own: --output {own}" in refused.err
     assert cli(*asked, home / "out" / "c.safetensors").code == 0
 
 

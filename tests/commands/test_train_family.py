@@ -257,7 +257,7 @@ def test_training_continues_from_the_lora_equivalent_of_pissa(
         ({"init": "pissa", "dora": True}, "--init pissa changes the weights whose row norms"),
         ({"init": "pissa", "init_adapter": "x"}, "--init pissa starts from the weights"),
         ({"init": "gaussian"}, "--init must be lora, pissa or pissa_niter_N"),
-        ({"target_rank": ("q_proj",)}, "--target-rank 'q_proj': must be like q_proj=16"),
+        ({"target_rank": ("q_proj",)}, "--target-rank 'q_proj' must be like q_proj=16"),
         ({"lr_ratio": 0}, "--lr-ratio must be above 0"),
     ],
 )

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 
 torch = pytest.importorskip("torch", reason="needs torch, which runs transformers' models")
 peft = pytest.importorskip("peft", reason="needs peft, which loads what is exported")
 
+import safetensors.torch  # noqa: E402
 import transformers  # noqa: E402
 
 from mlxtune.backend.adapters.file_formats.adapter import Adapter, WeightUpdate  # noqa: E402

@@ -157,7 +157,7 @@ class LoRASummary:
             yield (
                 f"{size / self.trainable_parameters:.0%} of the adapter's "
                 f"{self.trainable_parameters:,} parameters belong to experts, each of which "
-                "sees only some of the tokens: leave them out of --targets, or give a lower "
+                "sees only some of the tokens: leave them out of --targets, or set a lower "
                 f"--target-rank to {', '.join(each.path for each in experts)}"
             )
 

@@ -291,7 +291,7 @@ def test_worker_that_shares_the_model_neither_halves_nor_tries_again(
 
         monkeypatch.setattr(made._forward, "losses", full)
         with pytest.raises(MemoryLimitError, match="on this worker"):
-            made.of(fixed_step())
+            made.compute(fixed_step())
         assert len(tried) == 1
         assert made._training.max_tokens == 60
         assert warnings == []
