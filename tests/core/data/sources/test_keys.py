@@ -493,3 +493,125 @@ def test_rows_of_other_tools_are_learned_as_these_tools_do(
     assert [trained for role, _, trained in said if role == "assistant"] == learned
     quiet = {problems.UNDECLARED_TOOL, problems.UNREAD_METADATA}
     assert notes(tmp_path, row).keys() <= quiet
+
+
+# More variants of the same situations: marks, nulls, arguments, roles, calls, system prompts
+
+LATER = {"role": "assistant", "content": "Well."}
+ADD = json.dumps(CALL["function"])
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("row", "learned"),
+    [
+        *(
+            ({"messages": [USER, ANSWER | mark, USER, LATER]}, [False, True])
+            for mark in ({"weight": 0.0}, {"loss": "0"}, {"train": "no"}, {"learn": False})
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "Hi", "weight": None, "tool": None},
+                    {"from": "gpt", "value": "Hello!", "weight": None, "tool": None},
+                ],
+                "system": None,
+                "tools": None,
+            },
+            [True],
+        ),
+        ({"instruction": "Hi", "input": None, "output": "Hello!", "history": None}, [True]),
+        (
+            {
+                "messages": [
+                    USER | {"content": [{"type": "text", "text": "Hi", "image_url": None}]},
+                    ANSWER | {"name": None},
+                ]
+            },
+            [True],
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "Sum?"},
+                    {"from": "function_call", "value": ADD},
+                    {"from": "function_response", "value": "1"},
+                    {"from": "gpt", "value": "One."},
+                ]
+            },
+            [True, True],
+        ),
+        *(
+            ({"messages": [QUESTION, SUM, {"role": role, "content": "1"}, ANSWER]}, [True, True])
+            for role in ("tool_result", "ipython")
+        ),
+        ({"messages": [USER | {"name": NAN}, ANSWER]}, [True]),
+        (PROMPT | {"system": NAN}, [True]),
+        (
+            {
+                "messages": [
+                    QUESTION,
+                    *[{"role": "function_call", "content": ADD}] * 3,
+                    {"role": "observation", "content": "1"},
+                    ANSWER,
+                ]
+            },
+            [True, True],
+        ),
+        (
+            {
+                "messages": [
+                    QUESTION,
+                    {"role": "assistant", "content": "Let me see."},
+                    {"role": "tool_call", "content": ADD},
+                    {"role": "tool_response", "content": "1"},
+                    ANSWER,
+                ]
+            },
+            [True, True],
+        ),
+        (CHAT | {"system": "Be brief."}, [True]),
+        ({"system_instruction": "Be brief.", "contents": GEMINI["contents"]}, [True]),
+        ({"messages": [{"role": "developer", "content": "Be brief."}, USER, ANSWER]}, [True]),
+    ],
+)
+def test_variants_of_these_rows_are_learned_alike(
+    tmp_path: Path, row: dict[str, Any], learned: list[bool]
+) -> None:
+    said = told(tmp_path, row)
+    assert [trained for role, _, trained in said if role == "assistant"] == learned
+    assert notes(tmp_path, row).keys() <= {problems.UNDECLARED_TOOL}
+    instructions = [text for role, text, _ in said if role == "system"]
+    assert instructions == (["Be brief."] if "Be brief." in json.dumps(row) else [])
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (PROMPT | {"train": False}, "a row that is marked not to be learned"),
+        ({"messages": [USER, ANSWER | {"weight": 0.5}]}, "weight"),
+        ({"messages": [USER, ANSWER | {"loss": True, "train": False}]}, "train"),
+        *(
+            (
+                {
+                    "messages": [
+                        QUESTION,
+                        SUM | {"tool_calls": [{"name": "add", "arguments": arguments}]},
+                    ]
+                },
+                "arguments",
+            )
+            for arguments in ("", [1], json.dumps(ADD))
+        ),
+    ],
+)
+def test_row_that_no_rule_covers_is_skipped_with_a_reason(
+    tmp_path: Path, row: dict[str, Any], said: str
+) -> None:
+    assert said in reason(tmp_path, row)
+
+
+@pytest.mark.parametrize("key", ["system_prompt", "instructions"])
+def test_system_prompt_of_another_name_is_noted_with_its_field(tmp_path: Path, key: str) -> None:
+    found = notes(tmp_path, CHAT | {key: "Be brief."})
+    assert found == {f"key {key!r} of a row is not read": f"use --field system={key}"}
