@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mlxtune.config.limits import REFERENCES
 from mlxtune.core.data.conversation import MISMATCHED
@@ -73,11 +75,46 @@ class PreferenceRows(CorpusRows):
                 digest.update(example.assistant_mask.astype("<u1", copy=False).tobytes())
         return digest.hexdigest()
 
+    @property
+    def num_examples(self) -> int:
+        return sum(map(len, self))
+
     def with_references(self, values: Sequence[float]) -> PreferenceRows:
         """Return the rows with reference log-probabilities, one for each example in order."""
         sizes = [len(row) for row in replace(self, references=None)]
         parts = np.split(np.asarray(values), np.cumsum(sizes)[:-1])
         return replace(self, references=[part.tolist() for part in parts])
+
+
+def with_reference_logps(
+    parts: Sequence[PreferenceRows],
+    model: Mapping[str, Any],
+    stored: Path,
+    cache: Path | None,
+    compute: Callable[[Sequence[Example]], npt.NDArray[np.float64]] | None,
+) -> list[PreferenceRows]:
+    """Return the parts of a run's rows with the reference's log-probabilities.
+
+    They are read from the cache, or computed and cached, and written to `stored`, in the run's
+    folder. Without `compute`, they are also read from there. Raises OutputError.
+    """
+    key = reference_key(model, parts)
+    examples = [example for rows in parts for row in rows for example in row]
+    kept = cached(cache, key)
+    # The cache comes first: a run's folder may be untrusted, so its values are never cached.
+    logps = read_references(kept if compute else [*kept, stored], key, len(examples))
+    if logps is None:
+        if compute is None:
+            raise OutputError(
+                f"{stored} is missing, damaged, or from another model or other data, and cannot be "
+                "computed again, because the reference is the model before its first step: start "
+                "over with --overwrite"
+            )
+        logps = [float(value) for value in compute(examples)]
+        keep(kept, key, logps)
+    write_references(stored, key, logps)
+    left = iter(logps)
+    return [rows.with_references(list(islice(left, rows.num_examples))) for rows in parts]
 
 
 def reference_key(model: Mapping[str, Any], rows: Sequence[PreferenceRows]) -> str:

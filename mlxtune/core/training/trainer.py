@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.corpus import Corpus
@@ -41,7 +42,7 @@ from mlxtune.core.training.pipeline import Pipeline, RunningStep, Step
 from mlxtune.core.training.recorder import RunRecorder
 from mlxtune.core.training.requests import RequestExchange, Requests
 from mlxtune.core.training.schedule import count_steps, make_schedule
-from mlxtune.errors import NonFiniteLossError, OutputError
+from mlxtune.errors import NonFiniteLossError
 
 # A run ends after this many consecutive steps without a finite loss and gradient.
 _MAX_SKIPPED_IN_A_ROW = 3
@@ -246,45 +247,28 @@ class InstructTrainer:
             raise
 
     def _load_reference_logps(self, resume: ResumePoint | None) -> None:
-        """Read or compute the reference's log-probabilities for the preference rows.
+        """Give the preference rows the reference's log-probabilities.
 
         A new run computes them before its first step unless they are cached; a resumed run must
         find them.
         """
-        if not self.objective.needs_reference:
-            return
-        rows = [
-            PreferenceRows.of(each, self.objective) for each in (self.train_rows, self.val_rows)
-        ]
-        parts = [[example for row in each for example in row] for each in rows]
-        key = preference_rows.reference_key(self.pipeline.reference(), rows)
-        stored, cached = (
-            self._folder / run_folder.REFERENCE,
-            preference_rows.cached(self._cache, key),
-        )
-        examples = [example for part in parts for example in part]
-        # The cache comes first: a run's folder may be untrusted, so its values are never cached.
-        known = [*cached, stored] if resume is not None else cached
-        logps = preference_rows.read_references(known, key, len(examples))
-        if logps is None and resume is not None:
-            raise OutputError(
-                f"{stored} is missing, damaged, or from another model or other data, and cannot be "
-                "computed again, because the reference is the model before its first step: start "
-                "over with --overwrite"
+        if self.objective.needs_reference:
+            both = (self.train_rows, self.val_rows)
+            self.train_rows, self.val_rows = preference_rows.with_reference_logps(
+                [PreferenceRows.of(rows, self.objective) for rows in both],
+                self.pipeline.reference(),
+                self._folder / run_folder.REFERENCE,
+                self._cache,
+                self._reference_logps if resume is None else None,
             )
-        if logps is None:
-            self._observer.on_note("Reference", f"log-probabilities of {len(examples):,} answers")
 
-            def evaluated(done: int) -> None:
-                self._observer.on_evaluated(done, len(examples))
-                self._stop_if_asked()
+    def _reference_logps(self, examples: Sequence[Example]) -> npt.NDArray[np.float64]:
+        def evaluated(done: int) -> None:
+            self._observer.on_evaluated(done, len(examples))
+            self._stop_if_asked()
 
-            logps = [float(value) for value in self.pipeline.logps(examples, evaluated)]
-            preference_rows.keep(cached, key, logps)
-        preference_rows.write_references(stored, key, logps)
-        count = len(parts[0])
-        self.train_rows = rows[0].with_references(logps[:count])
-        self.val_rows = rows[1].with_references(logps[count:])
+        self._observer.on_note("Reference", f"log-probabilities of {len(examples):,} answers")
+        return self.pipeline.logps(examples, evaluated)
 
     def _remaining_steps(self) -> Iterator[Step]:
         """Yield the steps after the last recorded step, in order."""
