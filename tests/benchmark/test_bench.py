@@ -467,7 +467,7 @@ def test_interrupt_ends_the_command_and_leaves_no_file(long_bench: Any) -> None:
     assert outcome.code == 130
     assert outcome.err.splitlines()[-1] == "mlxtune: interrupted"
     assert "Traceback" not in outcome.err
-    assert not workers(long_bench.scratch)
+    wait_until(lambda: not workers(long_bench.scratch))
     # MLX keeps compiled code in the folder `mlx`.
     assert [path for path in long_bench.scratch.iterdir() if path.name != "mlx"] == []
 

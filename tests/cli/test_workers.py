@@ -178,8 +178,8 @@ InstructPipeline.start_batch, os.fsync = waiting, slow"""
     (line,) = [line for line in said if line.startswith("mlxtune: ")]
     assert f"; saved to {saved};" in line
     # A run that is resumed with fewer workers reports that its result differs by rounding.
-    goes_on = "goes on with 1 worker: its result is the same except for rounding"
-    assert goes_on in resumed(1, tmp_path)
+    warning = "continues with 1 worker: its result is the same except for rounding"
+    assert warning in resumed(1, tmp_path)
     found, expected = (load_file(each / "adapters.safetensors") for each in (tmp_path, whole))
     largest = max(np.abs(value).max() for value in expected.values())
     assert max(np.abs(found[name] - expected[name]).max() for name in found) <= 1e-4 * largest
