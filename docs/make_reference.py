@@ -86,7 +86,7 @@ def reference() -> str:
             *(line for command in COMMANDS for line in _command(command)),
             "### `mlxtune --version`",
             "",
-            "Prints mlxtune's version; `mlxtune doctor` also prints other packages' versions.",
+            "Prints the versions of mlxtune, mlx and mlx-lm; `mlxtune doctor` prints more.",
             "",
             "## Exit codes",
             "",

@@ -40,6 +40,7 @@ from mlxtune.config import (
     TrainConfig,
 )
 from mlxtune.core.machine.blas import has_cpu_wheel, load_blas
+from mlxtune.core.machine.installation import UNINSTALLED, installed_version
 from mlxtune.errors import (
     ConfigError,
     DataError,
@@ -154,7 +155,7 @@ if has_cpu_wheel():
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.import_module("importlib.metadata").version(__name__)
+        return installed_version() or UNINSTALLED
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)

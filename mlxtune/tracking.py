@@ -20,6 +20,7 @@ from mlxtune.config import TrainConfig
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.files.writing import write_json
+from mlxtune.core.machine.installation import installs_extra
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
 from mlxtune.core.run.run_folder import TENSORBOARD, TRACKING
 from mlxtune.core.training.observer import RunStart, TrainingObserver
@@ -61,7 +62,7 @@ class Tracker:
 def check_trackers(names: Sequence[str]) -> None:
     """Raise ConfigError if the package of a tracker is missing."""
     problems = [
-        f"--track {name} needs a package that is not installed: pip install 'mlxtune[{name}]'"
+        f"--track {name} needs a package that is not installed: {installs_extra(name)}"
         for name in names
         if importlib.util.find_spec(name) is None
     ]

@@ -14,6 +14,7 @@ import sys
 import pytest
 
 import mlxtune
+from mlxtune.core.machine.installation import DISTRIBUTION
 
 
 def test_all_public_names_can_be_imported_and_no_others_are_offered() -> None:
@@ -25,7 +26,7 @@ def test_all_public_names_can_be_imported_and_no_others_are_offered() -> None:
 
 
 def test_version_is_the_package_s() -> None:
-    assert mlxtune.__version__ == importlib.metadata.version("mlxtune")
+    assert mlxtune.__version__ == importlib.metadata.version(DISTRIBUTION)
 
 
 def test_help_has_a_sentence_on_each_field_of_each_config() -> None:

@@ -196,7 +196,7 @@ def test_missing_package_is_an_error_before_any_work(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name)
     )
-    with pytest.raises(ConfigError, match=r"--track wandb .*pip install 'mlxtune\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"--track wandb .*pip install 'mlxtune-lora\[wandb\]'"):
         train(TrainConfig("no/model", "no/data.jsonl", track="wandb"))
 
 

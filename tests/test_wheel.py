@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built")
     with tarfile.open(build(ROOT, "sdist", folder / "sdist")) as archive:
         archive.extractall(folder, filter="data")
-    (source,) = folder.glob("mlxtune-*")
+    (source,) = folder.glob("mlxtune_lora-*")
     return build(source, "wheel", folder / "wheel")
 
 

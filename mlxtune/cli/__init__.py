@@ -14,9 +14,11 @@ from typing import Any, NoReturn, TextIO
 import click
 from click.shell_completion import shell_complete
 
+import mlxtune
 from mlxtune.cli.table import COMMANDS
 from mlxtune.config.known_names import COMMANDS as KNOWN_COMMANDS
 from mlxtune.core.machine.gpu_faults import fault_error, fault_of
+from mlxtune.core.machine.installation import installed_version
 from mlxtune.errors import (
     ConfigError,
     Interrupted,
@@ -64,9 +66,22 @@ class _OrderedGroup(click.Group):
     commands={str(each.name): each for each in COMMANDS},
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(package_name="mlxtune")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _, value: _print_version(context) if value else None,
+    help="Show the versions of mlxtune, mlx and mlx-lm, and exit.",
+)
 def command() -> None:
     """Fine-tune MLX language models with LoRA."""
+
+
+def _print_version(context: click.Context) -> NoReturn:
+    below = (f"{name} {installed_version(name) or 'missing'}" for name in ("mlx", "mlx-lm"))
+    click.echo(f"mlxtune, version {mlxtune.__version__} ({', '.join(below)})")
+    context.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

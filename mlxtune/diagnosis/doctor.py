@@ -18,13 +18,13 @@ from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.conditions import Sensors
 from mlxtune.core.machine.cuda import kernel_cache, missing_headers
 from mlxtune.core.machine.facts import MLX_LIBRARIES, Package, read_device
+from mlxtune.core.machine.installation import DISTRIBUTION, installed_version
 from mlxtune.core.machine.machine_checks import Diagnosis, check_lines, diagnose
 from mlxtune.core.machine.reservation import reservations
 from mlxtune.views.output import print_json, print_line
 
-_OURS = "mlxtune"
 # Packages whose requirements are checked, because wrong versions cause obscure errors.
-_FOLLOWED = (_OURS, "mlx", "mlx-lm", "transformers")
+_FOLLOWED = (DISTRIBUTION, "mlx", "mlx-lm", "transformers")
 _FOR_DEVELOPERS = ("test", "interop", "dev")
 
 
@@ -101,19 +101,20 @@ def _mlx_first(device: facts.Device | None) -> bool:
 
 def packages() -> tuple[Package, ...]:
     """Return mlxtune, the packages that it requires, and those that each extra requires."""
-    version = _installed(_OURS)
+    version = installed_version()
     if version is None:
         return ()
-    result = [Package(_OURS, "", version, serves=True), *_checked(_followed(_OURS, ""), "")]
-    for extra in metadata.metadata(_OURS).get_all("Provides-Extra") or []:
+    ours = Package("mlxtune", "", version, serves=True)
+    result = [ours, *_checked(_followed(DISTRIBUTION, ""), "")]
+    for extra in metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []:
         if extra not in _FOR_DEVELOPERS:
-            result += _checked(_followed(_OURS, extra), extra)
+            result += _checked(_followed(DISTRIBUTION, extra), extra)
     return tuple(result)
 
 
 def mlx_libraries() -> tuple[str, ...]:
     """Return the installed packages that contain the library libmlx."""
-    files = {name: metadata.files(name) or [] for name in MLX_LIBRARIES if _installed(name)}
+    files = {name: metadata.files(name) or [] for name in MLX_LIBRARIES if installed_version(name)}
     return tuple(
         name
         for name, every in files.items()
@@ -123,7 +124,7 @@ def mlx_libraries() -> tuple[str, ...]:
 
 def _followed(name: str, extra: str) -> Iterator[Requirement]:
     """Yield the requirements of a package or its extra; recurse into those in `_FOLLOWED`."""
-    if _installed(name) is None:
+    if installed_version(name) is None:
         return
     for required in map(Requirement, metadata.requires(name) or []):
         always, applies = (
@@ -144,13 +145,6 @@ def _checked(required: Iterable[Requirement], extra: str) -> Iterator[Package]:
         name = str(canonicalize_name(requirement.name))
         specifiers[name] = specifiers.get(name, SpecifierSet()) & requirement.specifier
     for name, specifier in specifiers.items():
-        version = _installed(name)
+        version = installed_version(name)
         serves = version is not None and specifier.contains(version, prereleases=True)
         yield Package(name, str(specifier), version, serves, extra)
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

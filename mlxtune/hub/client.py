@@ -5,7 +5,6 @@ response requests. A process has one session of the client, which mlx-lm also us
 """
 
 import importlib
-import importlib.metadata
 import re
 import sys
 import time
@@ -19,6 +18,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils import disable_progress_bars, logging
 
 from mlxtune.config.limits import HUB_RESPONSE, TooLarge, parse_json
+from mlxtune.core.machine.installation import installed_version
 from mlxtune.core.names import is_commit, is_file_name, is_relative_path
 from mlxtune.errors import ConfigError, MlxTuneError, one_line
 from mlxtune.hub import check_endpoint
@@ -61,8 +61,7 @@ def asking(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             check_responses()
-            version = importlib.metadata.version("mlxtune")
-            yield huggingface_hub.HfApi(library_name="mlxtune", library_version=version)
+            yield huggingface_hub.HfApi(library_name="mlxtune", library_version=installed_version())
     except MlxTuneError:
         raise
     except Exception as problem:

@@ -27,6 +27,7 @@ from mlxtune.core.evaluation.outcome import (
 )
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.core.formatting import byte_size, duration, loss_text, pluralise, short_duration
+from mlxtune.core.machine.installation import DISTRIBUTION
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
@@ -374,7 +375,10 @@ def next_lines(run: TrainConfig) -> Iterator[str]:
         'each line of chat.jsonl: {"messages": [{"role": "user", "content": "2 + 2?"}, '
         '{"role": "assistant", "content": "4"}]}'
     )
-    yield "started by uvx or pipx run? Type that before mlxtune here too, or pip install mlxtune"
+    yield (
+        "started by uvx or pipx run? Type that before mlxtune here too, or uv tool install "
+        f"{DISTRIBUTION} (in a clone: .)"
+    )
 
 
 def evaluation_lines(evaluation: Evaluation) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 
 from mlxtune.config import BenchConfig, DataConfig, InspectConfig, TrainConfig
 from mlxtune.config.fields import flag
+from mlxtune.core.machine.installation import DISTRIBUTION
 from mlxtune.errors import ConfigError, DataError, MlxTuneError
 from tests.command import Cli, Outcome, files_in, read_terminal, start
 
@@ -74,11 +75,12 @@ def test_version_loads_neither_mlx_nor_transformers_nor_numpy() -> None:
 
 
 def test_version_is_the_installed_one(cli: Cli) -> None:
-    from importlib import metadata
+    from importlib.metadata import version
 
     outcome = cli("--version")
     assert outcome.code == 0
-    assert outcome.out.strip() == f"mlxtune, version {metadata.version('mlxtune')}"
+    below = f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
+    assert outcome.out.strip() == f"mlxtune, version {version(DISTRIBUTION)} ({below})"
 
 
 def test_no_command_shows_the_help_as_it_is(cli: Cli) -> None:

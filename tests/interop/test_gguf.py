@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install 'mlxtune[gguf]'")
+gguf = pytest.importorskip(
+    "gguf", reason="needs the gguf package: pip install 'mlxtune-lora[gguf]'"
+)
 
 from mlxtune import ExportConfig, ModelError, TrainConfig, export, train  # noqa: E402
 from mlxtune.backend.adapters.adapter_file import AdapterFile  # noqa: E402

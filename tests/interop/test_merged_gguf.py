@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install 'mlxtune[gguf]'")
+gguf = pytest.importorskip(
+    "gguf", reason="needs the gguf package: pip install 'mlxtune-lora[gguf]'"
+)
 
 from mlxtune import TrainConfig, train  # noqa: E402
 from tests.command import Cli, files_in  # noqa: E402

@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="parts to run")
     given = parser.parse_args()
     if on_cpu() and not given.tiny:
-        parser.error("MLX computes on the CPU here: install mlxtune[cuda13], or use --tiny")
+        parser.error("MLX computes on the CPU here: install mlxtune-lora[cuda13], or use --tiny")
     report = {"schema_version": SCHEMA_VERSION, **facts(), "tiny": given.tiny}
     parts = Parts(given.json, report | {"cases": {}, "parts": {}}, given.seconds, given.only)
     with (

@@ -69,15 +69,9 @@ def test_run_reports_model_plan_options_and_data(
     assert memory["peak"] == sum(memory[part] for part in parts)
     assert said["config"]["epochs"] == 2
     assert said["config"]["data"] == [str(chat)]
-    assert said["versions"]["mlxtune"] == mlxtune_version()
+    assert said["versions"]["mlxtune"] == mlxtune.__version__
     metadata = json.loads((run[0] / "best" / "metadata.json").read_text())
     assert said["data_hash"] == metadata["data_hash"]
-
-
-def mlxtune_version() -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version("mlxtune")
 
 
 def test_lengths_are_those_of_all_examples(run: tuple[Path, TrainResult]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxtune.core.files.reading import read_text
+from mlxtune.core.machine.installation import pip
 
 # The environment variable that names the library to load.
 _CHOICE = "MLXTUNE_BLAS"
@@ -66,7 +67,7 @@ def load_blas() -> Blas:
         return Blas(Path(path).name)
     return Blas(
         problem="no fast BLAS found, so training on the CPU will be about 27 times slower: "
-        "install one (apt-get install libopenblas0, or pip install mkl)"
+        f"install one (apt-get install libopenblas0, or {pip('install', 'mkl')})"
     )
 
 

@@ -24,6 +24,7 @@ from mlxtune.core.files.ours import private_folder
 from mlxtune.core.files.reading import read_kernel_file
 from mlxtune.core.files.scratch import lasting_folder
 from mlxtune.core.machine.facts import has_nvidia
+from mlxtune.core.machine.installation import installed_version, pip
 from mlxtune.errors import ConfigError
 
 # A header of each package, as an example. Only products of quantised matrices on Hopper include
@@ -87,8 +88,8 @@ def header_remedy(header: str) -> str:
     if folder is not None and folder != own:
         return f"install all of the CUDA toolkit in {folder.parent}, or set CUDA_HOME to another"
     if not header.startswith("crt/"):
-        return f"pip install {_matching(packages.runtime, _compiler(library))}"
-    install = f"pip install {_matching(packages.crt, packages.runtime)}"
+        return pip("install", _matching(packages.runtime, _compiler(library)))
+    install = pip("install", _matching(packages.crt, packages.runtime))
     if not packages.crt_folder:
         return install
     # NVIDIA's packages for CUDA 12 have separate folders, and MLX searches the runtime's alone.
@@ -96,7 +97,7 @@ def header_remedy(header: str) -> str:
 
 
 def _library() -> str | None:
-    return next((name for name in PACKAGES if _version(name)), None)
+    return next((name for name in PACKAGES if installed_version(name)), None)
 
 
 def _folder(library: str) -> Path | None:
@@ -121,15 +122,8 @@ def _compiler(library: str) -> str:
 
 def _matching(package: str, other: str) -> str:
     """Return a requirement of `package` at the minor version of `other`, if that is installed."""
-    version = _version(other)
+    version = installed_version(other)
     return f"'{package}=={'.'.join(version.split('.')[:2])}.*'" if version else package
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 @dataclass(frozen=True)
@@ -162,7 +156,7 @@ def kernel_cache() -> KernelCache | None:
         return KernelCache(chosen, os.environ.get(_PROBLEM, ""))
     # MLX names a kernel after neither, and machines with other GPUs may share this folder.
     # Without metadata, the files of mlx were copied.
-    name = "-".join([_version("mlx") or "mlx", *_gpus()])
+    name = "-".join([installed_version("mlx") or "mlx", *_gpus()])
     try:
         folder = user_cache() / "kernels" / re.sub(r"[^\w.-]+", "-", name)[:_LONGEST]
         private_folder(folder)

@@ -3,7 +3,6 @@
 machine_checks.py interprets the facts.
 """
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -21,6 +20,7 @@ from typing import Any
 from mlxtune.config import as_path, user_cache
 from mlxtune.core.files.processes import HelperTimeoutError, output_of, own_environment, python
 from mlxtune.core.files.reading import read_kernel_file
+from mlxtune.core.machine.installation import UNINSTALLED, installed_version
 from mlxtune.errors import one_line
 
 # The packages that install MLX's own library, each into the same file.
@@ -188,9 +188,10 @@ def read_memory(limit: int = sys.maxsize) -> Memory:
 
 @cache
 def versions() -> dict[str, str]:
-    packages = ("mlxtune", "mlx", "mlx-lm", "transformers", "numpy")
+    found = {name: installed_version(name) for name in ("mlx", "mlx-lm", "transformers", "numpy")}
     return {"python": platform.python_version()} | {
-        package: importlib.metadata.version(package) for package in packages
+        package: version or UNINSTALLED
+        for package, version in ({"mlxtune": installed_version()} | found).items()
     }
 
 

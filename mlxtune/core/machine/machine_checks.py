@@ -9,6 +9,7 @@ from typing import Any
 
 from mlxtune.core.machine.cuda import CRT
 from mlxtune.core.machine.facts import Device, Machine
+from mlxtune.core.machine.installation import installs_extra, pip
 
 GB = 10**9
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -25,8 +26,7 @@ _FOR_SPEED = {
 # On Linux, extras install MLX's library; on macOS, mlx includes it.
 _EXTRAS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
 INSTALL_LIBRARY = (
-    "pip install 'mlxtune[cpu]', or for an NVIDIA GPU 'mlxtune[cuda13]' "
-    "('mlxtune[cuda12]' for older drivers); in a clone, '.[cpu]' and so on"
+    f"{installs_extra('cpu')}, or for an NVIDIA GPU the extra cuda13 (cuda12 for older drivers)"
 )
 # A package without files: its headers are checked instead, which may come from another place.
 _HEADERS = "cuda-toolkit"
@@ -136,7 +136,7 @@ def _packages(m: Machine) -> Iterator[Check]:
         found = f"{package.installed or 'is missing'}, needed: {requirement}"
         found += f": {effect}" if effect else ""
         stops = package.installed is None and not effect
-        yield Check(PROBLEM, name, found, f"pip install --upgrade '{requirement}'", stops)
+        yield Check(PROBLEM, name, found, pip("install", f"--upgrade '{requirement}'"), stops)
     if len(m.libraries) > 1:
         # The library installed last is in use; its version may differ from mlx's.
         found = f"{' and '.join(m.libraries)} install MLX's library into the same file"
@@ -152,7 +152,8 @@ def _keep_one_library(m: Machine) -> str:
     for_gpu = [name for name in m.libraries if "cuda" in name and m.has_nvidia]
     library = for_gpu[-1] if for_gpu else m.libraries[0]
     version = next((f"=={p.installed}" for p in m.packages if p.name == "mlx"), "")
-    return f"pip uninstall -y {' '.join(m.libraries)}, then pip install {library}{version}"
+    remove = pip("uninstall", f"-y {' '.join(m.libraries)}")
+    return f"{remove}, then {pip('install', library + version)}"
 
 
 def _extras(m: Machine) -> str:
@@ -167,9 +168,10 @@ def _extras(m: Machine) -> str:
 def _device(m: Machine) -> Iterator[Check]:
     device = m.device
     if device is None:
-        remedy = "pip install --force-reinstall mlx, in a new virtual environment"
+        remedy = f"{pip('install', '--force-reinstall mlx')}, in a new virtual environment"
         if m.system == "Linux":
-            remedy = "pip install --force-reinstall 'mlx[cpu]', or 'mlx[cuda13]' for a GPU"
+            again = pip("install", "--force-reinstall 'mlx[cpu]'")
+            remedy = f"{again}, or 'mlx[cuda13]' for a GPU"
             if not m.libraries:
                 remedy = INSTALL_LIBRARY
         found = f"MLX does not start: {m.device_problem}"
@@ -181,7 +183,8 @@ def _device(m: Machine) -> Iterator[Check]:
         level = PROBLEM
     elif m.has_nvidia and device.kind == "CPU":
         found += "; the NVIDIA GPU is not used"
-        remedy = "pip uninstall -y mlx-cpu, then pip install 'mlxtune[cuda13]' (or cuda12)"
+        remove = pip("uninstall", "-y mlx-cpu")
+        remedy = f"{remove}, then {installs_extra('cuda13')} (or cuda12)"
     yield _check("device", found, remedy, level)
 
 
@@ -237,7 +240,7 @@ def _speed(m: Machine) -> Iterator[Check]:
         found += f", {device.blas}"
     elif device.kind == "CPU" and m.system == "Linux":
         found += ", MLX's own reference BLAS"
-        remedy = "apt-get install libopenblas0, or pip install mkl"
+        remedy = f"apt-get install libopenblas0, or {pip('install', 'mkl')}"
     if device.numpy_gflops:
         found += f"; numpy reaches {device.numpy_gflops:,.0f}"
     yield _check("speed", found, remedy, PROBLEM)

@@ -117,7 +117,7 @@ def test_mlx_without_its_library_ends_in_a_line_that_names_the_extras(tmp_path: 
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
-    assert "pip install 'mlxtune[cpu]'" in result.stderr
+    assert "pip install 'mlxtune-lora[cpu]'" in result.stderr
 
 
 def test_macos_is_left_alone() -> None:

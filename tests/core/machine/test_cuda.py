@@ -30,7 +30,7 @@ def install(site: Path, name: str, version: str, *files: str) -> None:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of packages, and a machine without a CUDA toolkit."""
     folder = tmp_path / "site-packages"
-    folder.mkdir()
+    install(folder, "pip", "26", "pip/__init__.py")
     monkeypatch.setattr("sys.path", [str(folder)])
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))

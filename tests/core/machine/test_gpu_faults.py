@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
@@ -75,9 +77,12 @@ def test_error_of_a_fault_is_one_line_that_quotes_mlx_and_names_a_remedy() -> No
     assert str(fault_error(Fault.OUT_OF_MEMORY, "", "here", "go")) == "memory ran out here: go"
 
 
-def test_error_of_a_missing_header_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    # No package is installed.
-    monkeypatch.setattr("sys.path", [])
+def test_error_of_a_missing_header_names_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No package but pip is installed.
+    (tmp_path / "pip").mkdir()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     (text,) = (text for text in TEXTS if "crt/mma.h" in text)
     assert str(fault_error(Fault.MISSING_HEADER, text)) == (

@@ -133,7 +133,7 @@ def test_mac_without_metal_is_a_problem_that_does_not_stop() -> None:
 
 
 def test_gpu_that_is_not_used_is_noted() -> None:
-    assert "mlxtune[cuda13]" in only(replace(LINUX, has_nvidia=True), "device").remedy
+    assert "'mlxtune-lora[cuda13]'" in only(replace(LINUX, has_nvidia=True), "device").remedy
 
 
 def test_reference_blas_is_a_problem_with_both_remedies() -> None:
@@ -184,7 +184,8 @@ def test_library_of_another_version_than_mlx_is_a_problem() -> None:
 def test_linux_without_a_library_error_names_the_extras() -> None:
     machine = replace(LINUX, libraries=(), device=None, device_problem="no libmlx.so")
     remedy = only(machine, "device").remedy
-    assert all(f"mlxtune[{extra}]" in remedy for extra in ("cpu", "cuda12", "cuda13"))
+    assert "pip install 'mlxtune-lora[cpu]'" in remedy
+    assert all(extra in remedy for extra in ("cuda12", "cuda13"))
 
 
 def test_extras_are_listed_and_those_for_nvidia_only_where_there_is_one() -> None:

@@ -27,6 +27,7 @@ from mlxtune.backend.adapters.file_formats.adapter import (
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.core.files.writing import as_output_error
 from mlxtune.core.formatting import join_few
+from mlxtune.core.machine.installation import installs_extra, pip
 from mlxtune.errors import ModelError
 
 WEIGHTS = "adapter.gguf"
@@ -89,7 +90,7 @@ def check_supported(model_type: str, option: str, otherwise: str) -> None:
         known = ", ".join(ARCHITECTURES)
         raise ModelError(f"{option} supports {known}, not {model_type}: {otherwise}")
     if find_spec("gguf") is None:
-        raise ModelError(f"{option} needs the gguf package: pip install 'mlxtune[gguf]'")
+        raise ModelError(f"{option} needs the gguf package: {installs_extra('gguf')}")
 
 
 def read_gguf(folder: Path, modules: Iterable[str], base: BaseModel) -> Adapter:
@@ -161,7 +162,8 @@ def gguf_names(modules: Iterable[str], base: BaseModel) -> dict[str, str]:
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     architecture = ARCHITECTURES[base.model_type]
     if architecture not in by_name:
-        raise ModelError(f"this gguf package lacks {architecture}: pip install --upgrade gguf")
+        upgrade = pip("install", "--upgrade gguf")
+        raise ModelError(f"this gguf package lacks {architecture}: {upgrade}")
     table = gguf.get_tensor_name_map(by_name[architecture], base.num_layers)
     names = {}
     for module in modules:

@@ -41,6 +41,7 @@ from mlxtune.core.data.sources.text_rows import (
 from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
 from mlxtune.core.files.reading import is_lfs_pointer, open_regular, open_zipped, read_end
 from mlxtune.core.formatting import byte_size
+from mlxtune.core.machine.installation import installs_extra
 from mlxtune.errors import DataError, one_line
 
 _MAX_LINE_BYTES = 1 << 26
@@ -291,7 +292,7 @@ def _parquet_rows(path: Path) -> Iterator[NumberedRow]:
     Raises DataError for a damaged file, and for a file that unpacks to far more than its size.
     """
     if not _has_pyarrow():
-        raise DataError(f"{path} needs pyarrow: pip install 'mlxtune[parquet]'")
+        raise DataError(f"{path} needs pyarrow: {installs_extra('parquet')}")
     size = path.stat().st_size
     left = _most_bytes(size)
     process = LimitedProcess(Path(parquet_helper.__file__), _PARQUET_MEMORY, str(path.absolute()))

@@ -138,4 +138,4 @@ def test_parquet_without_pyarrow_is_an_error_that_says_what_to_install(
 
     with pytest.raises(DataError) as raised:
         read(path)
-    assert str(raised.value) == f"{path} needs pyarrow: pip install 'mlxtune[parquet]'"
+    assert str(raised.value) == f"{path} needs pyarrow: pip install 'mlxtune-lora[parquet]'"
