@@ -58,7 +58,8 @@ def test_extras_of_extras_are_the_distribution_s() -> None:
 
 
 def pages() -> Iterator[Path]:
-    yield from (ROOT / "README.md", ROOT / "pyproject.toml", ROOT / ".ci" / "run")
+    yield from (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml"))
+    yield from (ROOT / ".ci").iterdir()
     for folder in ("mlxtune", "tests", "docs", ".github"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (".py", ".md", ".yml", ".ipynb", ".html") and path != Path(__file__):
