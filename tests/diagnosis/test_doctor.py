@@ -128,7 +128,7 @@ def test_requirements_cover_the_package_its_extras_and_dependencies(
 ) -> None:
     distribution(
         installed,
-        "mlxtune",
+        "mlxtune-lora",
         "0.1.0",
         "Requires-Dist: mlx>=0.32.1",
         "Requires-Dist: mlx[cpu]>=0.32.1; extra == 'cpu'",
