@@ -25,11 +25,13 @@ from mlxtune.core.data.sources.keys import (
     OPTIONS_OBJECTS,
     TEMPLATE_OPTIONS,
     THINKING_FIELDS,
+    check_row_is_text,
     is_learned,
     is_mark,
     is_thinking,
     letters,
     template_options,
+    turn_marks,
 )
 from mlxtune.errors import shorten
 
@@ -162,7 +164,7 @@ def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
     as in OpenAI's older files. `system` is put before the messages, as in Anthropic's files. Raises
     BadRow.
     """
-    messages = parse_messages(content.get("messages"))
+    messages = parse_messages(_marked(content))
     if content.get("system") is not None:
         messages = (*_system(content["system"], messages), *messages)
     tools = parse_tools(content.get("tools")) or tuple(
@@ -226,6 +228,26 @@ def _whole_turns(messages: Iterable[Any]) -> list[tuple[str, Any]]:
     return turns
 
 
+def _marked(content: Mapping[str, Any]) -> Any:
+    """Return the messages of a row, with the marks that the row lists for them."""
+    messages = content.get("messages")
+    if not isinstance(messages, list):
+        return messages
+    for key, learned in turn_marks(content).items():
+        answers = [place for place, each in enumerate(messages) if role_of(each) == "assistant"]
+        places = range(len(messages)) if len(learned) == len(messages) else answers
+        if len(places) != len(learned):
+            fit = f"{shorten(key)} has {len(learned)}, for {len(messages)} messages"
+            raise BadRow("marks of a row that fit neither its messages nor its answers", fit)
+        hidden = {place for place, learns in zip(places, learned, strict=True) if not learns}
+        for place in hidden.intersection(answers):
+            where, own = f"message {place + 1}", marks_of(messages[place])
+            if own and is_learned(own, where):
+                raise BadRow("marks of a turn that contradict each other", f"{where}: {key}")
+            messages = [*messages[:place], messages[place] | {"weight": 0}, *messages[place + 1 :]]
+    return messages
+
+
 def marks_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the marks of a row or a message, which say whether it is learned."""
     return {key: value for key, value in content.items() if value is not None and is_mark(key)}
@@ -255,6 +277,7 @@ def _parse_message(where: str, message: Any) -> Message:
         raise BadRow("a message has no role", where)
     if role not in ROLES:
         raise unknown_role(message["role"], ROLES, where)
+    check_row_is_text(message)
     fields = {k: value for k, value in message.items() if value is not None and not is_mark(k)}
     fields["role"], removed = role, set()
     if isinstance(content := fields.get("content"), list):

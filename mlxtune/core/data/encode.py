@@ -31,6 +31,7 @@ from mlxtune.core.data.problems import (
 )
 from mlxtune.core.data.sources.keys import (
     is_metadata,
+    kind_of_text,
     quoted,
     reads_variable,
     unread_in_message,
@@ -294,14 +295,16 @@ class Encoder:
                     found[unread_key("the template's options", name)] = ""
             for position, message in enumerate(each.messages, start=1):
                 removed = (("a message", key) for key in message.removed)
+                fields = message.fields
                 unread = unread_in_message(
-                    message.role, message.fields.keys(), message.tool_calls, self.source
+                    message.role, fields.keys(), message.tool_calls, self.source
                 )
                 for level, key in chain(removed, unread):
                     if is_metadata(key):
                         metadata.add(key)
-                    else:
-                        found.setdefault(unread_key(level, key), f"message {position}")
+                        continue
+                    holds = kind_of_text(key, fields.get(key)) if level == "a message" else ""
+                    found.setdefault(unread_key(level, key, holds), f"message {position}")
         if metadata:
             found[UNREAD_METADATA] = quoted(metadata)
         return found

@@ -13,7 +13,7 @@ conversions.py has the conversions, and the keys of preference rows.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +46,13 @@ from mlxtune.core.data.conversions import (
 )
 from mlxtune.core.data.encode import Row
 from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, shown, where
-from mlxtune.core.data.sources.keys import check_row_is_learned, letters, unread_in_row
+from mlxtune.core.data.sources.keys import (
+    check_row_is_learned,
+    check_row_is_text,
+    letters,
+    turn_marks,
+    unread_in_row,
+)
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.errors import DataError, shorten
 
@@ -75,12 +81,15 @@ class Format:
     def read(self, row: int, content: JsonObject) -> Row:
         """Convert a row, and note the keys that this does not read. Raises BadRow."""
         check_row_is_learned(marks_of(content))
+        check_row_is_text(content)
         converted = self.convert(row, content)
-        texts, known = _texts(converted), (*self.keys, *self.optional)
-        unread = tuple(_unread(content, known, texts))
+        texts, known = _texts(converted), {*self.keys, *self.optional}
         given = content.get("input") if "preferred_output" in self.keys else None
+        if given is None and not isinstance(converted, Document):
+            known |= turn_marks(content).keys()
+        unread = tuple(_unread(content, known, texts))
         if isinstance(given, Mapping):  # OpenAI's pairs, whose prompt is an object
-            known = ("messages", *_OPTIONAL)
+            known = {"messages", *_OPTIONAL, *turn_marks(given)}
             unread += tuple(_unread(given, known, texts))
         if not unread:
             return converted
@@ -102,7 +111,7 @@ def _texts(row: Row) -> list[str]:
 
 
 def _unread(
-    content: JsonObject, known: Sequence[str], texts: Sequence[str]
+    content: JsonObject, known: Collection[str], texts: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield a note for each key with a value that is not among the known keys."""
     unread = {

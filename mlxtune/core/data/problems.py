@@ -41,6 +41,8 @@ TWO_PROMPTS = "answers whose prompts the template renders differently"
 UNCLOSED_THINKING = "thinking that is never closed"
 UNKNOWN_END = "end of turn that is not among the model's end tokens"
 FURTHER_KEYS = "further keys that are not read"
+UNREAD_MARK = "key that is not read as a mark"
+UNREAD_THINKING = "key that is not read as thinking"
 UNREAD_METADATA = "keys beside the conversation that are not read"
 UNDECLARED_TOOL = "call of a tool that is not declared"
 
@@ -73,6 +75,9 @@ ADVICE = {
     UNKNOWN_END: "mlxtune stops at it, but other tools write on: give them the token, or run "
     "mlxtune fuse, which adds it to the model's end tokens",
     FURTHER_KEYS: "the model does not see it: put what it holds into the messages, or remove it",
+    UNREAD_MARK: 'it has no effect here: write "weight": 0 on the message that is not learned',
+    UNREAD_THINKING: "the model does not see it: rename it to reasoning_content in the answer's "
+    "message, or remove it",
     UNREAD_METADATA: "no model sees what they hold",
     UNDECLARED_TOOL: "the model learns to invent tools: add the tool to the row's tools",
 }
@@ -88,26 +93,35 @@ _MAX_VALUES = 4_000_000
 _WARNED = 2
 # Kinds of notes for which `train` refuses the data, and kinds that need no attention.
 ERRORS, REMARKS = (DOUBLE_BOS,), (UNREAD_METADATA,)
-_UNREAD = (" is not read",)
+# The ends of the kinds of notes on keys, each with the kind that has its advice.
+_UNREAD = {
+    " is not read": FURTHER_KEYS,
+    " is not read as a mark": UNREAD_MARK,
+    " is not read as thinking": UNREAD_THINKING,
+}
+_ENDS = tuple(_UNREAD)
 # The most keys that get a finding of their own in a file.
 _MOST_KEYS = 32
 
 
-def unread_key(level: str, key: str) -> str:
-    """Return the kind of note on a key that is not read; `level` is where it stands."""
-    return f"key {shorten(key)} of {level}{_UNREAD[0]}"
+def unread_key(level: str, key: str, holds: str = "") -> str:
+    """Return the kind of note on a key that is not read.
+
+    `level` is where it stands; `holds` is "a mark" or "thinking" if its name says so.
+    """
+    return f"key {shorten(key)} of {level} is not read" + f" as {holds}" * bool(holds)
 
 
 def bounded(kind: str, known: Collection[str]) -> str:
     """Return a kind of note, or one for all further keys, so that kinds stay few."""
-    if kind in known or not kind.endswith(_UNREAD):
+    if kind in known or not kind.endswith(_ENDS):
         return kind
-    return kind if sum(each.endswith(_UNREAD) for each in known) < _MOST_KEYS else FURTHER_KEYS
+    return kind if sum(each.endswith(_ENDS) for each in known) < _MOST_KEYS else FURTHER_KEYS
 
 
 def advice_on(kind: str) -> str:
     """Return the advice on a kind of note."""
-    return ADVICE[FURTHER_KEYS if kind.endswith(_UNREAD) else kind]
+    return ADVICE[next((known for end, known in _UNREAD.items() if kind.endswith(end)), kind)]
 
 
 class BadRow(ValueError):

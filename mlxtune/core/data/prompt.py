@@ -27,6 +27,7 @@ from mlxtune.core.data.conversation import (
 )
 from mlxtune.core.data.encode import Encoder, Example
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows, json_type, parse_json
+from mlxtune.core.data.sources.keys import turn_marks
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.errors import DataError
 
@@ -77,7 +78,8 @@ def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Promp
         if role_of(messages[-1]) == "assistant":
             raise BadRow("the last message is the assistant's: end with the message to answer")
         answered = [*messages, {"role": "assistant", "content": _ANSWER}]
-        parsed = parse_conversation(1, {**content, "messages": answered})
+        asked = {key: content[key] for key in content.keys() - turn_marks(content).keys()}
+        parsed = parse_conversation(1, {**asked, "messages": answered})
         return _before_answer(encoder, parsed)
     except BadRow as problem:
         raise DataError(f"{where}: {problem}") from problem

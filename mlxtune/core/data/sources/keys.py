@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import lru_cache
 from typing import Any
 
-from mlxtune.core.data.problems import UNREAD_METADATA, BadRow, unread_key
+from mlxtune.core.data.problems import UNREAD_METADATA, BadRow, parse_json, unread_key
 from mlxtune.errors import shorten
 
 
@@ -26,6 +26,16 @@ _LEARNED = _words(
 _MASKED = _words("masked ismasked maskloss noloss ignoreloss skiploss")
 # True hides a turn in some files, and shows it in others.
 _AMBIGUOUS = frozenset(["mask"])
+# Marks of other tools that are not followed, as what they hide or show depends on the tool.
+_OTHER_MARKS = _words(
+    "ignore ignored skip exclude excluded include included includeinloss excludefromloss "
+    "traindetail trainon trainonturns trainonassistant trainonlast trainonprompt trainoninput "
+    "trainoninputs labels lossweights tokenweights masks"
+)
+# Marks of all turns, in a row: one for each message, or one for each answer.
+_ROW_MARKS = _words(
+    "weights steplossmask steplossmasks lossmasks turnmask turnweights messageweights"
+)
 _VERDICTS = {
     **dict.fromkeys(("true", "yes", "on", "1", "1.0"), True),
     **dict.fromkeys(("false", "no", "off", "0", "0.0"), False),
@@ -48,7 +58,7 @@ _METADATA = _words(
     "conversationtemplateid gizmoid gizmotype isarchived isstarred safeurls blockedurls "
     "defaultmodelslug voice asyncstatus disabledtoolids pluginids memoryscope contextscopes "
     "sugarcookieid sugarcookievisible isdonotremember conversationorigin moderationstate "
-    "isreadonly isstudymode owner atlasmodeenabled pinnedtime"
+    "isreadonly isstudymode owner atlasmodeenabled pinnedtime generationconfig n indexlevel0"
 )
 # The fields that hold thinking in data files and in templates.
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -61,6 +71,16 @@ SYSTEMS = _words(
 _THINKING = _words(
     "thought thoughts think thinkingcontent reasoningtext reasoningtrace thinkingtrace "
     "thoughtprocess thinkingprocess chainofthought cot"
+)
+# Thinking under names that other texts have too, so that it is not read.
+_MAYBE_THINKING = _words(
+    "reasoningcontent thinking reasoning reasonings rationale rationales analysis scratchpad "
+    "reasoningsteps chainofthoughts thoughtchain"
+)
+_IMAGES = frozenset(
+    f"{kind}{form}"
+    for kind in ("image", "audio", "video")
+    for form in ("", "s", "url", "urls", "path", "paths", "file", "files")
 )
 # Options of a template in a row: a variable of this name, or all variables in one object.
 TEMPLATE_OPTIONS = (
@@ -123,8 +143,40 @@ def check_row_is_learned(marks: Mapping[str, Any]) -> None:
     """
     for key, value in marks.items():
         name, verdict = letters(key), _verdict(value)
+        if name in _AMBIGUOUS and verdict is not None:
+            raise BadRow(f"{shorten(key)} of a row has two meanings", "write 'weight'")
         if verdict is (name in _MASKED) and name in _LEARNED | _MASKED:
             raise BadRow("a row that is marked not to be learned", f"{shorten(key)}: {value!r}")
+
+
+def turn_marks(row: Mapping[str, Any]) -> dict[str, list[bool]]:
+    """Return whether each turn is learned, by the keys of a row that list this as 0 and 1.
+
+    Raises BadRow for marks with two meanings.
+    """
+    found = {}
+    for key, value in row.items():
+        if isinstance(value, list) and value and (is_mark(key) or letters(key) in _ROW_MARKS):
+            name, verdicts = letters(key), [_verdict(each) for each in value]
+            if None in verdicts:
+                continue
+            if name in _AMBIGUOUS:
+                raise BadRow(f"{shorten(key)} of a row has two meanings", "write 'loss_mask'")
+            found[key] = [verdict is not (name in _MASKED) for verdict in verdicts]
+    return found
+
+
+def check_row_is_text(row: Mapping[str, Any]) -> None:
+    """Raise BadRow for a row with images, audio or video."""
+    for key, value in row.items():
+        if value not in (None, "", [], {}, False) and is_media(key):
+            raise BadRow("images, audio and video are out of scope", shorten(key))
+
+
+@lru_cache(4096)
+def is_media(key: str) -> bool:
+    """Return whether a key holds images, audio or video."""
+    return letters(key) in _IMAGES
 
 
 def is_thinking(key: str) -> bool:
@@ -136,13 +188,19 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables that keys of a row set for its template."""
     options = {name: given[name] for name in TEMPLATE_OPTIONS if given.get(name) is not None}
     for key in OPTIONS_OBJECTS:
-        if isinstance(several := given.get(key), Mapping):
-            options |= several
+        options |= _options_in(given.get(key), key)
     return {
         name: value
         for name, value in options.items()
         if name.isidentifier() and not _RESERVED.fullmatch(name)
     }
+
+
+def _options_in(value: Any, key: str) -> Mapping[str, Any]:
+    """Return an object of options, which may be JSON text. Raises BadRow for other text."""
+    if isinstance(value, str) and value.strip():
+        value = parse_json(value, f"'{key}' is text that is not JSON")
+    return value if isinstance(value, Mapping) else {}
 
 
 def unread_in_row(
@@ -155,15 +213,35 @@ def unread_in_row(
     """
     options = template_options(unread)
     for key, value in unread.items():
-        if key in OPTIONS_OBJECTS and isinstance(value, Mapping):
-            left_out = sorted(value.keys() - options.keys())
+        if key in OPTIONS_OBJECTS and (several := _options_in(value, key)):
+            left_out = sorted(several.keys() - options.keys())
             yield from ((unread_key("the template's options", each), "") for each in left_out)
         elif key in TEMPLATE_OPTIONS or (is_mark(key) and _verdict(value) is not None):
             continue
-        elif is_metadata(key) or key in repeated:
+        elif holds := kind_of_text(key, value):
+            yield unread_key("a row", key, holds), ""
+        elif is_metadata(key) or key in repeated or _is_number(value):
             yield UNREAD_METADATA, key
         else:
             yield unread_key("a row", key), advise(key) if letters(key) in SYSTEMS else ""
+
+
+def kind_of_text(key: str, value: Any) -> str:
+    """Return "a mark" or "thinking" if a key that is not read holds one; else empty text."""
+    name = letters(key)
+    if name == "labels":  # which may also be classes of the whole row
+        numbers = isinstance(value, list) and all(map(_is_number, value))
+        return "a mark" if numbers else ""
+    if name == "loss" and _is_number(value):  # as measured
+        return ""
+    if name in _LEARNED | _MASKED | _AMBIGUOUS | _ROW_MARKS | _OTHER_MARKS:
+        return "a mark"
+    names = _THINKING | _MAYBE_THINKING
+    return "thinking" if name in names and not _is_number(value) else ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @lru_cache(4096)

@@ -211,7 +211,7 @@ def test_row_that_is_marked_is_skipped(tmp_path: Path, key: str, name: str) -> N
 
 
 def test_measured_loss_of_a_row_is_no_mark(tmp_path: Path) -> None:
-    assert list(notes(tmp_path, CHAT | {"loss": 1.25})) == ["key 'loss' of a row is not read"]
+    assert notes(tmp_path, CHAT | {"loss": 1.25}) == {problems.UNREAD_METADATA: "'loss'"}
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,102 @@ def test_unclear_mark_is_refused(tmp_path: Path, keys: dict[str, Any], said: str
 
 def test_mark_to_learn_a_question_is_noted(tmp_path: Path) -> None:
     row = {"messages": [USER | {"train": True}, ANSWER]}
-    assert list(notes(tmp_path, row)) == ["key 'train' of a message is not read"]
+    assert list(notes(tmp_path, row)) == ["key 'train' of a message is not read as a mark"]
     assert notes(tmp_path, {"messages": [USER | {"train": False}, ANSWER]}) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("ignore", True), ("skip", True), ("exclude", True), ("include_in_loss", False)),
+        *(("step_loss_mask", 0), ("train_on", "last"), ("train_on_turns", [1])),
+        *(("train_detail", [{"begin_offset": 0}]), ("labels", [0, 1, 1]), ("weights", [0.5])),
+    ],
+)
+@pytest.mark.parametrize("level", ["row", "message"])
+def test_mark_of_another_name_is_noted_with_the_mark_to_write(
+    tmp_path: Path, key: str, value: Any, level: str
+) -> None:
+    marked = {key: value}
+    row = CHAT | marked if level == "row" else {"messages": [USER, ANSWER | marked]}
+
+    (kind,) = notes(tmp_path, row)
+
+    assert kind == f"key {key!r} of a {level} is not read as a mark"
+    assert 'write "weight": 0 on the message' in problems.advice_on(kind)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("loss_mask", [0, 0, 0, 1]), ("loss_mask", [False, True]), ("weights", [0.0, 1.0])),
+        *(("step_loss_mask", [0, 0, 0, 1]), ("masked", [1, 1, 1, 0]), ("masked", [1, 0])),
+    ],
+)
+@pytest.mark.parametrize("format", ["chat", "sharegpt", "prompt"])
+def test_list_of_marks_in_a_row_is_followed_by_turn(
+    tmp_path: Path, key: str, value: list[Any], format: str
+) -> None:
+    turns = [USER, ANSWER, USER, ANSWER]
+    entries = [{"from": turn["role"], "value": turn["content"]} for turn in turns]
+    row: dict[str, Any] = {
+        "chat": {"messages": turns},
+        "sharegpt": {"conversations": entries},
+        "prompt": {"prompt": turns[:1], "completion": turns[1:]},
+    }[format] | {key: value}
+
+    said = told(tmp_path, row)
+
+    assert [trained for role, _, trained in said if role == "assistant"] == [False, True]
+    assert notes(tmp_path, row) == {}
+
+
+@pytest.mark.parametrize(
+    ("turn", "marks", "said"),
+    [
+        ({}, {"loss_mask": [0, 1, 1]}, "marks of a row that fit neither its messages nor its"),
+        ({"weight": 1}, {"loss_mask": [0, 0]}, "marks of a turn that contradict each other"),
+        ({}, {"loss_mask": [1, 0]}, "no assistant turn with weight 1"),
+        ({}, {"mask": [0, 1]}, "'mask' of a row has two meanings"),
+        ({}, {"mask": True}, "'mask' of a row has two meanings"),
+        ({}, {"mask": 0}, "'mask' of a row has two meanings"),
+    ],
+)
+def test_unclear_marks_of_a_row_are_refused(
+    tmp_path: Path, turn: dict[str, Any], marks: dict[str, Any], said: str
+) -> None:
+    assert reason(tmp_path, {"messages": [USER, ANSWER | turn], **marks}).startswith(said)
+
+
+@pytest.mark.parametrize("key", ["image", "images", "Audio", "audios", "videos", "image_url"])
+@pytest.mark.parametrize("name", EVERY)
+def test_row_with_images_is_skipped_in_every_format(tmp_path: Path, key: str, name: str) -> None:
+    objective, row = EVERY[name]
+    said = reason(tmp_path, row | {key: ["a.png"]}, objective=objective)
+    assert said.startswith("images, audio and video are out of scope")
+    assert notes(tmp_path, row | {key: []}, objective) == {}
+
+
+def test_message_with_images_is_skipped(tmp_path: Path) -> None:
+    said = reason(tmp_path, {"messages": [USER | {"images": ["a.png"]}, ANSWER]})
+    assert said.startswith("images, audio and video are out of scope")
+
+
+@pytest.mark.parametrize(
+    "key", ["reasoning", "reasoning_content", "thinking", "rationale", "thought", "cot"]
+)
+def test_thinking_in_a_row_is_noted_with_its_field(tmp_path: Path, key: str) -> None:
+    (kind,) = notes(tmp_path, PROMPT | {key: "Greet back."})
+    assert kind == f"key {key!r} of a row is not read as thinking"
+    assert "rename it to reasoning_content in the answer's message" in problems.advice_on(kind)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("zither", 3), ("zither", 0.5), ("__index_level_0__", 7), ("generationConfig", {"a": 1})],
+)
+def test_numbers_and_settings_are_metadata(tmp_path: Path, key: str, value: Any) -> None:
+    assert notes(tmp_path, CHAT | {key: value}) == {problems.UNREAD_METADATA: repr(key)}
 
 
 # Templates
@@ -266,11 +360,12 @@ def test_options_of_a_row_reach_a_template_that_reads_them(tmp_path: Path) -> No
     assert all(each in (None, {"mood": "calm"}) for each in asked)
 
 
-@pytest.mark.parametrize("given", ["row", "object"])
+@pytest.mark.parametrize("given", ["row", "object", "text"])
 @pytest.mark.parametrize("thinks", [True, False])
 def test_row_decides_whether_the_template_thinks(tmp_path: Path, given: str, thinks: bool) -> None:
     option = {"enable_thinking": thinks}
-    row = CHAT | (option if given == "row" else {"chat_template_kwargs": option})
+    several = json.dumps(option) if given == "text" else option
+    row = CHAT | (option if given == "row" else {"chat_template_kwargs": several})
     template, renderer = own_template()
 
     assert notes(tmp_path, row, template=template, source=READS) == {}
@@ -301,7 +396,7 @@ def test_thinking_under_a_rare_name_is_trained_on(tmp_path: Path, key: str) -> N
 
 def test_second_thinking_is_noted(tmp_path: Path) -> None:
     row = {"messages": [USER, ANSWER | {"thinking": "Greet.", "thought": "Or not."}]}
-    assert list(notes(tmp_path, row)) == ["key 'thought' of a message is not read"]
+    assert list(notes(tmp_path, row)) == ["key 'thought' of a message is not read as thinking"]
 
 
 # Agents' formats
