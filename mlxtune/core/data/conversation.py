@@ -284,7 +284,7 @@ def _parse_message(where: str, message: Any) -> Message:
         parts = [part for part in content if isinstance(part, dict)]
         removed = {k for part in parts for k, v in part.items() if v is not None} - _OF_PART
         # mlx_lm.server joins text parts the same way.
-        content = fields["content"] = "".join([_part(part, where) for part in content])
+        content = fields["content"] = _joined(content, where)
     if role == "assistant":
         answer = _parse_answer(fields, is_learned(marks_of(message), where), where)
         return replace(answer, removed=tuple(sorted(removed))) if removed else answer
@@ -326,6 +326,18 @@ def unknown_role(role: str, known: Sequence[str], where: str) -> BadRow:
     close = difflib.get_close_matches(role[:60].lower(), known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
     return BadRow("unknown role", f"{where}: {shorten(role)}; {hint}")
+
+
+def _joined(parts: list[Any], where: str) -> str:
+    """Return the text of parts. Raises BadRow for bare texts, which may be alternatives."""
+    if sum(isinstance(part, str) for part in parts) > 1:
+        raise several_texts(parts, where)
+    return "".join([_part(part, where) for part in parts])
+
+
+def several_texts(texts: list[Any], where: str) -> BadRow:
+    remedy = "write one; two answers to compare are 'chosen' and 'rejected' of --objective dpo"
+    return BadRow("several texts where one is expected", f"{where} has {len(texts)}: {remedy}")
 
 
 def _part(part: Any, where: str) -> str:
@@ -447,7 +459,7 @@ def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     if isinstance(text, dict):  # a message in OpenAI's or Gemini's layout
         text = text.get("parts", text.get("content", text.get("text")))
     if isinstance(text, list) and text:
-        text = "".join([_part(part, "'system'") for part in text])
+        text = _joined(text, "'system'")
     if not isinstance(text, str):
         raise BadRow("'system' is not text", json_type(text))
     present = {message.content for message in messages if message.role == "system"}

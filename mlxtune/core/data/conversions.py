@@ -29,6 +29,7 @@ from mlxtune.core.data.conversation import (
     parse_conversation,
     parse_tools,
     role_of,
+    several_texts,
     unknown_role,
 )
 from mlxtune.core.data.problems import BadRow, json_type, parse_json
@@ -54,6 +55,8 @@ def _turns(content: JsonObject, key: str, role: str) -> list[Any]:
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
         raise BadRow(f"'{key}' is neither text nor a list of messages", json_type(value))
+    if value and all(isinstance(each, str) for each in value):
+        raise several_texts(value, f"'{key}'")
     return value
 
 
@@ -64,6 +67,8 @@ def from_alpaca(row: int, content: JsonObject) -> Conversation:
     for name, text in zip(("instruction", "input"), instruction, strict=True):
         if not isinstance(text, str | None):
             raise BadRow(f"'{name}' is not text", json_type(text))
+    if isinstance(answers := content["output"], list) and len(answers) > 1:
+        raise several_texts(answers, "'output'")
     if not isinstance(history := history or [], list):
         raise BadRow("'history' is not a list of pairs", json_type(history))
     for position, pair in enumerate(history, start=1):
@@ -167,7 +172,9 @@ def _from_node(message: JsonObject) -> JsonObject | None:
         raise BadRow("a ChatGPT conversation with tools", "its export does not declare them")
     if isinstance(parts, list):
         parts = [
-            part | {"type": part.get("content_type")} if isinstance(part, dict) else part
+            part | {"type": part.get("content_type")}
+            if isinstance(part, dict)
+            else {"type": "text", "text": part}
             for part in parts
         ]
     other = {key: value for key, value in message.items() if key not in _OF_NODE}

@@ -19,7 +19,7 @@ from mlxtune.core.data.problems import RowTally, SkippedRows
 from mlxtune.core.data.template import TEMPLATES
 from tests.core.data import renderers
 from tests.core.data.encoding import ByteTokenizer
-from tests.core.data.rows import ANSWER, CHAT, PROMPT, ROWS, SHAREGPT, USER, reason, told
+from tests.core.data.rows import ALPACA, ANSWER, CHAT, PROMPT, ROWS, SHAREGPT, USER, reason, told
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 CALLS = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
@@ -325,6 +325,33 @@ def test_thinking_in_a_row_is_noted_with_its_field(tmp_path: Path, key: str) -> 
 )
 def test_numbers_and_settings_are_metadata(tmp_path: Path, key: str, value: Any) -> None:
     assert notes(tmp_path, CHAT | {key: value}) == {problems.UNREAD_METADATA: repr(key)}
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ALPACA | {"output": ["Good.", "Bad."]},
+        {"messages": [USER, ANSWER | {"content": ["Good.", "Bad."]}]},
+        {"conversations": [{"from": "human", "value": ["A", "B"]}, SHAREGPT["conversations"][1]]},
+        PROMPT | {"completion": ["Good.", "Bad."]},
+        CHAT | {"system": ["A", "B"]},
+        ALPACA | {"history": [["Hi", ["Good.", "Bad."]]]},
+        {"contents": [*GEMINI["contents"][:1], {"role": "model", "parts": ["Good.", "Bad."]}]},
+    ],
+)
+def test_several_texts_are_not_glued(tmp_path: Path, row: dict[str, Any]) -> None:
+    said = reason(tmp_path, row)
+    assert said.startswith("several texts where one is expected")
+    assert said.endswith("'chosen' and 'rejected' of --objective dpo)")
+
+
+def test_parts_of_a_chatgpt_message_are_one_text(tmp_path: Path) -> None:
+    row = copy.deepcopy(EVERY["chatgpt"][1])
+    row["mapping"]["a"]["message"]["content"]["parts"] = ["Hel", "lo!"]
+    assert told(tmp_path, row)[-1] == ("assistant", "Hello!", True)
 
 
 # Templates
