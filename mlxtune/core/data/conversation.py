@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from mlxtune.core.data.problems import (
@@ -17,6 +18,7 @@ from mlxtune.core.data.problems import (
     REPLACED,
     UNCLOSED_THINKING,
     UNDECLARED_TOOL,
+    UNMATCHED_RESULT,
     BadRow,
     json_type,
     parse_json,
@@ -192,11 +194,37 @@ def parse_messages(messages: Any) -> tuple[Message, ...]:
     if not isinstance(messages, list):
         raise BadRow("'messages' is not a list", json_type(messages))
     turns = _whole_turns(messages)
-    parsed = tuple([_parse_message(where, message) for where, message in turns])
+    parsed = _in_order_of_calls([_parse_message(where, message) for where, message in turns])
     if not any(message.role == "assistant" and message.trained for message in parsed):
         untrained = any(message.role == "assistant" for message in parsed)
         raise BadRow("no assistant turn with weight 1" if untrained else "no assistant turn")
     return parsed
+
+
+def _in_order_of_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return messages with the results of each turn's calls in the order of the calls.
+
+    Templates show results in the order of the file, without their `tool_call_id`.
+    """
+    ordered: list[Message] = []
+    places: dict[Any, int] = {}
+    for is_result, run in groupby(messages, lambda message: message.role == "tool"):
+        turn = list(run)
+        results = [_result_id(message) for message in turn]
+        if is_result and len(turn) > 1 and places.keys() >= {*results}:
+            turn.sort(key=lambda message: places[_result_id(message)])
+        ordered += turn
+        places = {name: at for at, name in enumerate(_call_ids(turn[-1]))}
+    return tuple(ordered)
+
+
+def _call_ids(message: Message) -> list[str]:
+    return [name for call in message.tool_calls if isinstance(name := call.get("id"), str)]
+
+
+def _result_id(message: Message) -> str | None:
+    name = message.fields.get("tool_call_id")
+    return name if isinstance(name, str) else None
 
 
 def _whole_turns(messages: Iterable[Any]) -> list[tuple[str, Any]]:
@@ -506,7 +534,12 @@ def notes_on(row: Conversation | Document, text: str) -> Iterator[tuple[str, str
         if match := _TURN.match(row.text):
             yield RENDERED_CHAT, match[1]
         return
+    called: set[str] = set()
     for position, message in enumerate(row.messages, start=1):
+        called.update(_call_ids(message))
+        result = _result_id(message) if message.role == "tool" else None
+        if called and result is not None and result not in called:
+            yield UNMATCHED_RESULT, f"message {position}: {shorten(result)}"
         if message.role == "user" and not message.content.strip():
             yield EMPTY_PROMPT, f"message {position}"
         if message.role == "user" and (match := _TURN.match(message.content)):

@@ -133,6 +133,15 @@ def from_text(row: int, content: JsonObject) -> Document:
     return Document(row, text)
 
 
+# What a ChatGPT export has beside a conversation's messages.
+OF_CHATGPT = (
+    *("title", "create_time", "update_time", "moderation_results", "plugin_ids", "voice"),
+    *("conversation_id", "conversation_template_id", "conversation_origin", "safe_urls"),
+    *("gizmo_id", "gizmo_type", "is_archived", "is_starred", "blocked_urls", "async_status"),
+    *("default_model_slug", "disabled_tool_ids", "memory_scope", "context_scopes", "owner"),
+    *("sugar_cookie_id", "sugar_cookie_visible", "is_do_not_remember", "is_read_only"),
+    *("is_study_mode", "atlas_mode_enabled", "pinned_time"),
+)
 # The keys of a message of a ChatGPT export, and the messages that are no turns.
 _OF_NODE = (
     *("id", "author", "create_time", "update_time", "content", "status", "end_turn", "weight"),

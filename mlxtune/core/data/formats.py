@@ -32,6 +32,7 @@ from mlxtune.core.data.conversation import (
 )
 from mlxtune.core.data.conversions import (
     GEMINI_SYSTEM,
+    OF_CHATGPT,
     JsonObject,
     from_alpaca,
     from_chatgpt,
@@ -427,7 +428,7 @@ FORMATS: Mapping[str, Format] = {
     "prompt": Format(("prompt", "completion"), from_prompt),
     "alpaca": Format(("instruction", "output"), from_alpaca, (*_OPTIONAL, "input", "history")),
     "text": Format(("text",), from_text, ()),
-    "chatgpt": Format(("mapping", "current_node"), from_chatgpt),
+    "chatgpt": Format(("mapping", "current_node"), from_chatgpt, (*_OPTIONAL, *OF_CHATGPT)),
     "gemini": Format(("contents",), from_gemini, (*_OPTIONAL, *GEMINI_SYSTEM)),
 }
 

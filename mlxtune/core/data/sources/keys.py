@@ -55,10 +55,7 @@ _METADATA = _words(
     "comments note notes status toxic redacted moderation moderationresults openaimoderation "
     "detoxifymoderation country state hashedip header headers annotator annotators annotations "
     "finishreason stopreason usage logprobs object systemfingerprint createdby toolcallid "
-    "conversationtemplateid gizmoid gizmotype isarchived isstarred safeurls blockedurls "
-    "defaultmodelslug voice asyncstatus disabledtoolids pluginids memoryscope contextscopes "
-    "sugarcookieid sugarcookievisible isdonotremember conversationorigin moderationstate "
-    "isreadonly isstudymode owner atlasmodeenabled pinnedtime generationconfig n indexlevel0"
+    "conversationtemplateid voice owner moderationstate generationconfig n indexlevel0"
 )
 # The fields that hold thinking in data files and in templates.
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -94,7 +91,10 @@ _RESERVED = re.compile(
 )
 # The keys of messages and calls that every template may expect.
 _MESSAGE = frozenset(["role", "content"])
-_ANSWER = _MESSAGE | {"tool_calls", *THINKING_FIELDS}
+_READ = {
+    "assistant": _MESSAGE | {"tool_calls", *THINKING_FIELDS},
+    "tool": _MESSAGE | {"tool_call_id"},
+}
 _CALL, _FUNCTION = frozenset(["id", "type", "function"]), frozenset(["name", "arguments"])
 # A template that writes a whole call as JSON, with all of its keys.
 _WHOLE_CALL = re.compile(r"\b(?:tool_calls?|call|function)\s*\|\s*tojson")
@@ -262,7 +262,7 @@ def unread_in_message(
 
     `template` is the source of the model's own template, or empty.
     """
-    for key in sorted(keys - (_ANSWER if role == "assistant" else _MESSAGE)):
+    for key in sorted(keys - _READ.get(role, _MESSAGE)):
         if not reads_key(template, key):
             yield "a message", key
     for call in () if _WHOLE_CALL.search(template) else calls:

@@ -354,6 +354,41 @@ def test_parts_of_a_chatgpt_message_are_one_text(tmp_path: Path) -> None:
     assert told(tmp_path, row)[-1] == ("assistant", "Hello!", True)
 
 
+# Results of calls
+
+
+def calls_and_results(*results: str | None) -> dict[str, Any]:
+    calls = [CALL | {"id": name} for name in ("a", "b")]
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    told_back = [{"role": "tool", "content": str(name), "tool_call_id": name} for name in results]
+    return {"messages": [USER, answer, *told_back, ANSWER], "tools": [{"name": "add"}]}
+
+
+def test_results_are_in_the_order_of_their_calls(tmp_path: Path) -> None:
+    row = calls_and_results("b", "a")
+    assert [text for role, text, _ in told(tmp_path, row) if role == "tool"] == ["a", "b"]
+    assert notes(tmp_path, row) == {}
+
+
+@pytest.mark.parametrize("results", [("b", "c"), ("b", None, "a")])
+def test_results_without_their_call_stay_in_order(
+    tmp_path: Path, results: tuple[str | None, ...]
+) -> None:
+    said = told(tmp_path, calls_and_results(*results))
+    assert [text for role, text, _ in said if role == "tool"] == [*map(str, results)]
+
+
+def test_result_of_no_call_is_a_finding(tmp_path: Path) -> None:
+    assert notes(tmp_path, calls_and_results("a", "c")) == {
+        problems.UNMATCHED_RESULT: "message 4: 'c'"
+    }
+
+
+def test_title_and_time_of_a_chatgpt_export_are_expected(tmp_path: Path) -> None:
+    row = EVERY["chatgpt"][1] | {"title": "Greeting", "create_time": 1.5, "is_archived": False}
+    assert notes(tmp_path, row) == {}
+
+
 # Templates
 
 READS = "{{ message.zither }} {{ mood }} {{ message['reasoning_content'] }} {{ enable_thinking }}"
