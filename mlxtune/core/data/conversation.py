@@ -32,6 +32,7 @@ from mlxtune.core.data.sources.keys import (
     is_mark,
     is_thinking,
     letters,
+    quoted,
     template_options,
     turn_marks,
 )
@@ -51,7 +52,9 @@ _SAME_ROLES = {
     **dict.fromkeys(_RESULTS, "tool"),
 }
 _NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
+_TEXT_PARTS = (None, "text", "input_text", "output_text")
 # Keys whose text is never the content of the message.
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _OF_PART = {"type", "text"}
 _NO_CONTENT = {"role", "name", "id", "type", "tool_calls", "tool_call_id"}
 
@@ -310,7 +313,7 @@ def _parse_message(where: str, message: Any) -> Message:
     fields["role"], removed = role, set()
     if isinstance(content := fields.get("content"), list):
         parts = [part for part in content if isinstance(part, dict)]
-        removed = {k for part in parts for k, v in part.items() if v is not None} - _OF_PART
+        removed = {k for part in parts for k, v in part.items() if v not in _EMPTY} - _OF_PART
         # mlx_lm.server joins text parts the same way.
         content = fields["content"] = _joined(content, where)
     if role == "assistant":
@@ -372,7 +375,11 @@ def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind.startswith(_NO_TEXT):
         raise BadRow("images, audio and video are out of scope", f"{where}: {shorten(kind)}")
-    if isinstance(part, dict) and kind in (None, "text"):
+    if isinstance(part, dict):
+        check_row_is_text(part)
+        if kind is None and "text" not in part:
+            raise BadRow("content has a part that is not text", f"{where}: {quoted(part)}")
+    if isinstance(part, dict) and kind in _TEXT_PARTS:
         part = part.get("text")
     if not isinstance(part, str):
         kind = (
@@ -486,6 +493,7 @@ def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Return the message for a row's `system` text; () if the text is empty or already present."""
     if isinstance(text, dict):  # a message in OpenAI's or Gemini's layout
         text = text.get("parts", text.get("content", text.get("text")))
+        text = [text] if isinstance(text, dict) else text
     if isinstance(text, list) and text:
         text = _joined(text, "'system'")
     if not isinstance(text, str):

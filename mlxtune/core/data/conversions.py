@@ -30,9 +30,11 @@ from mlxtune.core.data.conversation import (
     parse_tools,
     role_of,
     several_texts,
+    to_json,
     unknown_role,
 )
 from mlxtune.core.data.problems import BadRow, json_type, parse_json
+from mlxtune.core.data.sources.keys import letters
 from mlxtune.errors import shorten
 
 JsonObject = Mapping[str, Any]
@@ -196,24 +198,83 @@ def from_gemini(row: int, content: JsonObject) -> Conversation:
     entries = content["contents"]
     if not isinstance(entries, list):
         raise BadRow("'contents' is not a list", json_type(entries))
-    messages = [_from_gemini(entry) if isinstance(entry, dict) else entry for entry in entries]
+    messages = [
+        message
+        for position, entry in enumerate(entries, start=1)
+        for message in (
+            _from_gemini(entry, f"message {position}") if isinstance(entry, dict) else [entry]
+        )
+    ]
+    tools = _gemini_tools(content.get("tools"))
     system = next((content[key] for key in GEMINI_SYSTEM if content.get(key) is not None), None)
-    return parse_conversation(row, {**content, "system": system, "messages": messages})
+    return parse_conversation(
+        row, {**content, "system": system, "tools": tools, "messages": messages}
+    )
 
 
 GEMINI_SYSTEM = ("systemInstruction", "system_instruction", "system")
 
 
-def _from_gemini(entry: dict[str, Any]) -> dict[str, Any]:
-    """Convert `{"role": …, "parts": [{"text": …}]}`; a part may be thinking."""
+def _from_gemini(entry: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Convert `{"role": …, "parts": [{"text": …}]}`; results become messages of their own.
+
+    A part may also be thinking or a call.
+    """
     message = {key: value for key, value in entry.items() if key != "parts"}
     parts = entry.get("parts", entry.get("content"))
-    thoughts = []
-    if isinstance(parts, list):
-        thoughts = [part for part in parts if isinstance(part, dict) and part.get("thought")]
-        parts = [_without_thought(part) for part in parts if part not in thoughts]
-    thinking = "".join(str(part.get("text", "")) for part in thoughts)
-    return message | {"content": parts} | ({"reasoning_content": thinking} if thinking else {})
+    parts = [parts] if isinstance(parts, dict) else parts
+    if not isinstance(parts, list):
+        return [message | {"content": parts}]
+    said, thoughts, calls, results = [], [], [], []
+    for part in parts:
+        named = {letters(key): value for key, value in part.items()} if _is_object(part) else {}
+        if (call := named.get("functioncall")) is not None:
+            calls += [_gemini_call(call, where)]
+        elif (result := named.get("functionresponse")) is not None:
+            results += [_gemini_result(result, where)]
+        elif named.get("thought"):
+            thoughts += [str(named.get("text", ""))]
+        else:
+            said += [_without_thought(part)]
+    if results and not said:
+        return results
+    message["content"] = said
+    if calls:
+        message["tool_calls"] = calls
+    if thinking := "".join(thoughts):
+        message["reasoning_content"] = thinking
+    return [*results, message]
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _gemini_call(call: Any, where: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise BadRow("a functionCall is not an object", f"{where}: {json_type(call)}")
+    function = {"name": call.get("name"), "arguments": call.get("args") or {}}
+    others = {key: call[key] for key in call.keys() - {"name", "args"}}
+    return {"type": "function", "function": function, **others}
+
+
+def _gemini_result(result: Any, where: str) -> dict[str, Any]:
+    if not isinstance(result, dict):
+        raise BadRow("a functionResponse is not an object", f"{where}: {json_type(result)}")
+    response = result.get("response")
+    content = response if isinstance(response, str) else to_json(response)
+    others = {key: result[key] for key in result.keys() - {"response", "id"}}
+    return {"role": "tool", "content": content, "tool_call_id": result.get("id"), **others}
+
+
+def _gemini_tools(tools: Any) -> list[dict[str, Any]]:
+    """Return tools, with Gemini's lists of functions as the tools that templates expect."""
+    found = []
+    for tool in parse_tools(tools):
+        listed = next((tool[key] for key in tool if letters(key) == "functiondeclarations"), None)
+        functions = parse_tools(listed)
+        found += [{"type": "function", "function": each} for each in functions] or [tool]
+    return found
 
 
 def _without_thought(part: Any) -> Any:

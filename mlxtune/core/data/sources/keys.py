@@ -74,7 +74,7 @@ _MAYBE_THINKING = _words(
     "reasoningcontent thinking reasoning reasonings rationale rationales analysis scratchpad "
     "reasoningsteps chainofthoughts thoughtchain"
 )
-_IMAGES = frozenset(
+_IMAGES = frozenset(["inlinedata", "filedata"]) | frozenset(
     f"{kind}{form}"
     for kind in ("image", "audio", "video")
     for form in ("", "s", "url", "urls", "path", "paths", "file", "files")
@@ -93,7 +93,7 @@ _RESERVED = re.compile(
 _MESSAGE = frozenset(["role", "content"])
 _READ = {
     "assistant": _MESSAGE | {"tool_calls", *THINKING_FIELDS},
-    "tool": _MESSAGE | {"tool_call_id"},
+    "tool": _MESSAGE | {"tool_call_id", "name"},
 }
 _CALL, _FUNCTION = frozenset(["id", "type", "function"]), frozenset(["name", "arguments"])
 # A template that writes a whole call as JSON, with all of its keys.

@@ -19,7 +19,18 @@ from mlxtune.core.data.problems import RowTally, SkippedRows
 from mlxtune.core.data.template import TEMPLATES
 from tests.core.data import renderers
 from tests.core.data.encoding import ByteTokenizer
-from tests.core.data.rows import ALPACA, ANSWER, CHAT, PROMPT, ROWS, SHAREGPT, USER, reason, told
+from tests.core.data.rows import (
+    ALPACA,
+    ANSWER,
+    CHAT,
+    PROMPT,
+    ROWS,
+    SHAREGPT,
+    USER,
+    converted,
+    reason,
+    told,
+)
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 CALLS = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
@@ -387,6 +398,67 @@ def test_result_of_no_call_is_a_finding(tmp_path: Path) -> None:
 def test_title_and_time_of_a_chatgpt_export_are_expected(tmp_path: Path) -> None:
     row = EVERY["chatgpt"][1] | {"title": "Greeting", "create_time": 1.5, "is_archived": False}
     assert notes(tmp_path, row) == {}
+
+
+# Parts
+
+
+@pytest.mark.parametrize("snake", [False, True])
+def test_calls_and_results_of_gemini_are_read(tmp_path: Path, snake: bool) -> None:
+    call, result, declared = (
+        ("function_call", "function_response", "function_declarations")
+        if snake
+        else ("functionCall", "functionResponse", "functionDeclarations")
+    )
+    row = {
+        "tools": [{declared: [{"name": "add"}]}],
+        "contents": [
+            {"role": "user", "parts": [{"text": "Hi"}]},
+            {"role": "model", "parts": [{call: {"name": "add", "args": {"a": 1}}}]},
+            {"role": "user", "parts": [{result: {"name": "add", "response": {"sum": 1}}}]},
+            {"role": "model", "parts": [{"text": "One."}]},
+        ],
+    }
+
+    one = converted(tmp_path, row)
+
+    assert [message.role for message in one.messages] == ["user", "assistant", "tool", "assistant"]
+    assert one.messages[1].tool_calls == (CALL,)
+    assert one.messages[2].content == '{"sum": 1}'
+    assert one.tools == ({"type": "function", "function": {"name": "add"}},)
+    assert notes(tmp_path, row) == {}
+
+
+@pytest.mark.parametrize("part", ["inlineData", "inline_data", "fileData", "file_data"])
+def test_media_of_gemini_are_images(tmp_path: Path, part: str) -> None:
+    entry = {"role": "user", "parts": [{"text": "Hi"}, {part: {"mimeType": "image/png"}}]}
+    said = reason(tmp_path, {"contents": [entry, GEMINI["contents"][1]]})
+    assert said.startswith("images, audio and video are out of scope")
+
+
+def test_part_without_text_is_named(tmp_path: Path) -> None:
+    entry = {"role": "model", "parts": [{"executableCode": {"code": "1"}}]}
+    said = reason(tmp_path, {"contents": [GEMINI["contents"][0], entry]})
+    assert said == "content has a part that is not text (message 2: 'executableCode')"
+
+
+def test_text_parts_of_all_names_are_text(tmp_path: Path) -> None:
+    asked = [{"type": "input_text", "text": "Hi"}]
+    said = [{"type": "output_text", "text": "Hello!", "annotations": []}]
+    row = {"messages": [USER | {"content": asked}, ANSWER | {"content": said}]}
+    assert told(tmp_path, row) == told(tmp_path, CHAT)
+    assert notes(tmp_path, row) == {}
+
+
+def test_one_part_without_a_list_is_read(tmp_path: Path) -> None:
+    row = {
+        "system_instruction": {"parts": {"text": "Be brief."}},
+        "contents": [
+            {"role": "user", "parts": {"text": "Hi"}},
+            {"role": "model", "parts": {"text": "Hello!"}},
+        ],
+    }
+    assert told(tmp_path, row) == told(tmp_path, GEMINI)
 
 
 # Templates
