@@ -15,7 +15,7 @@ from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import (
     shown,
 )
-from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
+from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files, needs
 from mlxtune.core.data.sources.text_rows import encoding_of, is_text_file
 from mlxtune.core.formatting import pluralise
 from mlxtune.errors import DataError, ModelError
@@ -134,9 +134,12 @@ def find_data(config: DataConfig, sets: Mapping[str, HubData] | None = None) -> 
         validation_files = find_data_files(
             files_of(data_value(config.val_data, "val_data")), "--val-data"
         ).train
-        files = DataFiles(files.train, validation_files)
-    # A file from a folder has the folder's weight.
-    weights_of_files = [weights[path if path in weights else path.parent] for path in files.train]
+        files = replace(files, validation=validation_files)
+    # A file from a folder, or from a folder within it, has the weight of the nearest one named.
+    weights_of_files = [
+        next(weights[each] for each in (path, *path.parents) if each in weights)
+        for path in files.train
+    ]
     return DataSource(files, hub, weights_of_files)
 
 
@@ -152,7 +155,7 @@ def load_rows(
     for path in paths.all:
         file = reader.encode(path)
         cut = file.truncate(config.max_seq_len, at=config.cut)
-        _check_usable(file, cut, titles[path], config)
+        _check_usable(file, cut, titles[path], needs(path), config)
         files.append(file)
         cuts.append(cut)
     first = len(paths.train)
@@ -185,6 +188,7 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
         *findings.template_findings("".join(reader.template_source.values()), config.thinking),
         *held_out_findings,
         *_encoding_findings(files),
+        *_blank_findings(source.files.blank),
     ]
     return Dataset(
         template=reader.describe(),
@@ -208,7 +212,16 @@ def _encoding_findings(files: Sequence[EncodedFile]) -> Iterator[Finding]:
             yield Finding("warning", f"text read as {encoding}", rows, advice, (place,))
 
 
-def _check_usable(file: EncodedFile, cut: ExampleArrays, path: str, config: DataConfig) -> None:
+def _blank_findings(paths: Sequence[Path]) -> Iterator[Finding]:
+    if paths:
+        place = findings.Place(str(paths[0]), 1)
+        advice = "it has no text to train on"
+        yield Finding("note", "empty file is left out", len(paths), advice, (place,))
+
+
+def _check_usable(
+    file: EncodedFile, cut: ExampleArrays, path: str, needed: str, config: DataConfig
+) -> None:
     rows_kept, skipped = int(cut.rows_kept.sum()), file.skipped
     read = rows_kept + skipped.total
     if skipped.total and config.strict:
@@ -217,7 +230,7 @@ def _check_usable(file: EncodedFile, cut: ExampleArrays, path: str, config: Data
             "fix them, or leave out --strict to skip them"
         )
     if not read:
-        raise DataError(f"{path} has no rows: add JSON objects, one per line")
+        raise DataError(f"{path} has no rows: it needs {needed}")
     if not rows_kept:
         every = f"none of its {read:,} rows can be used"
         every = "its only row cannot be used" if read == 1 else every

@@ -266,7 +266,11 @@ def next_try_line(
         return "the chosen answers became less likely: try --sft-weight 1"
     tiny = config.rate < _TINY_RATE * default_rate(config.objective)
     if not learned and not config.auto and (tiny or total_steps < FEWEST_STEPS):
-        why = f"--lr {config.rate:g} is tiny" if tiny else f"{pluralise(steps, 'step')} are few"
+        why = (
+            f"--lr {config.rate:g} is tiny"
+            if tiny
+            else f"{pluralise(steps, 'step')} {'is' if steps == 1 else 'are'} too few"
+        )
         return f"{why}: try --auto, which chooses the learning rate and the number of steps"
     best = result.best_step
     if best is not None and last and best == last[-1].step == steps and not result.stopped_early:

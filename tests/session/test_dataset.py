@@ -170,6 +170,28 @@ def test_several_files_are_read_in_their_order(own_template: Path, tmp_path: Pat
         assert ledger["rows_train"] == splits.count("train")
 
 
+def test_texts_of_inner_folders_are_read_and_empty_ones_are_noted(
+    own_template: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "texts"
+    (folder / "a" / "b").mkdir(parents=True)
+    for name, text in (("1.txt", "One."), ("a/b/2.md", "Two."), ("0.txt", ""), ("a/3.txt", " \n")):
+        (folder / name).write_text(text)
+
+    found = both(own_template, f"{folder}=2", tmp_path, format="text")
+
+    assert [(each["path"], each["weight"]) for each in found.files] == [
+        (str(folder / name), 2) for name in ("1.txt", "a/b/2.md")
+    ]
+    assert [finding_line(each) for each in found.findings if each.level == "note"] == [
+        f"{folder}/0.txt:1: empty file is left out, and 1 more: it has no text to train on"
+    ]
+    for name in ("1.txt", "a/b/2.md"):
+        (folder / name).write_text("")
+    with pytest.raises(DataError, match=r"0\.txt is empty: it needs text to train on"):
+        both(own_template, str(folder), tmp_path, format="text")
+
+
 def test_folder_is_read_in_mlx_lms_layout(own_template: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     write_chat(folder / "train.jsonl", sums(8)[:3])

@@ -277,7 +277,7 @@ def result_of(steps: int, losses: dict[int, float], early: bool = False) -> Inst
         ({}, 60, {0: 3.0, 30: 2.0, 60: 1.0}, [-1.0], "may help: try --epochs "),
         ({"max_steps": 60}, 60, {0: 3.0, 60: 1.0}, [-1.0], "may help: try --max-steps 120"),
         ({}, 60, {0: 3.0, 30: 1.0, 60: 2.0}, [-1.0], None),
-        ({}, 10, {0: 3.0, 10: 2.9}, [0.1, -0.1], "10 steps are few: try --auto"),
+        ({}, 10, {0: 3.0, 10: 2.9}, [0.1, -0.1], "10 steps are too few: try --auto"),
         ({"lr": 2e-6}, 60, {0: 3.0, 60: 2.99}, [0.1, -0.1], "--lr 2e-06 is tiny: try --auto"),
         ({"lr": 2e-6, "auto": True}, 60, {0: 3.0, 30: 2.0, 60: 2.9}, [0.1, -0.1], None),
     ],

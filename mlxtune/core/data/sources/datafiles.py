@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from mlxtune.core.data.problems import TABLE_ENDINGS
+from mlxtune.core.data.problems import TABLE_ENDINGS, UTF8_BOM
 from mlxtune.core.files.reading import check_stored
 from mlxtune.errors import DataError, one_line
 
@@ -26,14 +26,17 @@ VALIDATION = ("validation", "valid", "val", "dev")
 CHATGPT_FILE = re.compile(r"conversations(-\d{1,6})?\.json")
 # The most names of a folder to compare with a missing one, and the most text files to read from it.
 _MAX_NAMES, _MAX_TEXTS = 10_000, 1000
+# The most bytes of a text file that may hold only white space.
+_BLANK = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """The files to train on, and the validation files."""
+    """The files to train on, the validation files, and text files of a folder without text."""
 
     train: tuple[Path, ...]
     validation: tuple[Path, ...]
+    blank: tuple[Path, ...] = ()
 
     @property
     def all(self) -> tuple[Path, ...]:
@@ -85,6 +88,7 @@ def find_data_files(
     or a file is named twice.
     """
     train: list[Path] = []
+    blank: list[Path] = []
     validation = [*validation_files]
     for path in paths:
         if not stat.S_ISDIR(_stat(path, option).st_mode):
@@ -98,6 +102,10 @@ def find_data_files(
                 f"{names}{_text_advice(path, texts=texts)}"
             )
         else:
+            without_text = [each for each in files if _is_blank(each)]
+            if len(without_text) < len(files):
+                files = [each for each in files if each not in without_text]
+                blank += without_text
             train += files
             validation += _file_named(VALIDATION, path)
     seen: dict[tuple[int, int], Path] = {}
@@ -109,7 +117,7 @@ def find_data_files(
             same = "" if other == path else f", as {other}"
             raise DataError(f"{path} is given twice{same}: name each file once in {option}")
         seen[key] = path
-    return DataFiles(tuple(train), tuple(validation))
+    return DataFiles(tuple(train), tuple(validation), tuple(blank))
 
 
 def _known_files(folder: Path, *, texts: bool) -> list[Path]:
@@ -136,6 +144,22 @@ def _text_files(folder: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         shown = (name for name in names if not name.startswith("."))
         yield from (Path(parent, name) for name in shown if name.lower().endswith(TEXT_ENDINGS))
+
+
+def _is_blank(path: Path) -> bool:
+    """Return whether a small file of plain text holds only white space."""
+    if not path.name.lower().endswith(TEXT_ENDINGS) or _stat(path, "--data").st_size > _BLANK:
+        return False
+    with reading(path):
+        return not path.read_bytes().removeprefix(UTF8_BOM).strip()
+
+
+def needs(path: Path) -> str:
+    """Return what a file of such a name needs in order to have rows."""
+    name = path.name.lower()
+    if name.endswith(TABLE_ENDINGS):
+        return "a line of column names, then one row per line"
+    return "text to train on" if name.endswith(TEXT_ENDINGS) else "one JSON object per line"
 
 
 def _text_advice(folder: Path, *, texts: bool) -> str:

@@ -31,7 +31,7 @@ from mlxtune.core.data.problems import (
     read_head,
 )
 from mlxtune.core.data.sources import parquet_helper
-from mlxtune.core.data.sources.datafiles import CHATGPT_FILE, reading
+from mlxtune.core.data.sources.datafiles import CHATGPT_FILE, needs, reading
 from mlxtune.core.data.sources.text_rows import (
     UTF16,
     NumberedRow,
@@ -127,7 +127,7 @@ def _head(path: Path) -> bytes:
     with reading(path):
         head = read_head(path)
     if not head:
-        raise DataError(f"{path} is empty: it needs one JSON object per line")
+        raise DataError(f"{path} is empty: it needs {needs(path)}")
     if head.startswith(ZIP) and _exported(path):
         return head
     for start, kind in _SPREADSHEETS.items():

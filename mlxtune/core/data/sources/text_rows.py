@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mlxtune.core.data.problems import TABLE_ENDINGS, UTF8_BOM, BadRow, open_data
-from mlxtune.core.data.sources.datafiles import TEXT_ENDINGS, reading
+from mlxtune.core.data.sources.datafiles import TEXT_ENDINGS, needs, reading
 from mlxtune.errors import DataError, one_line, shorten
 
 _MAX_LINE_BYTES = 1 << 26
@@ -175,7 +175,7 @@ def _table_header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str
                 f"{path}:{number}: has two columns named {shorten(min(twice))}: rename one of them"
             )
         return number, names, delimiter
-    raise DataError(f"{path} is empty: it needs a line of column names, then one row per line")
+    raise DataError(f"{path} is empty: it needs {needs(path)}")
 
 
 def _cells(line: str, delimiter: str) -> Sequence[str]:
