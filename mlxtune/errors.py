@@ -17,34 +17,91 @@ Messages are written with flags (`--val-split 0`). The command line shows them s
 keywords (`val_split=0`).
 """
 
+import json
 import re
 import shlex
 from pathlib import Path
 from typing import ClassVar
 
-# A shell command, whose flags stay, or a flag and its value. A word is a value only if nothing
-# follows it in its clause: in `--data needs a file`, the message goes on.
-_FLAG = re.compile(
-    r"(?P<command>\b(?:mlxtune [a-z]+|hf|pip|mlx[._]\w+|llama-[\w-]+) [^;:]*)"
-    r"|(?<![\w/.='\"-])--(?P<name>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)"
-    r"(?: (?:(?P<number>-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w.]))|'(?P<quoted>[^']*)'"
-    r"|(?P<word>[\w@-]+(?:[/=:][\w@-]+)+|[A-Z]+|(?!too\b)[a-z][\w-]*(?=$|[,;)]|: | or | and ))))?"
+# Options without a value, and words that are values even where a clause continues after them.
+SWITCHES = (
+    "allow_sleep|auto|both|dequantize|dora|double_quant|force|generate|gguf|ignore_ledger|json|"
+    "longest|merge|merge_system|no_cache|other_base|overwrite|pause_on_battery|quiet|rslora|strict|"
+    "trust_remote_code|wait"
 )
+_CHOICE = re.compile(
+    "dequantized|dpo|exo_pair|float16|float32|gguf|kto|last|mxfp4|nf4|peft|pissa|quantized|tensor|"
+    "text"
+)
+COMMANDS = (
+    "bench|chat|demo|doctor|eval|export|fuse|generate|import|inspect|plan|push|report|runs|"
+    "train|verify|watch"
+)
+# A shell command, whose flags stay, or a flag and the word after it.
+_FLAG = re.compile(
+    rf"(?P<command>\b(?:mlxtune (?:{COMMANDS})|hf|pip|mlx[._][\w.]+|llama-[\w-]+|llama\.cpp) "
+    r"(?:'[^']*'|(?!, |; |: | or )[^'])*)"
+    r"|(?<![\w/.='\"-])--(?P<name>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)"
+    r"(?: (?:(?P<number>-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?!\.?\w))"
+    r"|(?P<word>(?!-)(?:[^\s'\",;:()]|'[^']*'|\"[^\"]*\"|:(?=\S))+(?<!\.))))?"
+)
+_CLAUSE_END = re.compile(r"$|[,;)]|: | or | and ")
+_LOWER = re.compile(r"(?!(?:out|too)$)[a-z][\w-]*")
+_VALUE = re.compile(r"['\"A-Z\d]|\S*[/=:.]\w|\w+=")
+# What precedes a switch that a remedy sets, such as `use --cache-dir or `.
+_SETTING = re.compile(
+    r"\b(?:add|give|pass|set|try|use|with)(?: --[a-z-]+(?: [^\s,;:]+)?(?: and| or)?)* $"
+)
+_TEXT = r'"(?:[^"\\]|\\.)*"'
+_REPEATED = re.compile(rf"\b(?P<name>\w+)={_TEXT}(?:, (?P=name)={_TEXT})+")
 
 
 def in_keywords(message: str) -> str:
     """Return a message with Python's keywords in place of flags, except in shell commands."""
-    return _FLAG.sub(_keyword, message)
+    return _REPEATED.sub(_collected, _FLAG.sub(_keyword, message))
+
+
+def as_called(message: str) -> str:
+    """Return a message with flags on the command line, and with keywords in Python."""
+    return message if MlxTuneError.names_flags else in_keywords(message)
 
 
 def _keyword(found: re.Match[str]) -> str:
     if found["command"]:
         return found[0]
-    name = found["name"].replace("-", "_")
+    name, word, rest = found["name"].replace("-", "_"), found["word"], found.string[found.end() :]
+    # Flags of a command line are arguments of a call.
+    comma = "," if rest.startswith(" --") else ""
     if found["number"]:
-        return f"{name}={found['number'].replace(',', '')}"
-    text = found["quoted"] if found["word"] is None else found["word"]
-    return name if text is None else f'{name}="{text}"'
+        return f"{name}={found['number'].replace(',', '')}{comma}"
+    switch = re.fullmatch(SWITCHES, name) is not None
+    # --json of `bench` takes a file.
+    if word and (name == "json" or not switch) and _is_value(word, rest):
+        return f"{name}={_quoted(''.join(shlex.split(word)))}{comma}"
+    if switch and _SETTING.search(found.string[: found.start()]):
+        name += "=True"
+    return f"{name} {word}" if word else name + comma
+
+
+def _is_value(word: str, rest: str) -> bool:
+    """Return whether a word after a flag is its value: in `--data needs a file`, it is not."""
+    if _CHOICE.fullmatch(word) or _VALUE.match(word):
+        return True
+    return _LOWER.fullmatch(word) is not None and _CLAUSE_END.match(rest) is not None
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _collected(found: re.Match[str]) -> str:
+    """Return one keyword in place of a repeated one."""
+    name = found["name"]
+    values = [json.loads(each) for each in re.findall(_TEXT, found[0])]
+    if name != "field":
+        return f"{name}=[{', '.join(map(_quoted, values))}]"
+    pairs = (value.partition("=") for value in values)
+    return f"field={{{', '.join(f'{_quoted(key)}: {_quoted(text)}' for key, _, text in pairs)}}}"
 
 
 class MlxTuneError(Exception):
@@ -54,8 +111,7 @@ class MlxTuneError(Exception):
     names_flags: ClassVar[bool] = False
 
     def __str__(self) -> str:
-        text = super().__str__()
-        return text if MlxTuneError.names_flags else in_keywords(text)
+        return as_called(super().__str__())
 
 
 class ConfigError(MlxTuneError, ValueError):

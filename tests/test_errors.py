@@ -14,7 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxtune
+from mlxtune import config as configs
 from mlxtune import errors
+from mlxtune.cli.table import COMMANDS
+from mlxtune.config.fields import flags_of, options_of
 from mlxtune.errors import (
     ConfigError,
     DataError,
@@ -132,6 +135,28 @@ def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pass --model-path 'my model'", 'pass model_path="my model"'),
         ("--merge is for --format gguf: leave it", 'merge is for format="gguf": leave it'),
         ("a/--data.jsonl is empty", "a/--data.jsonl is empty"),
+        (
+            "use --field prompt='my key' --field completion=a",
+            'use field={"prompt": "my key", "completion": "a"}',
+        ),
+        ("give --data a.jsonl --data b/c=2", 'give data=["a.jsonl", "b/c=2"]'),
+        (
+            "--init-adapter o2/adapters.safetensors: no",
+            'init_adapter="o2/adapters.safetensors": no',
+        ),
+        ("use --format text to train", 'use format="text" to train'),
+        (
+            "start over with --overwrite and --no-cache",
+            "start over with overwrite=True and no_cache=True",
+        ),
+        ("--merge needs --wait: leave out --merge", "merge needs wait: leave out merge"),
+        ("add --quantize nf4 --double-quant", 'add quantize="nf4", double_quant=True'),
+        ("set --memory-limit 12GB.", 'set memory_limit="12GB".'),
+        (
+            "resume it with mlxtune train --resume out, or start over with --overwrite",
+            "resume it with mlxtune train --resume out, or start over with overwrite=True",
+        ),
+        ("mlxtune trains DoRA with --dora", "mlxtune trains DoRA with dora=True"),
         ("resume it with mlxtune train --resume out", "resume it with mlxtune train --resume out"),
         (
             "needs pyarrow: pip install --upgrade x: --data",
@@ -178,23 +203,72 @@ def test_error_of_each_function_names_no_flag(name: str, tmp_path: Path) -> None
     assert not re.search(r"(?<!mlxtune train )--[a-z]", str(raised.value))
 
 
-def _raised_texts(tree: ast.AST) -> Iterator[str]:
-    """Yield the constant texts in statements that raise, with x for each value in a text."""
-    for node in ast.walk(tree):
-        for each in ast.walk(node) if isinstance(node, ast.Raise) else ():
-            if isinstance(each, ast.JoinedStr):
-                parts = (p.value if isinstance(p, ast.Constant) else "x" for p in each.values)
-                yield "".join(map(str, parts))
-            elif isinstance(each, ast.Constant) and isinstance(each.value, str):
-                yield each.value
+CONFIGS = [
+    each for each in vars(configs).values() if isinstance(each, type) and "Config" in each.__name__
+]
+VALUE = r'(?:"[^"]*"|\{[^}]*\}|\[[^]]*\]|True|[-\d.e]+)'
 
 
-def test_no_raised_text_keeps_a_flag_outside_a_command() -> None:
-    folders = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "cli"]
-    texts = [text for path in folders for text in _raised_texts(tree_of(path)) if "--" in text]
-    kept = [text for text in texts if re.search(r"(?<!\w)--[a-z]", in_keywords(text))]
-    assert len(texts) > 50
-    assert [text for text in kept if not re.search(r"mlxtune|pip install|hf |mlx[._]", text)] == []
+def _options() -> tuple[set[str], dict[str, set[str]]]:
+    """Return the names of options without a value, and the choices of the others."""
+    switches: set[str] = set()
+    choices: dict[str, set[str]] = {"parallel": {"data", "tensor"}, "init": {"lora", "pissa"}}
+    for config in CONFIGS:
+        if config is not ConfigError:
+            switches |= flags_of(config)
+            for name, option in options_of(config).items():
+                choices.setdefault(name, set()).update(option.choices)
+    return switches, {name: each for name, each in choices.items() if each}
+
+
+def _templates(tree: ast.AST) -> Iterator[str]:
+    """Yield the texts with flags in a module, with x for each value in a text."""
+    parts = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr | ast.Expr)
+        for part in ast.walk(node)
+        if part is not node
+        and isinstance(part, ast.Constant | ast.JoinedStr)
+        and (isinstance(node, ast.JoinedStr) or part is node.value)
+    }
+    for each in ast.walk(tree):
+        text = ""
+        if isinstance(each, ast.JoinedStr):
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "x" for part in each.values
+            )
+        elif isinstance(each, ast.Constant) and isinstance(each.value, str):
+            text = each.value
+        if id(each) not in parts and re.search(r"(?<!\w)--[a-z]", text):
+            yield text
+
+
+OTHER_PROGRAM = r"\b(mlxtune \w+|pip|hf|mlx[._][\w.]+|llama\.cpp) (?!.*(, |; |: )[^'\"]*--)"
+
+
+def test_names_of_commands_and_switches_are_the_configs() -> None:
+    assert set(errors.COMMANDS.split("|")) == {each.name for each in COMMANDS}
+    assert _options()[0] == set(errors.SWITCHES.split("|"))
+
+
+def test_each_text_with_flags_names_keywords_in_python() -> None:
+    switches, choices = _options()
+    setting = rf"\b(?:add|pass|set|try|use|with) (?:{'|'.join(switches - {'both'})})\b(?!=)"
+    modules = (path for path in PACKAGE.rglob("*.py") if path.parent.name != "cli")
+    texts = {text for path in modules for text in _templates(tree_of(path))}
+    assert len(texts) > 300
+    for shown in map(in_keywords, texts):
+        kept = re.search(r"(?<!\w)--[a-z]", shown)
+        assert not kept or re.search(OTHER_PROGRAM, shown), shown
+        for run in re.finditer(rf"\b\w+={VALUE}(?:, \w+={VALUE})*", shown):
+            compile(f"f({run[0]})", "a call", "eval")  # a repeated keyword is a syntax error
+        assert not re.search(setting, shown), shown
+        for name, values in choices.items():
+            bare = rf"(?<!-)\b{name} (?:{'|'.join(map(re.escape, values))})\b(?!=)"
+            assert not re.search(bare, shown), shown
+            words = re.findall(rf'\b{name}="([a-z]+)"', shown)
+            assert all(word in values or word.strip("x") == "" for word in words), shown
 
 
 @pytest.mark.usefixtures("in_python")

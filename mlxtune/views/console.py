@@ -25,7 +25,7 @@ from mlxtune.core.formatting import duration, pluralise
 from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.run.profile import StepProfile
 from mlxtune.core.training.observer import RunStart, TrainingObserver
-from mlxtune.errors import printable
+from mlxtune.errors import as_called, printable
 from mlxtune.views import run_text
 from mlxtune.views.first_result import COMPILING, FirstResult, Timer, start_timer
 from mlxtune.views.output import print_line
@@ -157,7 +157,7 @@ class RunConsole(TrainingObserver):
                 self._activity = None
 
     def _line(self, name: Text, message: str, *, wrap: bool) -> None:
-        message = printable(message)
+        message = printable(as_called(message))
         with self._printing:
             self._end_activity()
             if not (self._wraps and wrap):

@@ -20,7 +20,7 @@ from rich.console import Console
 from mlxtune.core.run.metrics import ValidationRecord
 from mlxtune.core.run.progress import Progress
 from mlxtune.core.training.observer import RunStart
-from mlxtune.errors import printable
+from mlxtune.errors import MlxTuneError, printable
 from mlxtune.views import console as module
 from mlxtune.views.console import (
     BestEffortStream,
@@ -257,3 +257,12 @@ def test_console_outside_a_notebook_does_not_load_ipython() -> None:
         "assert not {'IPython', 'ipywidgets'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_lines_of_a_run_from_python_name_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MlxTuneError, "names_flags", False)
+    console, output = run_console()
+    console.warn("it rose: lower --lr 0.1")
+    console.say("Next", "1 step is too few: try --auto")
+    assert "it rose: lower lr=0.1" in output.getvalue()
+    assert "too few: try auto=True" in output.getvalue()

@@ -246,7 +246,7 @@ def _check(base: BaseModel, workers: int) -> None:
     if base.model_type not in ARCHITECTURES:
         raise _refuse(
             f"models of type {base.model_type}, only {', '.join(ARCHITECTURES)}: "
-            "leave --parallel out, so that each worker has the whole model"
+            "leave out --parallel, so that each worker has the whole model"
         )
     config = base.text_config
     for name in _DIVIDED:
