@@ -26,7 +26,13 @@ from mlxtune.core.data.sources.datafiles import find_data_files
 from mlxtune.core.data.sources.keys import letters
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.core.files.reading import file_hash, open_regular, read_start
-from mlxtune.core.files.writing import append_line, as_output_error, make_folder, write_file
+from mlxtune.core.files.writing import (
+    append_line,
+    as_output_error,
+    check_outputs,
+    make_folder,
+    write_file,
+)
 from mlxtune.core.formatting import pluralise
 from mlxtune.errors import ConfigError, DataError, OutputError, shorten
 from mlxtune.session import trained_model
@@ -136,6 +142,7 @@ def answer_rows(options: ResolvedOptions[GenerateConfig]) -> Path:
     if data.is_dir():
         raise DataError(f"{data} is a folder: name a file in it")
     find_data_files([data])
+    check_outputs([output], [data], "--output")
     with closing(RunConsole(quiet=config.quiet)) as console:
         session = trained_model.UseSession(config, console)
         completes = _completes_text(session, named="template" in options.given)
@@ -144,10 +151,10 @@ def answer_rows(options: ResolvedOptions[GenerateConfig]) -> Path:
         prompts = list(_prompts(session, data, completes=bool(completes)))
         written = [] if config.overwrite or not output.exists() else _written(output)
         stamps = _stamps(session, [each for _, _, each in prompts])
-        if [line.get("stamp") for line in written] != stamps[: len(written)]:
+        if len(written) > len(stamps) or not all(map(_is_stamped, written, stamps)):
             raise OutputError(
-                f"{output} has answers to other prompts, or of another model or other options: "
-                "choose another --output, or replace it with --overwrite"
+                f"{output} has answers to other prompts, of another model or other options, or "
+                "changed since: choose another --output, or replace it with --overwrite"
             )
         make_folder(output.parent)
         # Without the line that an interrupted command wrote in part.
@@ -213,19 +220,32 @@ def _conversation(
 def _stamps(
     session: trained_model.UseSession[GenerateConfig], prompts: Sequence[Prompt | str]
 ) -> list[str]:
-    """Return a hash of each prompt with the model and the options, to recognise its answer."""
+    """Return a hash of each prompt with the model and the options."""
     every = asdict(session.config)
     options = {name: every[name] for name in every.keys() - _PLACES}
     adapter = None if session.adapter is None else file_hash(session.adapter.path)
     common = [str(session.folder.resolve()), adapter, sorted(options.items())]
     contents = (prompt if isinstance(prompt, str) else prompt.ids for prompt in prompts)
     texts = (json.dumps([*common, content], default=str) for content in contents)
-    return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
+    return [_short_hash(text) for text in texts]
 
 
-def _written(output: Path) -> list[dict[str, Any]]:
+def _with_answer(stamp: str, entry: Mapping[str, Any]) -> str:
+    """Return the stamp of a line of the output, by which a resumed command recognises it."""
+    return _short_hash(json.dumps([stamp, {**entry, "stamp": ""}]))
+
+
+def _is_stamped(line: Any, stamp: str) -> bool:
+    return isinstance(line, dict) and line.get("stamp") == _with_answer(stamp, line)
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _written(output: Path) -> list[Any]:
     """Return the complete lines of a file of answers. Raises OutputError for other files."""
-    lines: list[dict[str, Any]] = []
+    lines: list[Any] = []
     with as_output_error(output, "--output"), open_regular(output) as file:
         while (line := file.readline(RECORD.bytes + 1)).endswith(b"\n"):
             try:
@@ -263,7 +283,8 @@ def _answer(
                 generator.forget()
                 answer = generator.answer(prompt, sampling)
                 entry |= {"answer": answer.text, "finish_reason": answer.finish_reason}
-            append_line(output, json.dumps(entry | {"stamp": stamp}, ensure_ascii=False))
+            entry["stamp"] = _with_answer(stamp, entry)
+            append_line(output, json.dumps(entry, ensure_ascii=False))
             done += 1
     except KeyboardInterrupt:
         console.warn(f"{output} has {pluralise(done, 'answer')}: the same command adds the others")

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -461,8 +462,27 @@ def test_answers_to_rows_are_resumed_and_the_file_is_the_same(say: Any, tmp_path
     assert part.read_bytes() == content
     assert say(*command, part, "--temperature", 0, "--overwrite").code == 0
     assert part.read_bytes() != content
-    part.write_text("a file of somebody else\n")
-    assert "has answers to other prompts" in say(*command, part, *sampled).error
+    answer = json.dumps(lines_of(whole)[0]["answer"], ensure_ascii=False).encode()
+    for foreign in (b"a file of somebody else\n", b"[1]\n", content.replace(answer, b'"forged"')):
+        part.write_bytes(foreign)
+        assert "has answers to other prompts" in say(*command, part, *sampled).error
+        assert part.read_bytes() == foreign
+
+
+@pytest.mark.parametrize("link", [None, os.symlink, os.link])
+def test_prompts_are_never_replaced_by_their_answers(
+    say: Any, tmp_path: Path, link: Callable[[Path, Path], None] | None
+) -> None:
+    data = prompts_file(tmp_path)
+    output, content = tmp_path / "answers.jsonl", data.read_bytes()
+    if link is None:
+        output = tmp_path / "none" / ".." / data.name
+        output.parent.parent.mkdir()
+    else:
+        link(data, output)
+    refused = say("generate", "--data", data, "--output", output, "--overwrite").error
+    assert refused == f"{output} is read by this run: choose another --output"
+    assert data.read_bytes() == content
 
 
 def test_interrupt_keeps_the_finished_answers(
