@@ -34,9 +34,13 @@ _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
 @contextmanager
 def as_output_error(target: Path, option: str = "path") -> Iterator[None]:
-    """Turn an OSError into an OutputError that names the target and the option."""
+    """Turn an OSError into an OutputError that names the target and the option.
+
+    Raises FolderMoved instead if this process locked a folder above the target that was moved.
+    """
     try:
-        yield
+        with _noticing_moves(target):
+            yield
     except OutputError:
         raise
     except NotOurs as error:
@@ -49,6 +53,17 @@ def as_output_error(target: Path, option: str = "path") -> Iterator[None]:
             f"{target} cannot be written: {error.strerror or error}: "
             f"{_REMEDIES.get(error.errno or 0, '')}choose another {option}"
         ) from error
+
+
+@contextmanager
+def _noticing_moves(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OutputError:
+        raise
+    except OSError:
+        check_locked(target)
+        raise
 
 
 class BestEffort:

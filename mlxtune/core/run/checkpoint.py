@@ -15,10 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.limits import MANIFEST as MANIFEST_LIMITS
+from mlxtune.core.files.lock import check_locked
 from mlxtune.core.files.ours import discard, is_folder, move, others_in, remove_file, remove_folder
 from mlxtune.core.files.output_folder import put_back, replaced_folder
 from mlxtune.core.files.reading import check_stored, file_hash, read_json, read_own
-from mlxtune.core.files.writing import beside, is_temporary, write_file, write_json
+from mlxtune.core.files.writing import (
+    as_output_error,
+    beside,
+    is_temporary,
+    write_file,
+    write_json,
+)
 from mlxtune.core.names import is_file_name
 
 # The file names that mlx-lm expects in an adapter folder.
@@ -189,19 +196,24 @@ def find_checkpoints(run: Path) -> tuple[list[Checkpoint], dict[Path, str]]:
 
 
 def prune(run: Path, keep: set[Path]) -> None:
-    """Remove numbered checkpoints that are not in `keep`, and leftovers of killed processes."""
-    for path in run.iterdir():
-        numbered = _NUMBERED.fullmatch(path.name) and path not in keep
-        # A backup is removed only if its replacement exists.
-        backup = path.name.endswith(".old") and (run / path.name[1:-4]).exists()
-        if is_temporary(path):
-            _remove_temporary(path)
-        elif (numbered or backup) and is_checkpoint(path):
-            with suppress(OSError):
-                # Renamed first: a removal that is cut short leaves no incomplete checkpoint.
-                aside = beside(path)
-                move(path, aside)
-                discard(aside)
+    """Remove numbered checkpoints that are not in `keep`, and leftovers of killed processes.
+
+    Raises OutputError, or FolderMoved if this process locked a folder above that was moved.
+    """
+    with as_output_error(run, "--checkpoint-dir"):
+        check_locked(run)
+        for path in run.iterdir():
+            numbered = _NUMBERED.fullmatch(path.name) and path not in keep
+            # A backup is removed only if its replacement exists.
+            backup = path.name.endswith(".old") and (run / path.name[1:-4]).exists()
+            if is_temporary(path):
+                _remove_temporary(path)
+            elif (numbered or backup) and is_checkpoint(path):
+                with suppress(OSError):
+                    # Renamed first: a removal that is cut short leaves no incomplete checkpoint.
+                    aside = beside(path)
+                    move(path, aside)
+                    discard(aside)
 
 
 def _remove_temporary(path: Path) -> None:

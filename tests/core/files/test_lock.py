@@ -6,18 +6,22 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlxtune.core.files import writing
 from mlxtune.core.files.lock import FolderMoved, Lock, LockHeldError, NoLocks, holder_of
 from mlxtune.core.files.ours import NotOurs
-from mlxtune.core.run.checkpoint import ADAPTER, write_checkpoint
+from mlxtune.core.run.checkpoint import ADAPTER, prune, write_checkpoint
 from mlxtune.core.run.progress import MetricsFile, Progress
 from mlxtune.core.run.run_folder import LOCK, lock_run
+from mlxtune.core.run.saving import CheckpointContent, CheckpointSaver
 from tests.holders import hold_elsewhere
 
 HOLDER = """
@@ -179,6 +183,7 @@ WRITES: dict[str, Callable[[Path], object]] = {
     "folder": lambda folder: writing.make_folder(folder / "below"),
     "itself": writing.make_folder,
     "checkpoint": lambda folder: write_checkpoint(folder / "step-1", _adapter, {"step": 1}),
+    "pruning": lambda folder: prune(folder, set()),
     "metrics": lambda folder: MetricsFile(folder, print).write(Progress()),
 }
 
@@ -225,3 +230,46 @@ def test_checkpoint_is_not_moved_into_another_folder(tmp_path: Path) -> None:
         write_checkpoint(run / "step-1", move, {"step": 1})
     lock.release()
     assert not run.exists()
+
+
+def test_run_moved_at_any_moment_of_a_save_is_named_as_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, rename = tmp_path / "run", os.rename
+    calls = moves_at = 0
+
+    def counting(call: Any) -> Any:
+        def counted(path: Any, *arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            if isinstance(path, str | Path) and str(run) in str(path):
+                calls += 1
+                if calls == moves_at:
+                    rename(run, tmp_path / f"moved-{calls}")
+            return call(path, *arguments, **options)
+
+        return counted
+
+    def save_two() -> None:
+        """Save two checkpoints, and prune the first; the run moves during the second save."""
+        nonlocal calls
+        saver = CheckpointSaver(
+            run, every_steps=1, every_minutes=0, keep=1, on_saved=str, on_problem=print
+        )
+        saver.save("step-1", CheckpointContent(_adapter, {"step": 1}, list))
+        with monkeypatch.context() as patched:
+            for name in ("listdir", "lstat", "mkdir", "open", "rename", "replace", "stat"):
+                patched.setattr(os, name, counting(getattr(os, name)))
+            calls = 0
+            saver.save("step-2", CheckpointContent(_adapter, {"step": 2}, list))
+
+    save_two()
+    total = calls
+    assert total > 50
+    for moves_at in range(1, total + 1):
+        lock = lock_run(run)
+        # The removal of an older checkpoint is a best effort.
+        with suppress(FolderMoved):
+            save_two()
+        lock.release()
+        assert (tmp_path / f"moved-{moves_at}").exists()
+        shutil.rmtree(run, ignore_errors=True)
