@@ -167,7 +167,7 @@ def test_near_copies_of_trained_rows_are_left_out_too(
     data = ["--data", home / "chat.jsonl", "--val-data", copies]
     outcome = train("--model-path", home / "model", *data, quiet=False)
     assert "cannot tell whether the adapter helped" in outcome.err
-    assert "the same but for white space, case, end punctuation" in outcome.err
+    assert "the same but for white space, case, punctuation" in outcome.err
 
 
 def test_rows_of_the_first_adapter_count_as_trained_on_too(

@@ -23,8 +23,16 @@ from mlxtune.core.data.problems import where
 RowExamples = tuple[Example, ...]
 HashOf = Callable[[Example], int]
 
-# Punctuation at the end of a sentence or a message.
-_END = re.compile(r"[.!?…。！？]+(?=\s|$)")
+# What is left of a text: words, numbers and symbols. Hyphens and points count within numbers and
+# names, and exclamation marks where they negate; other punctuation does not.
+_KEPT = re.compile(
+    r"""\w+(?:\.\w+)*|\.\d\w*|-(?=\s*\.?\d)|!(?=[\w=(])"""
+    r"""|[^\w\s.\-!,;:?'"`¡¿‘’‚“”„‹›«»、。「」『』《》،؛؟।]"""
+)
+_DASHES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-")
+# The separator of control tokens, a byte that UTF-8 never has.
+_CONTROL = b"\xff"
+_SYSTEM_ROLES = ("system", "developer")
 # Roles of examples that repeat an answer of their row, or have another row's answer.
 _COPIES = (WHOLE, MISMATCHED)
 _NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i4", "i8", "u1", "u8"))
@@ -309,14 +317,21 @@ def normalise(text: str) -> str:
     """Return the text that near copies share."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text)
-    return " ".join(_END.sub("", text.casefold()).split())
+        unseen = dict.fromkeys(ord(each) for each in set(text) if _is_unseen(each))
+        text = text.translate(_DASHES | unseen)
+    return " ".join(_KEPT.findall(text.casefold()))
+
+
+def _is_unseen(character: str) -> bool:
+    """Return whether a character is a joiner, a soft hyphen, a variation selector or the like."""
+    return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"
 
 
 class TextHash:
     """Hashes the text of examples: near copies have the same 64-bit hash, whatever their tokens.
 
-    Masks and roles do not count, so a row is a near copy under any objective. `load_tokenizer` is
-    called on the first use.
+    Masks and roles do not count, so a row is a near copy under any objective. Neither does a system
+    message that the template marks as such. `load_tokenizer` is called on the first use.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer]) -> None:
@@ -327,13 +342,32 @@ class TextHash:
         tokens, spelled = example.tokens.tolist(), self._spelled
         if new := {token for token in tokens if token not in spelled}:
             self._spell(sorted(new))
-        text = b"".join([spelled[token] for token in tokens]).decode(errors="replace")
-        content = normalise(text).encode(errors="replace")
+        parts = b"".join([spelled[token] for token in tokens]).split(_CONTROL)
+        kept = _without_system([part.decode(errors="replace") for part in parts])
+        content = "\n".join(filter(None, map(normalise, kept))).encode(errors="replace")
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
     def _spell(self, tokens: list[int]) -> None:
         tokenizer = self._load_tokenizer()
         for token, content in zip(tokens, tokenizer.spell(tokens), strict=True):
-            # White space around a control token shows where a message ends.
             is_control = token in tokenizer.control_ids
-            self._spelled[token] = b"\n%b\n" % content if is_control else content
+            self._spelled[token] = _CONTROL + content + _CONTROL if is_control else content
+
+
+def _without_system(parts: list[str]) -> list[str]:
+    """Return texts and the control tokens between them, from the first text after a system message.
+
+    In `<|start|>system<|message|>Be brief.<|end|>`, the role is a text of its own; in ChatML, it is
+    the first line; elsewhere, the control token names it, as in `[SYSTEM_PROMPT]Be brief.`
+    """
+    is_message = False
+    for i in range(0, len(parts), 2):
+        control, text = parts[i - 1] if i else "", parts[i]
+        if is_message:
+            is_message = False
+        elif text.strip() and not ("system" in control.lower() and "/" not in control):
+            role, line_end, _ = text.partition("\n")
+            if role.strip() not in _SYSTEM_ROLES:
+                return parts[i:]
+            is_message = not line_end
+    return parts

@@ -29,7 +29,7 @@ from mlxtune.core.data.problems import (
 )
 
 _PLACES = 5
-_NEAR = "the same but for white space, case, end punctuation or Unicode form"
+_NEAR = "the same but for white space, case, punctuation, Unicode form or the system message"
 # The ratio of mean lengths at which length alone could identify preferred answers.
 _MUCH_LONGER = 1.5
 

@@ -36,6 +36,8 @@ def example(*messages: str, supervised: int = 1) -> Example:
         ("Where is\nthe cafe\u0301", "There."),
         ("WHERE IS THE CAFÉ!", "there…"),
         ("Ｗhere is the café?", "There"),
+        ("Where, is: the 'café'", '"There"'),
+        ("Wh\u00adere\u200b is the ca\u2060fé?", "There\ufe0f\ufeff"),
     ],
 )
 def test_near_copies_have_one_hash_whatever_their_tokens_and_masks(
@@ -53,6 +55,7 @@ def test_near_copies_have_one_hash_whatever_their_tokens_and_masks(
         ("Where is the café? There.",),
         ("Where is the cafe?", "There."),
         ("Where is thecafé?", "There."),
+        ("There.", "Where is the café?"),
     ],
 )
 def test_other_words_have_another_hash(messages: tuple[str, ...]) -> None:
@@ -62,3 +65,71 @@ def test_other_words_have_another_hash(messages: tuple[str, ...]) -> None:
 
 def test_points_within_numbers_and_names_stay() -> None:
     assert normalise("Run 3.14 of a.txt.  Now!") == "run 3.14 of a.txt now"
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ('{"a": [1, -2], "b": {}}', '{"a":[1,-2],"b":{}}', "{ 'a' : [ 1 , \u22122 ], 'b': { } }"),
+        ("A well-known “fact”: don’t", "a well known 'fact' \u2014 don't."),
+        ("¿Qué?", "qué"),
+        ("नमस्ते।", "नमस्ते"),
+    ],
+)
+def test_spacing_and_punctuation_do_not_count(texts: tuple[str, ...]) -> None:
+    assert len(set(map(normalise, texts))) == 1
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("-1", "1", "+1", "1%", "$1", "#1"),
+        ("1.5", "15", "1 5", ".15", "-1.5"),
+        ("3 - 1", "3 + 1", "3 1", "31"),
+        ("[[1], [2, 3]]", "[[1, 2], [3]]"),
+        ("a != b", "a = b", "a == b", "a < b", "a > b"),
+        ("if (!done)", "if (done)"),
+        ("C", "C++", "C#"),
+        ("snake_case", "snake case"),
+        ("👍", "👎"),
+    ],
+)
+def test_signs_points_and_symbols_count(texts: tuple[str, ...]) -> None:
+    assert len(set(map(normalise, texts))) == len(texts)
+
+
+@pytest.mark.parametrize(
+    ("system", "rest"),
+    [
+        ("|im_start|system\n{}|im_end|\n", "|im_start|user\nHi|im_end|\n|im_start|assistant\nYo"),
+        ("|start|system|head|\n\n{}|eot|", "|start|user|head|\n\nHi|eot||start|assistant|head|Yo"),
+        ("|[SYSTEM_PROMPT]|{}|[/SYSTEM_PROMPT]|", "|[INST]|Hi|[/INST]|Yo"),
+        ("|<system>|\n{}|<end>|\n", "|<user>|\nHi|<end>||<assistant>|\nYo"),
+        ("|start|system|in|Cut-off|end||start|developer|in|{}|end|", "|start|user|in|Hi|end|"),
+    ],
+)
+def test_system_message_does_not_count(system: str, rest: str) -> None:
+    """Control tokens are between bars here."""
+
+    def near(text: str) -> int:
+        controls = text.split("|")[1::2]
+        hash_of = TextHash(lambda: Controls(controls))  # type: ignore[arg-type,return-value]
+        tokens = []
+        for i, part in enumerate(text.split("|")):
+            tokens += [END + controls.index(part)] if i % 2 else part.encode()
+        mask = np.ones(len(tokens), dtype=np.uint8)
+        return hash_of(Example(1, np.array(tokens, dtype=np.int32), mask))
+
+    bare = near("|bos|" + rest)
+    for message in ("Be brief.", "Be\nlong", "system", ""):
+        assert near("|bos|" + system.format(message) + rest) == bare
+    assert near("|bos|" + system.format("Be brief.") + rest.replace("Hi", "Ho")) != bare
+
+
+class Controls(Bytes):
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self.control_ids = frozenset(range(END, END + len(names)))
+
+    def spell(self, ids: list[int]) -> list[bytes]:
+        return [self._names[i - END].encode() if i >= END else bytes([i]) for i in ids]
