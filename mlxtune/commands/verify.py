@@ -1,8 +1,8 @@
 """`mlxtune verify`: checks a run's files and adapters, and can replay its training."""
 
 from contextlib import suppress
-from dataclasses import replace
-from itertools import islice
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mlxtune.backend.adapters import checkpoint_tensors
@@ -12,22 +12,30 @@ from mlxtune.backend.models import loading, model_folder
 from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig, as_path, user_cache
 from mlxtune.core.files.hashing import model_hash
-from mlxtune.core.files.reading import file_hash, read_json, read_own
+from mlxtune.core.files.reading import file_hash, read_own
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.files.writing import copy_file, make_folder
 from mlxtune.core.formatting import join_few
 from mlxtune.core.run.checkpoint import (
     ADAPTER,
-    METADATA,
+    BEST,
     METRICS,
     Checkpoint,
     find_checkpoints,
 )
 from mlxtune.core.run.extension import extensions_of
-from mlxtune.core.run.progress import Progress, same_except_measurements
+from mlxtune.core.run.metrics import SkippedStep, StepRecord, ValidationRecord
+from mlxtune.core.run.progress import Progress, Record
+from mlxtune.core.run.replay_checks import (
+    check_checkpoint_again,
+    check_metrics,
+    check_rates,
+    checks_of_files,
+)
 from mlxtune.core.run.run_folder import REFERENCE, ResumePoint
 from mlxtune.core.run.stored_run import run_folder_at
 from mlxtune.core.run.verification import Verification, verify_files
+from mlxtune.core.training.schedule import make_schedule
 from mlxtune.errors import (
     DataError,
     Interrupted,
@@ -123,17 +131,47 @@ def _resume_point(checkpoint: Checkpoint) -> ResumePoint:
     return ResumePoint(checkpoint, Progress.from_jsonl(checkpoint.metrics), [], {})
 
 
-def _train_again(
-    config: TrainConfig, newest: Checkpoint, resumed: ResumePoint | None
-) -> Path | None:
-    """Train to the step of the newest checkpoint; return the checkpoint written there, if any.
+@dataclass(frozen=True)
+class _Replay:
+    """What a replay repeats: the records of a run up to `step`, after the checkpoint `resumed`.
+
+    With `whole`, the run is finished, and the replay writes its adapter and judges it too.
+    """
+
+    records: list[Record]
+    step: int
+    resumed: ResumePoint | None
+    whole: bool
+
+    @classmethod
+    def of(cls, good: list[Checkpoint], *, finished: bool) -> "_Replay":
+        """Choose the steps between the oldest checkpoint, or the start, and the end."""
+        newest, first = good[0], good[-1]
+        records = Progress.from_jsonl(newest.metrics)
+        whole = False
+        if finished:
+            written = Progress.from_jsonl(read_own(newest.folder.parent / METRICS))
+            # If the run was extended afterwards, no checkpoint has its last options.
+            whole = written.step <= newest.metadata.get("total_steps", 0)
+            records = written if whole else records
+        step = records.step
+        resumed = _resume_point(first) if first.step < step else None
+        return cls(list(records), step, resumed, whole)
+
+    @property
+    def start(self) -> int:
+        return self.resumed.checkpoint.step if self.resumed else 0
+
+
+def _train_again(config: TrainConfig, newest: Checkpoint, replay: _Replay) -> str | None:
+    """Train as the run did, in the folder of `config`; return why the end was not reached, if so.
 
     Before an extension, train with the options of that time, on which the learning rates depend.
     """
-    start = resumed.checkpoint.step if resumed else 0
-    validated = {validation.step for validation in Progress.from_jsonl(newest.metrics).validations}
+    resumed = replay.resumed
+    validated = {each.step for each in replay.records if isinstance(each, ValidationRecord)}
     for extension in extensions_of(newest.metadata):
-        if extension.step <= start:
+        if extension.step <= replay.start:
             continue
         own = replace(config, epochs=extension.epochs, max_steps=extension.max_steps)
         # A run that was complete had also been validated at its end.
@@ -141,11 +179,21 @@ def _train_again(
         _train_to(own, extension.step + complete, resumed)
         written, _ = find_checkpoints(config.checkpoint_path)
         resumed = _resume_point(written[0])
-    return _train_to(config, newest.step, resumed)
+    if replay.whole:
+        try:
+            train(ResolvedOptions.recorded(config), resume=resumed)
+        except ModelError as error:
+            # Training that ends elsewhere may look for a best checkpoint that the run never had.
+            return str(error)
+    else:
+        # One step more, for what the run recorded after the last step: a validation, an epoch.
+        ended = not isinstance(replay.records[-1], StepRecord | SkippedStep)
+        _train_to(config, replay.step + ended, resumed)
+    return None
 
 
-def _train_to(config: TrainConfig, step: int, resumed: ResumePoint | None) -> Path | None:
-    """Train to a step; return the checkpoint written there, or None if the run ended before."""
+def _train_to(config: TrainConfig, step: int, resumed: ResumePoint | None) -> None:
+    """Train to a step, or to the end of the run."""
     try:
         train(ResolvedOptions.recorded(config), resume=resumed, stop_after=step)
     except TrainingInterrupted as stopped:
@@ -154,15 +202,17 @@ def _train_to(config: TrainConfig, step: int, resumed: ResumePoint | None) -> Pa
             interrupt = Interrupted()
             interrupt.signal = stopped.signal
             raise interrupt from None
-        return stopped.checkpoint
-    return None
 
 
 def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
-    """Train again from the first checkpoint to the newest, in a scratch folder."""
-    newest, first = good[0], good[-1]
-    resumed = _resume_point(first) if first.step < newest.step else None
-    if resumed is None and config.init_adapter is not None:
+    """Train again from the first checkpoint to the newest, or to the end of a finished run."""
+    newest, run = good[0], good[0].folder.parent
+    try:
+        replay = _Replay.of(good, finished=result.finished)
+    except (OSError, ValueError) as problem:
+        result.add("replay", f"{METRICS}: {problem}", "")
+        return
+    if replay.resumed is None and config.init_adapter is not None:
         check_initial(config.init_adapter, newest.metadata)
     with end_in_order(), scratch_folder("verify") as scratch:
         replayed = replace(
@@ -170,34 +220,135 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
             output=str(scratch / ADAPTER),
             checkpoint_dir=str(scratch / "checkpoints"),
             quiet=True,
+            # The checkpoints on the way are compared too.
+            keep=max(config.keep, len(good) + 1),
             # Timing the products again might change the choice of --quantized-compute auto.
             quantized_compute=recorded_products(newest.metadata) or config.quantized_compute,
-            # A replay needs no tracker, profile or sample answers.
+            # A replay needs no tracker or profile.
             track=(),
             profile_interval=0,
-            samples=0,
+            samples=config.samples if replay.whole else 0,
         )
-        if resumed is not None:
-            # A replay from the start recreates this file.
-            make_folder(scratch / "checkpoints")
-            with suppress(OSError):  # training reports the error
-                copy_file(newest.folder.parent / REFERENCE, scratch / "checkpoints" / REFERENCE)
-        again = _train_again(replayed, newest, resumed)
-        if again is None:
-            raise OutputError(f"{result.run}: training again did not reach step {newest.step}")
-        same = file_hash(again / ADAPTER) == file_hash(newest.folder / ADAPTER)
-        records = list(Progress.from_jsonl(read_own(again / METRICS)))
-        data = read_json(again / METADATA).get("data_hash")
-        between = _differing(good, scratch / "checkpoints", newest.step)
-    before = islice(Progress.from_jsonl(newest.metrics), len(records))
-    start = f"trained again from step {first.step if resumed else 0} to {newest.step}"
+        if replay.resumed is not None:
+            _copy_state(run, replay.resumed.checkpoint, scratch / "checkpoints")
+        unended = _train_again(replayed, newest, replay)
+        _compare(result, good, replay, scratch, unended)
+        rates = partial(_rate, config, newest)
+        result.add("learning rates", check_rates(replay.records, rates), "as the options give them")
+        if replay.resumed is not None:
+            _check_earlier(result, replayed, newest, replay, scratch / "first")
+
+
+def _rate(config: TrainConfig, newest: Checkpoint, step: int) -> float:
+    """Return the learning rate that a run's options, at the time of a step, give it."""
+    total = newest.metadata.get("total_steps", 0)
+    until = (each.total_steps for each in extensions_of(newest.metadata) if step <= each.step)
+    schedule = make_schedule(
+        config.schedule,
+        peak=config.rate,
+        total_steps=next(until, total),
+        warmup_fraction=config.warmup_fraction,
+        lr_min=config.lr_min,
+    )
+    return schedule(step)
+
+
+def _check_earlier(
+    result: Verification, config: TrainConfig, newest: Checkpoint, replay: _Replay, scratch: Path
+) -> None:
+    """Repeat the validation before the first step, and say which steps were not repeated."""
+    name, rest = "earlier steps", f"steps 1 to {replay.start} were not repeated"
+    own = [each for each in replay.records if isinstance(each, ValidationRecord)]
+    if not own:
+        result.add(name, None, rest)
+        return
+    if config.init_adapter is not None:
+        try:
+            check_initial(config.init_adapter, newest.metadata)
+        except ModelError:
+            result.add(name, None, f"{rest}, nor was the validation before them")
+            return
+    losses: list[float] = []
+    config = replace(config, output=str(scratch / ADAPTER), checkpoint_dir=str(scratch))
+    try:
+        train(
+            ResolvedOptions.recorded(config),
+            stop_after=0,
+            on_validation=lambda step, loss: losses.append(loss),
+        )
+    except TrainingInterrupted as stopped:
+        if stopped.by_signal:
+            raise
     problem = None
-    if not same or not same_except_measurements(records, before):
-        problem = f"{start}: the {'metrics' if same else 'adapter'} differ{'' if same else 's'}"
-        if data != newest.metadata.get("data_hash"):
+    if losses != [each.val_loss for each in own if each.step == 0]:
+        problem = f"the validation before the first step gives {losses[0]:.6g}"
+        problem += "" if on_cpu() else ", perhaps by rounding: see docs/reliability.md on GPUs"
+    result.add(name, problem, f"{rest}, apart from the validation before them")
+
+
+def _copy_state(run: Path, first: Checkpoint, again: Path) -> None:
+    """Copy what a run needs that continues from its first checkpoint."""
+    make_folder(again)
+    with suppress(OSError):  # training reports the error
+        copy_file(run / REFERENCE, again / REFERENCE)
+    if first.folder.name == BEST:
+        make_folder(again / BEST)
+        for path in first.folder.iterdir():
+            copy_file(path, again / BEST / path.name)
+
+
+def _compare(
+    result: Verification,
+    good: list[Checkpoint],
+    replay: _Replay,
+    scratch: Path,
+    unended: str | None,
+) -> None:
+    """Compare a run with its replay, and with what needs no steps of it."""
+    newest, again = good[0], scratch / "checkpoints"
+    start = f"trained again from step {replay.start} to {replay.step}"
+    written, _ = find_checkpoints(again)
+    at_end = [each for each in written if each.step == newest.step]
+    if not written:
+        raise OutputError(f"{result.run}: training again wrote no checkpoint: {unended}")
+    at_end.sort(key=lambda each: each.folder.name != newest.folder.name)
+    records = list(Progress.from_jsonl(read_own(again / METRICS)))
+    if not replay.whole:
+        records = _up_to(records, replay.step)[: len(replay.records)]
+    problem = _difference(newest, at_end, replay, records) or unended
+    if problem is not None:
+        problem = f"{start}: {problem}"
+        if written[0].metadata.get("data_hash") != newest.metadata.get("data_hash"):
             problem += ", because the data gives different examples than the run was trained on"
         elif not on_cpu():
             problem += ", perhaps by rounding: see docs/reliability.md on GPUs"
-    elif between:
+    elif between := _differing(good, again, newest.step):
         problem = f"{start}: the same bytes, but not at {join_few(between)}"
     result.add("replay", problem, f"{start}: the same bytes")
+    if replay.whole and problem is None:
+        for name, check in checks_of_files(newest.folder.parent, again):
+            result.attempt(f"{name} again", check)
+
+
+def _up_to(records: list[Record], step: int) -> list[Record]:
+    """Return the records up to the first step after `step`."""
+    later = (
+        place
+        for place, record in enumerate(records)
+        if isinstance(record, StepRecord | SkippedStep) and record.step > step
+    )
+    return records[: next(later, len(records))]
+
+
+def _difference(
+    newest: Checkpoint, again: list[Checkpoint], replay: _Replay, records: list[Record]
+) -> str | None:
+    """Return the first difference between a run's newest checkpoint or records and the replay's."""
+    if again and file_hash(again[0].folder / ADAPTER) != file_hash(newest.folder / ADAPTER):
+        return "the adapter differs"
+    if (other := check_metrics(replay.records, records)) is not None:
+        return f"the metrics differ: the run has {other}"
+    if again and again[0].folder.name == newest.folder.name:
+        file = check_checkpoint_again(newest, again[0].folder)
+        return None if file is None else f"{file} of {newest.folder.name} differs"
+    return None

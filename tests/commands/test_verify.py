@@ -511,3 +511,124 @@ def test_file_that_contradicts_a_hashed_copy_is_found_and_named(
     found = {each.name: each.detail for each in result.checks if not each.ok}
     own = next((detail for each, detail in found.items() if each.startswith(check)), "")
     assert problem in own, found
+
+
+# A replay finds edits whose hashes were written again.
+
+
+def seal_all(run: Path) -> None:
+    for manifest in run.glob("*/manifest.json"):
+        sealed(manifest.parent)
+
+
+def in_all_metrics(run: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    for path in [run / "metrics.jsonl", *run.glob("*/metrics.jsonl")]:
+        lines_with(path, change)
+    seal_all(run)
+
+
+def validation(step: int, loss: float) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a change of the validation after a step, and of the epoch that ends there."""
+
+    def change(line: dict[str, Any]) -> dict[str, Any]:
+        if (line["kind"], line.get("step")) == ("validation", step) or (
+            step and (line["kind"], line.get("epoch")) == ("epoch", step // 4)
+        ):
+            return line | {"val_loss": loss, "val_perplexity": math.exp(loss)}
+        return line
+
+    return change
+
+
+def last_validation(run: Path) -> None:
+    found = json.loads((run / "result.json").read_text())
+    step, loss = found["best_step"], found["best_val_loss"] * 0.99
+    in_all_metrics(run, validation(step, loss))
+    edit(run / "result.json", best_val_loss=loss)
+    for path in run.glob("*/metadata.json"):
+        own = json.loads(path.read_text())
+        if own["best_step"] == step:
+            edit(path, best_val_loss=loss)
+        if own["step"] == step and own["val_loss"] is not None:
+            edit(path, val_loss=loss, val_perplexity=math.exp(loss))
+    seal_all(run)
+
+
+def first_validation(run: Path) -> None:
+    loss = json.loads((run / "result.json").read_text())["initial_val_loss"] * 1.01
+    in_all_metrics(run, validation(0, loss))
+    edit(run / "result.json", initial_val_loss=loss)
+
+
+def rate_of_step_2(line: dict[str, Any]) -> dict[str, Any]:
+    changed = line["kind"] == "step" and line["step"] == 2
+    return line | {"learning_rate": 0.5} if changed else line
+
+
+def in_difference(found: dict[str, Any]) -> dict[str, Any]:
+    return found | {"difference": found["difference"] | {"low": -9.0, "high": 9.0}}
+
+
+def optimizer(run: Path) -> None:
+    path = run / "epoch-2" / "optimizer.safetensors"
+    found = safetensors.numpy.load_file(path)
+    found["m.0"] = found["m.0"] * 0
+    safetensors.numpy.save_file(found, path)
+    sealed(path.parent)
+
+
+def config_of_newest(run: Path) -> None:
+    edit(run / "epoch-2" / "adapter_config.json", num_layers=1)
+    sealed(run / "epoch-2")
+
+
+def loss_of_newest(run: Path) -> None:
+    edit(run / "epoch-2" / "metadata.json", train_loss=0.5)
+    sealed(run / "epoch-2")
+
+
+FORGED: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "last validation": (last_validation, "replay", "the metrics differ: the run has Validation"),
+    "first validation": (first_validation, "earlier steps", "the validation before the first"),
+    "learning rate": (
+        lambda run: in_all_metrics(run, rate_of_step_2),
+        "learning rates",
+        "step 2 has learning rate 0.5, but ",
+    ),
+    "only trained": (
+        lambda run: edit(run / "evaluation.json", only_trained=True),
+        "evaluation.json again",
+        "has another only_trained than its replay",
+    ),
+    "interval": (
+        lambda run: rewrite(run / "evaluation.json", in_difference),
+        "evaluation.json again",
+        "has another low than ",
+    ),
+    "rows that changed most": (
+        lambda run: edit(run / "evaluation.json", gained=[], lost=[]),
+        "evaluation.json again",
+        "number of entries in ",
+    ),
+    "optimizer": (optimizer, "replay", "optimizer.safetensors of epoch-2 differs"),
+    "config": (config_of_newest, "replay", "adapter_config.json (num_layers) of epoch-2"),
+    "metadata": (loss_of_newest, "replay", "metadata.json (train_loss) of epoch-2"),
+    "ledger": (
+        lambda run: rewrite(run / "ledger.json", lambda found: [found[0] | {"notes": {"a": 1}}]),
+        "ledger.json again",
+        "has another a than ",
+    ),
+    "plan": (
+        lambda run: edit(run / "run.json", template="another"),
+        "run.json again",
+        "has another template than ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_replay_finds_what_was_hashed_again(run: Path, name: str) -> None:
+    change, check, problem = FORGED[name]
+    change(run)
+    found = {each.name: each.detail for each in verify(run, replay=True).checks if not each.ok}
+    assert problem in found.get(check, ""), found

@@ -183,6 +183,8 @@ class InstructTrainer:
             with self._discarding_unstarted(resume), self._recorder.naming_checkpoint():
                 self._begin(records or {}, resume, previous)
                 over = self._validate_and_end_epoch(self.progress.step)
+                if self._stop_after == 0:
+                    self._recorder.save_and_interrupt()
                 remaining = self._remaining_steps()
                 while not over:
                     step = next(remaining)

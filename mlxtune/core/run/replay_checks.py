@@ -1,0 +1,165 @@
+"""Compares the files of a run with those of its replay, in a scratch folder.
+
+Paths, times, memory, and versions may differ; everything else must be equal.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
+from mlxtune.core.files.reading import file_hash, read_json
+from mlxtune.core.run.checkpoint import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    METADATA,
+    OPTIMIZER,
+    PARAMETERS,
+    RECORDS,
+    Checkpoint,
+)
+from mlxtune.core.run.metrics import SkippedStep, StepRecord
+from mlxtune.core.run.progress import MEASURED, Record, same_except_measurements
+from mlxtune.core.run.run_folder import ABOUT, EVALUATION, LEDGER, RESULT
+from mlxtune.core.run.stored_run import read_evaluation, read_ledgers
+
+# Parts of the records that the machine, the place or later options decide.
+_OF_METADATA = (
+    *(*MEASURED, "total_time_ms", "versions", "working_directory", "workers", "extensions"),
+    *("config", RECORDS, "quantized_compute"),
+)
+_OF_RESULT = ("total_time_ms", "peak_memory", "adapter", "sha256", RECORDS)
+_OF_ABOUT = ("model", "lora", "template", "lengths", "data_hash", "validation_hash")
+_OF_PLAN = ("steps", "steps_per_epoch", "rows_train", "rows_validation")
+# The entries whose values are paths.
+_PATHS = ("path", "model")
+# An evaluation adds up losses in batches that the free memory may decide.
+_CLOSE = 1e-5
+
+
+def check_metrics(own: Sequence[Record], again: Sequence[Record]) -> str | None:
+    """Return the first difference between the records of a run and of its replay, if any."""
+    for record, other in zip(own, again, strict=False):
+        if not same_except_measurements([record], [other]):
+            return f"{named(record)}, but training again gives {named(other)}"
+    if len(own) < len(again):
+        return f"no {named(again[len(own)])}"
+    if len(own) > len(again):
+        return f"{named(own[len(again)])}, which training again does not give"
+    return None
+
+
+def named(record: Record) -> str:
+    """Name a record by its kind and place, with its loss."""
+    value = getattr(record, "loss", getattr(record, "val_loss", ""))
+    place = f"{type(record).__name__} {getattr(record, 'step', getattr(record, 'epoch', 0))}"
+    return f"{place} with {value:.6g}" if isinstance(value, float) else place
+
+
+def check_checkpoint_again(own: Checkpoint, again: Path) -> str | None:
+    """Return the first file of a checkpoint that differs from the replay's, if any."""
+    for name in (ADAPTER, OPTIMIZER, PARAMETERS):
+        here, there = own.folder / name, again / name
+        if here.exists() != there.exists() or (
+            here.exists() and file_hash(here) != file_hash(there)
+        ):
+            return name
+    if (own.folder / ADAPTER_CONFIG).exists():
+        here, there = own.folder / ADAPTER_CONFIG, again / ADAPTER_CONFIG
+        own_config, config = (read_json(each, CONFIG_LIMITS) for each in (here, there))
+        if (entry := difference(own_config, config)) is not None:
+            return f"{ADAPTER_CONFIG} ({entry})"
+    kept, computed = own.metadata, read_json(again / METADATA)
+    names = sorted((kept.keys() & computed.keys()) - set(_OF_METADATA))
+    parts = [{each: part[each] for each in names} for part in (kept, computed)]
+    entry = difference(parts[0], parts[1])
+    return None if entry is None else f"{METADATA} ({entry})"
+
+
+def check_rates(records: Sequence[Record], rate: Callable[[int], float]) -> str | None:
+    """Compare the learning rates of steps with the schedule; return the first difference."""
+    for record in records:
+        if isinstance(record, StepRecord | SkippedStep):
+            expected = rate(record.step)
+            if not math.isclose(record.learning_rate, expected, rel_tol=1e-9):
+                return (
+                    f"step {record.step} has learning rate {record.learning_rate:.6g}, but the "
+                    f"options give {expected:.6g}"
+                )
+    return None
+
+
+def checks_of_files(run: Path, again: Path) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield the name of each file beside the checkpoints, and a check of it.
+
+    `again` is the folder of a finished replay of the finished run.
+    """
+    yield ABOUT, lambda: _check_about(run, again)
+    yield LEDGER, lambda: _check_ledgers(run, again)
+    yield RESULT, lambda: _check_result(run, again)
+    if (run / EVALUATION).exists():
+        yield EVALUATION, lambda: _check_evaluation(run, again)
+
+
+def _check_about(run: Path, again: Path) -> str:
+    own, other = (read_json(each / ABOUT) for each in (run, again))
+    for part, names in ((("plan",), _OF_PLAN), ((), _OF_ABOUT)):
+        here, there = ((each.get("plan", {}) if part else each) for each in (own, other))
+        _same(*({name: each.get(name) for name in names} for each in (here, there)))
+    return "its model, data and plan are those of the replay"
+
+
+def _check_ledgers(run: Path, again: Path) -> str:
+    own, other = (
+        [ledger.as_dict() for ledger in read_ledgers(each / LEDGER)] for each in (run, again)
+    )
+    _same(own, other)
+    return "reading the data again gives the same"
+
+
+def _check_result(run: Path, again: Path) -> str:
+    own, other = (read_json(each / RESULT) for each in (run, again))
+    names = (own.keys() & other.keys()) - set(_OF_RESULT)
+    _same(*({name: each[name] for name in sorted(names)} for each in (own, other)))
+    return "training again gives the same"
+
+
+def _check_evaluation(run: Path, again: Path) -> str:
+    own, other = (read_evaluation(each / EVALUATION) for each in (run, again))
+    if other is None:
+        return "not judged again: see the warning"
+    if own is None:
+        raise ValueError("has no verdict")
+    here, there = asdict(own), asdict(other)
+    if own.generated is None:  # a run may end before the samples
+        del here["generated"], there["generated"]
+    _same(here, there)
+    return f"judged again: {own.verdict}"
+
+
+def _same(own: Any, other: Any) -> None:
+    if (name := difference(own, other)) is not None:
+        raise ValueError(f"has another {name} than its replay")
+
+
+def difference(own: Any, other: Any, name: str = "content") -> str | None:
+    """Return the name of the first entry in which two JSON values differ, if any.
+
+    Of paths, only the last parts are compared, and numbers may differ by rounding.
+    """
+    if isinstance(own, Mapping) and isinstance(other, Mapping):
+        names = [*own, *(each for each in other if each not in own)]
+        pairs = [(own.get(each), other.get(each), each) for each in names]
+    elif isinstance(own, list | tuple) and isinstance(other, list | tuple):
+        if len(own) != len(other):
+            return f"number of entries in {name}" if name != "content" else "number of entries"
+        pairs = [(*both, name) for both in zip(own, other, strict=True)]
+    elif isinstance(own, float) and isinstance(other, float | int):
+        return None if math.isclose(own, other, rel_tol=_CLOSE, abs_tol=1e-9) else name
+    elif name in _PATHS and isinstance(own, str) and isinstance(other, str):
+        return None if Path(own).name == Path(other).name else name
+    else:
+        return None if own == other else name
+    return next((found for pair in pairs if (found := difference(*pair)) is not None), None)
