@@ -12,8 +12,6 @@ import os
 import re
 import secrets
 import select
-import socket
-import socketserver
 import sys
 import threading
 import time
@@ -21,7 +19,7 @@ import webbrowser
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qs
@@ -35,6 +33,7 @@ from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.errors import MlxTuneError, OutputError
 from mlxtune.views.output import print_line
 from mlxtune.watch.asking import Asker
+from mlxtune.watch.connections import LimitedReader, LimitedServer
 from mlxtune.watch.live import Live
 
 ADDRESS = "127.0.0.1"
@@ -77,62 +76,18 @@ class Site(Protocol):
         """Carry out a page's request, or raise MlxTuneError; return False for an unknown action."""
 
 
-class PageServer(ThreadingHTTPServer):
+class PageServer(LimitedServer):
     """Serves a site under a token. Port 0 takes any free port. Raises OSError for a port in use."""
 
-    daemon_threads = True
-    request_queue_size = _CONNECTIONS
+    request_queue_size = most_connections = _CONNECTIONS
 
     def __init__(self, site: Site, token: str, port: int = 0) -> None:
         self.site, self.token = site, token
-        self._slots = threading.BoundedSemaphore(_CONNECTIONS)
         super().__init__((ADDRESS, port), _Handler)
 
     @property
     def address(self) -> str:
         return f"http://{ADDRESS}:{self.server_address[1]}/{self.token}/"
-
-    def server_bind(self) -> None:
-        """Bind without asking a name server for the name of this machine."""
-        socketserver.TCPServer.server_bind(self)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, or close the connection if too many are open."""
-        if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Show the traceback of an error, unless the browser has just disconnected."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
-
-
-class _Request(io.RawIOBase):
-    """Reads a connection. Raises TimeoutError beyond the limits of time and size."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._until, self._left = time.monotonic() + _SECONDS, _LONGEST
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        seconds = self._until - time.monotonic()
-        if seconds <= 0 or self._left <= 0:
-            raise TimeoutError
-        self._connection.settimeout(seconds)
-        count = self._connection.recv_into(memoryview(buffer)[: self._left])
-        self._left -= count
-        return count
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -142,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(_Request(self.connection))
+        self.rfile = io.BufferedReader(LimitedReader(self.connection, _SECONDS, _LONGEST))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: the address contains the token."""
