@@ -147,7 +147,8 @@ def _plain(name: str) -> str:
 class ConfigCommand(Command):
     """A command with an option for each field of a config, and help in sections.
 
-    The field `argument` is a positional argument instead of an option. If `common` names options,
+    The field `argument` is a positional argument instead of an option, or several arguments if the
+    field is a tuple. If `common` names options,
     --help shows only these, and --help-all shows all.
     """
 
@@ -178,8 +179,13 @@ class ConfigCommand(Command):
         )
         self.params = [*fields, *self.params]
         if argument is not None:
+            several = options_of(config)[argument].several
             path_argument = click.Argument(
-                [argument], metavar="PATH", type=click.Path(), required=False
+                [argument],
+                metavar="[PATH]..." if several else "PATH",
+                type=click.Path(),
+                nargs=-1 if several else 1,
+                required=False,
             )
             self.params.insert(0, path_argument)
 

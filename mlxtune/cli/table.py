@@ -223,6 +223,16 @@ COMMANDS: tuple[click.Command, ...] = (
         config=configs.ChatConfig,
     ),
     _command(
+        "serve",
+        "mlxtune.serve.serving:show",
+        "Serve a base model and its adapters to programs, as the OpenAI API.\n\n"
+        "The base model is loaded once. A request names an adapter or `base` as its model; "
+        "prompts are those of training. Ctrl-C finishes the answers that have begun.",
+        "mlxtune serve out; mlxtune serve out/a out/b --name best=out/c/checkpoints/best",
+        config=configs.ServeConfig,
+        argument="runs",
+    ),
+    _command(
         "report",
         "mlxtune.commands.report:show",
         "Write an HTML page that shows a run or compares several.\n\n"

@@ -22,6 +22,7 @@ from mlxtune.config.use_config import (
     GenerateConfig,
     ImportConfig,
     OutgoingConfig,
+    ServeConfig,
     UseConfig,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "ObjectiveConfig",
     "OutgoingConfig",
     "PlanConfig",
+    "ServeConfig",
     "TrainConfig",
     "UseConfig",
     "as_path",
@@ -53,6 +55,6 @@ __all__ = [
 for _config in (
     *(BenchConfig, ChatConfig, DataConfig, DemoConfig, EvalConfig, ExportConfig, FuseConfig),
     *(GenerateConfig, ImportConfig, InspectConfig, InstructConfig, InstructTrainingConfig),
-    *(PlanConfig, TrainConfig),
+    *(PlanConfig, ServeConfig, TrainConfig),
 ):
     document(_config)

@@ -218,6 +218,63 @@ class GenerateConfig(AnswerConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class ServeConfig(ModelConfig):
+    """Options of `mlxtune serve`. Raises ConfigError, which lists every problem."""
+
+    runs: tuple[str, ...] = FILES.option(
+        (),
+        "Runs or adapters to serve, each under the name of its folder.",
+        COMMAND,
+        path=True,
+        several=True,
+    )
+    name: tuple[str, ...] = FILES.option(
+        (),
+        "Adapter to serve under another name; may be repeated.",
+        COMMAND,
+        several=True,
+        metavar="NAME=PATH",
+    )
+    model_path: str | None = same(  # type: ignore[assignment]
+        UseConfig,
+        "model_path",
+        help="Folder of the base model; default: the base that the first adapter names.",
+    )
+    quantize: str | None = same(UseConfig, "quantize")
+    max_new_tokens: int = same(
+        UseConfig,
+        "max_new_tokens",
+        help="Maximum length of an answer in tokens, for requests without max_tokens.",
+    )
+    host: str = RUN.option("127.0.0.1", "Address to listen at.", COMMAND, metavar="HOST")
+    port: int = RUN.option(
+        8080, "Port to listen at; 0 takes any free port.", COMMAND, at_least=0, at_most=65535
+    )
+    api_key: str | None = RUN.option(
+        None,
+        "Key that requests must have; required with --host, where OPENAI_API_KEY may hold it.",
+        COMMAND,
+        metavar="KEY",
+    )
+    allow_origin: tuple[str, ...] = RUN.option(
+        (),
+        "Site whose pages may ask, such as https://example.org, or * for all; may be repeated.",
+        COMMAND,
+        several=True,
+        metavar="ORIGIN",
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if not (self.model_path or self.runs or self.name):
+            yield "nothing to serve: name a run, or a base model with --model-path"
+        yield from (
+            f"--name {shorten(each)} must be NAME=PATH"
+            for each in self.name
+            if not all(part.strip() for part in each.partition("="))
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class ImportConfig(Checked):
     """Options of `mlxtune import`. Raises ConfigError, which lists every problem."""
 

@@ -34,6 +34,23 @@ def seed(number: int) -> None:
     mx.random.seed(number)
 
 
+@contextmanager
+def uncompiled_on_cpu() -> Iterator[None]:
+    """Let MLX compile nothing inside the block if it runs on the CPU.
+
+    There, compiling starts a C++ compiler, which takes seconds and may be missing.
+    """
+    on_cpu = default_device.on_cpu()
+    if on_cpu:
+        mx.disable_compile()
+    try:
+        yield
+    finally:
+        # This restores MLX's initial state, which cannot be queried.
+        if on_cpu and not os.environ.get("MLX_DISABLE_COMPILE"):
+            mx.enable_compile()
+
+
 @dataclass(frozen=True)
 class Sampling:
     """The options for sampling an answer, which mean the same as in mlx-lm.
@@ -54,15 +71,9 @@ class Sampling:
         sampler = make_sampler(self.temperature, top_p=self.top_p, top_k=top_k)
 
         def uncompiled(logprobs: mx.array) -> mx.array:
-            mx.disable_compile()
-            try:
+            with uncompiled_on_cpu():
                 return sampler(logprobs)
-            finally:
-                # This restores MLX's initial state, which cannot be queried.
-                if not os.environ.get("MLX_DISABLE_COMPILE"):
-                    mx.enable_compile()
 
-        # On the CPU, compiling starts a C++ compiler, which takes seconds and may be missing.
         return uncompiled if default_device.on_cpu() else sampler
 
 

@@ -1,0 +1,1 @@
+"""Serves a base model and its adapters in the protocol of the OpenAI API."""

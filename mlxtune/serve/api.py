@@ -1,0 +1,459 @@
+"""The protocol of the OpenAI API: access, limits and errors of requests, and mlx-lm's answers."""
+
+import hmac
+import io
+import json
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from mlx_lm.server import APIHandler, CompletionRequest, Response
+
+from mlxtune.config.limits import Limits, TooLarge, parse_json
+from mlxtune.core.data.prompt import MAX_BYTES
+from mlxtune.errors import DataError, MlxTuneError
+from mlxtune.serve.answering import AnswerError, Answers, AskedRequest
+from mlxtune.serve.served_models import AskedMessages, ServedModel, ServedModels, trained_on
+from mlxtune.watch.connections import LimitedReader, LimitedServer
+
+_LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?")
+_BODY = Limits(2 * MAX_BYTES, values=100_000, entries=20_000, text=MAX_BYTES)
+# Limits of a request in seconds and bytes, including its headers; a client that takes no bytes of
+# its answer for the second number of seconds is disconnected.
+_SECONDS, _WRITE_SECONDS, _LONGEST = 10.0, 60.0, _BODY.bytes + 128 * 1024
+# After a refusal, how much of the rest of a request is read, so that the client sees the answer.
+_DRAIN_SECONDS, _DRAIN_BYTES = 1.0, 2**26
+_CONNECTIONS, _ANSWERS = 512, 128
+_CHAT, _TEXT = ("/v1/chat/completions", "/chat/completions"), ("/v1/completions",)
+_MODELS = "/v1/models"
+# The entries of a request that mlx-lm reads; others name files, or have no effect.
+_READ = (
+    *("model", "messages", "prompt", "stream", "stream_options", "max_tokens", "temperature"),
+    *("top_p", "top_k", "min_p", "repetition_penalty", "repetition_context_size"),
+    *("presence_penalty", "presence_context_size", "frequency_penalty", "frequency_context_size"),
+    *("xtc_probability", "xtc_threshold", "logit_bias", "logprobs", "top_logprobs", "seed"),
+)
+# Numbers beyond these would overflow in the logits, which ends mlx-lm's thread.
+_BOUNDS = {
+    "temperature": (0, 100),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+    "repetition_penalty": (0.01, 100),
+    "seed": (0, 2**63 - 1),
+    "top_k": (0, 2**31 - 1),
+    "repetition_context_size": (1, 2**31 - 1),
+    "presence_context_size": (1, 2**31 - 1),
+    "frequency_context_size": (1, 2**31 - 1),
+}
+_COLDEST = 1e-4
+_MOST_BIASES, _LARGEST_BIAS = 1024, 100
+_MOST_STOPS, _LONGEST_STOP = 16, 1000
+
+
+class RefusedRequest(Exception):
+    """A request is refused with an error in the protocol's form."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str = "") -> None:
+        super().__init__(message)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": message, "type": kind, "param": param, "code": code or None}
+        self.status, self.content = status, {"error": error}
+
+
+class ApiServer(LimitedServer):
+    """Serves models at an address. Raises OSError if it cannot be bound.
+
+    A server on the loopback interface refuses requests that name another host, so that no site can
+    reach it by a domain that resolves to this machine.
+    """
+
+    request_queue_size = most_connections = _CONNECTIONS
+
+    def __init__(
+        self, address: tuple[str, int], answers: Answers, key: str | None, origins: Collection[str]
+    ) -> None:
+        infos = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, place = infos[0]
+        self.answers, self.key, self.origins = answers, key, origins
+        self.is_local = is_loopback(str(place[0]))
+        self._answering, self._changed, self._closing = 0, threading.Condition(), False
+        super().__init__(place, partial(ApiHandler, answers, system_fingerprint="mlxtune"))
+
+    @property
+    def models(self) -> ServedModels:
+        return self.answers.models
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count an answer. Raises RefusedRequest if there are too many, or the server ends."""
+        with self._changed:
+            if self._closing or self._answering >= _ANSWERS:
+                why = "the server is ending" if self._closing else "too many requests at once"
+                raise RefusedRequest(HTTPStatus.SERVICE_UNAVAILABLE, f"{why}: try again later")
+            self._answering += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._answering -= 1
+                self._changed.notify_all()
+
+    def finish(self, is_alive: Callable[[], bool]) -> None:
+        """Accept no more requests, and wait for the answers that have begun."""
+        self.shutdown()
+        with self._changed:
+            self._closing = True
+            while self._answering and is_alive():
+                self._changed.wait(0.2)
+
+
+def is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
+    """Checks a request, and lets mlx-lm's handler answer it."""
+
+    server: ApiServer
+    server_version, sys_version = "mlxtune", ""
+    path: str
+    rfile: Any
+    _asked: AskedRequest
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(LimitedReader(self.connection, _SECONDS, _LONGEST))
+        self._status, self._fields, self._begun = 200, dict[str, str](), False
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing for a request."""
+
+    # Responses
+
+    def send_response(self, code: int, message: str | None = None) -> None:
+        """Hold the status back until the headers are complete, as an error may replace it."""
+        self._status, self._fields = code, {}
+
+    def send_header(self, keyword: str, value: str) -> None:
+        """Hold a header back; `_cors` decides which pages may read the answer."""
+        if not keyword.startswith("Access-Control-"):
+            self._fields[keyword.title()] = value
+
+    def end_headers(self) -> None:
+        """Send the status and the headers."""
+        self.connection.settimeout(_WRITE_SECONDS)
+        self.send_response_only(self._status)
+        fixed = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+        for name, value in {**self._fields, **fixed, **self._cors()}.items():
+            super().send_header(name, value)
+        self._begun = True
+        super().end_headers()
+
+    def _cors(self) -> dict[str, str]:
+        """Return the headers that let a page of an allowed site read the answer."""
+        origin = getattr(self, "headers", {}).get("Origin")
+        if origin is None or not self._is_allowed(origin):
+            return {}
+        headers = {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+        if self.command == "OPTIONS":
+            asked = self.headers.get("Access-Control-Request-Headers", "")
+            named = asked if re.fullmatch(r"[\w, -]{0,1000}", asked) else ""
+            headers["Access-Control-Allow-Headers"] = named or "authorization, content-type"
+            headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
+        return headers
+
+    def _is_allowed(self, origin: str) -> bool:
+        safe = re.fullmatch(r"[\w.:/\[\]-]{1,300}", origin) is not None
+        return safe and ("*" in self.server.origins or origin in self.server.origins)
+
+    def _send(self, status: int, content: Any) -> None:
+        text = b"" if content is None else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Send an error in the protocol's form."""
+        del explain  # for pages of HTML
+        self._send(code, RefusedRequest(code, message or HTTPStatus(code).phrase).content)
+
+    def _refuse(self, refused: RefusedRequest) -> None:
+        if not self._begun:
+            self._send(refused.status, refused.content)
+        elif self.stream:
+            self.wfile.write(f"data: {json.dumps(refused.content)}\n\n".encode())
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            until, left = time.monotonic() + _DRAIN_SECONDS, _DRAIN_BYTES
+            while left > 0 and (seconds := until - time.monotonic()) > 0:
+                self.connection.settimeout(seconds)
+                if not (content := self.connection.recv(2**16)):
+                    break
+                left -= len(content)
+
+    # Requests
+
+    def do_OPTIONS(self) -> None:
+        """Answer a browser that asks whether a page may send a request."""
+        with self._refusing():
+            self._check_place()
+            self._send(HTTPStatus.NO_CONTENT, None)
+
+    def do_GET(self) -> None:
+        """List the models, or describe one."""
+        with self._refusing():
+            self._check_place()
+            self._check_key()
+            path = self.path.partition("?")[0]
+            described = {each.name: self._described(each) for each in self.server.models}
+            name = path.removeprefix(f"{_MODELS}/")
+            if path == _MODELS:
+                self._send(HTTPStatus.OK, {"object": "list", "data": [*described.values()]})
+            elif path == "/health":
+                self.handle_health_check()
+            elif name != path:
+                self._send(HTTPStatus.OK, described[self._model(name).name])
+            else:
+                raise RefusedRequest(HTTPStatus.NOT_FOUND, "no such address")
+
+    def do_POST(self) -> None:
+        """Answer messages, or complete a text."""
+        with self._refusing():
+            self._check_place()
+            self._check_key()
+            self.path = self.path.partition("?")[0]
+            if self.path not in _CHAT + _TEXT:
+                raise RefusedRequest(HTTPStatus.NOT_FOUND, "no such address")
+            body = self._body()
+            with self.server.answering():
+                self._asked = self._request(body)
+                content = json.dumps(self._checked(body)).encode()
+                # mlx-lm's handler reads what was checked.
+                self.rfile = io.BufferedReader(io.BytesIO(content))
+                del self.headers["Content-Length"]
+                self.headers["Content-Length"] = str(len(content))
+                super().do_POST()
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Send an error that the block raises."""
+        try:
+            yield
+        except RefusedRequest as refused:
+            self._refuse(refused)
+        except AnswerError as error:
+            self._refuse(RefusedRequest(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)))
+
+    def _check_place(self) -> None:
+        hosts, origins = self.headers.get_all("Host", []), self.headers.get_all("Origin", [])
+        if self.server.is_local and (len(hosts) != 1 or not _LOOPBACK.fullmatch(hosts[0])):
+            message = "the Host of a request must be this machine: ask at 127.0.0.1"
+            raise RefusedRequest(HTTPStatus.MISDIRECTED_REQUEST, message)
+        if len(origins) > 1 or not all(map(self._is_allowed, origins)):
+            message = "pages of this site may not ask: start the server with --allow-origin"
+            raise RefusedRequest(HTTPStatus.FORBIDDEN, message)
+
+    def _check_key(self) -> None:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        key = self.server.key
+        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
+            message = "the key is missing or wrong: send the server's --api-key"
+            raise RefusedRequest(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+
+    def _body(self) -> dict[str, Any]:
+        """Return the entries of a request's JSON that are not null."""
+        if self.headers.get_content_type() != "application/json":
+            message = "a request is JSON: send the header Content-Type: application/json"
+            raise RefusedRequest(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message)
+        size = self.headers.get("Content-Length", "")
+        if not re.fullmatch("[0-9]{1,15}", size):
+            raise RefusedRequest(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing")
+        if int(size) > _BODY.bytes:
+            message = f"the request has {int(size):,} bytes, more than {_BODY.bytes:,}: shorten it"
+            raise RefusedRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+        try:
+            content = self.rfile.read(int(size))
+            body = parse_json(content, _BODY, "the request", constants=False)
+        except TimeoutError as error:
+            message = "the request did not arrive in time"
+            raise RefusedRequest(HTTPStatus.REQUEST_TIMEOUT, message) from error
+        except TooLarge as error:
+            raise RefusedRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)) from error
+        except ValueError as error:
+            raise RefusedRequest(HTTPStatus.BAD_REQUEST, str(error)) from error
+        if not isinstance(body, dict):
+            raise RefusedRequest(HTTPStatus.BAD_REQUEST, "the request is not an object")
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _model(self, name: object) -> ServedModel:
+        try:
+            model = self.server.models.current(name) if isinstance(name, str) else None
+        except MlxTuneError as error:
+            raise RefusedRequest(HTTPStatus.SERVICE_UNAVAILABLE, str(error), "model") from error
+        if model is None:
+            names = ", ".join(each.name for each in self.server.models)
+            asked = f"no model {name!r:.100}" if name is not None else "the request names no model"
+            raise RefusedRequest(
+                HTTPStatus.NOT_FOUND if name is not None else HTTPStatus.BAD_REQUEST,
+                f"{asked}: choose one of {names}",
+                param="model",
+                code="model_not_found",
+            )
+        return model
+
+    def _request(self, body: Mapping[str, Any]) -> AskedRequest:
+        """Return a request with its rendered prompt."""
+        model, models = self._model(body.get("model")), self.server.models
+        tools = _tools(body)
+        options = body.get("chat_template_kwargs", {})
+        _require(isinstance(options, dict), "chat_template_kwargs", "must be an object")
+        try:
+            if self.path in _TEXT:
+                text = body.get("prompt")
+                _require(isinstance(text, str), "prompt", "must be text")
+                messages: list[Any] = [{"role": "prompt"}]
+                prompt = models.text_prompt(model, str(text))
+            else:
+                messages = body.get("messages", [])
+                content = {"messages": messages, "chat_template_kwargs": options}
+                prompt = models.prompt(model, content | ({"tools": tools} if tools else {}))
+                messages = [{"role": each["role"]} for each in messages]
+        except DataError as error:
+            param = "prompt" if self.path in _TEXT else "messages"
+            raise RefusedRequest(HTTPStatus.BAD_REQUEST, str(error), param) from error
+        except MlxTuneError as error:
+            raise RefusedRequest(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error
+        asked = AskedMessages(messages, prompt)
+        return AskedRequest("chat", "", asked, tools, None, model, prompt, _stops(body))
+
+    def _checked(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries that mlx-lm's handler reads, within its thread's limits."""
+        for name in ("n", "best_of"):
+            _require(body.get(name, 1) == 1, name, "must be 1: this server gives one answer")
+        form = body.get("response_format", {"type": "text"})
+        _require(form == {"type": "text"}, "response_format", "must be text")
+        base = self.server.models.base
+        checked = {name: body[name] for name in _READ if name in body}
+        for name, (lowest, highest) in _BOUNDS.items():
+            value = checked.get(name, lowest)
+            _require(
+                not isinstance(value, int | float) or lowest <= value <= highest,
+                name,
+                f"must be from {lowest} to {highest}",
+            )
+        if isinstance(heat := checked.get("temperature"), float) and heat < _COLDEST:
+            checked["temperature"] = 0.0
+        if isinstance(top_k := checked.get("top_k"), int) and top_k >= base.vocab_size:
+            checked["top_k"] = 0
+        _check_biases(checked.get("logit_bias", {}), base.vocab_size)
+        with_usage = checked.pop("stream_options", {})
+        _require(isinstance(with_usage, dict), "stream_options", "must be an object")
+        checked["stream_options"] = {"include_usage": bool(with_usage.get("include_usage"))}
+        longest = body.get("max_completion_tokens", checked.get("max_tokens"))
+        context = base.text_config.get("max_position_embeddings")
+        if isinstance(longest, int) and isinstance(context, int) and context > 0:
+            longest = min(longest, context)
+        if longest is not None:
+            checked["max_tokens"] = longest
+        return checked
+
+    # What mlx-lm's handler asks of us
+
+    def validate_model_parameters(self) -> None:
+        """Check the types of a request's entries, and name the adapter's version for mlx-lm."""
+        try:
+            super().validate_model_parameters()
+        except ValueError as error:
+            raise RefusedRequest(HTTPStatus.BAD_REQUEST, str(error)) from error
+        # mlx-lm continues a batch with requests for an equal model and adapter.
+        self.adapter = self._asked.model.version
+
+    def handle_chat_completions(self) -> CompletionRequest:
+        """Return the request whose prompt was rendered."""
+        self.request_id = f"chatcmpl-{uuid.uuid4()}"
+        self.object_type = "chat.completion.chunk" if self.stream else "chat.completion"
+        return self._asked
+
+    def handle_text_completions(self) -> CompletionRequest:
+        """Return the request whose prompt was rendered."""
+        self.request_id, self.object_type = f"cmpl-{uuid.uuid4()}", "text_completion"
+        return self._asked
+
+    def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
+        """Answer; `Answers` finds the stop texts, also where tokens cross their edges."""
+        super().handle_completion(request, [])
+
+    def generate_response(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Return mlx-lm's response, with log-probabilities as in the protocol, also streamed."""
+        response: dict[str, Any] = super().generate_response(
+            *args, **options | {"token_logprobs": None, "top_tokens": None}
+        )
+        pieces, self._asked.pieces = self._asked.pieces, []
+        if self.logprobs or self.top_logprobs > 0:
+            content = [self._logprob(piece) for piece in pieces]
+            response["choices"][0]["logprobs"] = {"content": content, "refusal": None}
+        return response
+
+    def _logprob(self, piece: Response) -> dict[str, Any]:
+        top = [self._scored(each["id"], each["logprob"]) for each in piece.top_tokens]
+        return self._scored(piece.token, piece.logprob) | {"top_logprobs": top}
+
+    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
+        spelled = self.server.models.spell(self._asked.model, token)
+        text = spelled.decode(errors="replace")
+        return {"token": text, "logprob": logprob, "bytes": list(spelled)}
+
+    def _described(self, model: ServedModel) -> dict[str, Any]:
+        known = {"id": model.name, "object": "model", "created": self.created}
+        adapter = model.session.adapter
+        described = trained_on(adapter) if adapter else {"model": self.server.models.folder.name}
+        return known | {"owned_by": "mlxtune", "trained_on" if adapter else "base": described}
+
+
+def _require(holds: bool, param: str, problem: str) -> None:
+    """Raise RefusedRequest for an entry of a request unless it holds."""
+    if not holds:
+        raise RefusedRequest(HTTPStatus.BAD_REQUEST, f"{param} {problem}", param)
+
+
+def _tools(body: Mapping[str, Any]) -> list[Any] | None:
+    tools, choice = body.get("tools", []), body.get("tool_choice", "auto")
+    _require(isinstance(tools, list), "tools", "must be a list")
+    _require(choice in ("auto", "none"), "tool_choice", "must be auto or none")
+    return None if choice == "none" else tools or None
+
+
+def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+    stops = body.get("stop", [])
+    stops = [stops] if isinstance(stops, str) else stops
+    _require(isinstance(stops, list) and len(stops) <= _MOST_STOPS, "stop", "must be a few texts")
+    for each in stops:
+        _require(isinstance(each, str) and 0 < len(each) <= _LONGEST_STOP, "stop", "must be text")
+    return tuple(stops)
+
+
+def _check_biases(biases: object, vocab_size: int) -> None:
+    """Raise RefusedRequest for biases of tokens that the model lacks, or without limits."""
+    _require(
+        isinstance(biases, dict)
+        and len(biases) <= _MOST_BIASES
+        and all(
+            re.fullmatch("[0-9]{1,9}", token)
+            and int(token) < vocab_size
+            and isinstance(bias, int | float)
+            and abs(bias) <= _LARGEST_BIAS
+            for token, bias in biases.items()
+        ),
+        "logit_bias",
+        f"must have numbers from -{_LARGEST_BIAS} to {_LARGEST_BIAS} for tokens of the model",
+    )

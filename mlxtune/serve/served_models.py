@@ -1,0 +1,250 @@
+"""The models of a server: a base model, loaded once, and adapters that take turns on it."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_unflatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
+
+from mlxtune.backend.adapters import attach
+from mlxtune.backend.adapters.adapter_file import AdapterFile
+from mlxtune.backend.adapters.adapter_folder import find_adapter
+from mlxtune.backend.lora.targets import PROJECTIONS
+from mlxtune.config import DataConfig, ServeConfig, UseConfig, as_path
+from mlxtune.config.data_config import BaseOptions
+from mlxtune.core.data.prompt import Prompt, prompt_of, text_prompt
+from mlxtune.core.run.stored_run import get_mapping
+from mlxtune.errors import ConfigError, DataError, ModelError
+from mlxtune.session import trained_model
+from mlxtune.session.reader import Reader
+from mlxtune.session.trained_model import UseSession
+from mlxtune.views.console import RunConsole
+
+BASE = "base"
+_REQUEST = "the request"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The base model, or an adapter as its file was when it was opened; `version` tells them apart.
+
+    `session` has the options with which prompts are read: for an adapter, those of its training.
+    """
+
+    name: str
+    version: str
+    session: UseSession[UseConfig]
+
+
+class ServedModels:
+    """A base model and the adapters that a server's options name.
+
+    An adapter that changes on disk is opened again by `current`. `switch_to` must always be called
+    by the same thread, which also runs the model. Raises ConfigError or ModelError, for example for
+    an adapter that was trained on another base model.
+    """
+
+    def __init__(self, config: ServeConfig, console: RunConsole) -> None:
+        self._config, self._console = config, console
+        self._paths, self._numbers = _paths_by_name(config), count(1)
+        self._lock = threading.RLock()
+        self._readers: dict[DataConfig, tuple[Reader, TokenizerWrapper]] = {}
+        self._attached: dict[str, tuple[str, attach.Adapted]] = {}
+        self._models: dict[str, ServedModel] = {}
+        # The first adapter decides which base model is loaded, and how it is quantised.
+        first = UseSession(self._options(next(iter(self._paths.values()), None)), console)
+        self.folder = first.folder
+        for name in (BASE, *self._paths):
+            self._models[name] = self._opened(name)
+        self._load(first)
+
+    def _load(self, first: UseSession[UseConfig]) -> None:
+        loaded = first.load()
+        self.base = base = loaded.base
+        loaded.use_adapter(False)
+        base.model.eval()
+        named = base.model.named_modules()
+        self._plain = [(path, each) for path, each in named if isinstance(each, PROJECTIONS)]
+        mx.eval(base.model.parameters())
+        options = BaseOptions(trust_remote_code=self._config.trust_remote_code)
+        for model in self._models.values():
+            if (adapter := model.session.adapter) is None:
+                continue
+            if self._config.quantize is None and (
+                problem := attach.base_mismatch(adapter, base, options)
+            ):
+                raise ModelError(f"{problem}, or serve it apart")
+            # Attach each adapter once, so that a broken one is found before the first request.
+            self.switch_to(model)
+        self.switch_to(self._models[BASE])
+
+    def _options(self, adapter: str | None, folder: Path | None = None) -> UseConfig:
+        places = {"adapter": adapter} | ({} if folder is None else {"model_path": str(folder)})
+        return self._config.part(UseConfig, **places)
+
+    def _opened(self, name: str) -> ServedModel:
+        """Return the model `name` as it is on disk. Raises ModelError."""
+        session = UseSession(self._options(self._paths.get(name), self.folder), self._console)
+        if (adapter := session.adapter) is not None:
+            attach.check_model(adapter, self.folder)
+            if problem := attach.base_difference(adapter, self.folder):
+                raise ModelError(f"{name}: {problem}: serve it apart, or leave it out")
+        return ServedModel(name, f"{name} {next(self._numbers)}", session)
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(list(self._models.values()))
+
+    def current(self, name: str) -> ServedModel | None:
+        """Return the model `name`, opened again if its file changed; None if there is none.
+
+        Raises ModelError if the changed file cannot be served.
+        """
+        with self._lock:
+            if (model := self._models.get(name)) is None:
+                return None
+            adapter = model.session.adapter
+            # A run in training may have another best checkpoint.
+            if adapter is not None and (
+                find_adapter(self._paths[name]) != adapter.path or adapter.has_changed
+            ):
+                model = self._models[name] = self._opened(name)
+            return model
+
+    # Prompts
+
+    def _reading(
+        self, model: ServedModel, thinking: object = None
+    ) -> tuple[Reader, TokenizerWrapper]:
+        """Return the reader of a model's prompts, and mlx-lm's tokenizer with the same end tokens.
+
+        Models with the same options share them.
+        """
+        options = model.session.config.data_config(turns="last")
+        if isinstance(thinking, bool):
+            options = replace(options, thinking="on" if thinking else "off")
+        if (known := self._readers.get(options)) is None:
+            reader = Reader(options, self.folder)
+            known = self._readers[options] = (reader, _tokenizer_of(reader, self.folder, options))
+        return known
+
+    def tokenizer(self, model: ServedModel) -> TokenizerWrapper:
+        with self._lock:
+            return self._reading(model)[1]
+
+    def spell(self, model: ServedModel, token: int) -> bytes:
+        """Return the bytes of a token."""
+        with self._lock:
+            return self._reading(model)[0].tokenizer.spell([token])[0]
+
+    def prompt(self, model: ServedModel, content: Mapping[str, Any]) -> Prompt:
+        """Return the prompt of a conversation, as in training, or with the request's own options.
+
+        Raises DataError or ModelError.
+        """
+        options = content.get("chat_template_kwargs") or {}
+        with self._lock:
+            reader, _ = self._reading(model, options.get("enable_thinking"))
+            if not reader.has_template:
+                raise DataError(
+                    f"{model.name} has no chat template for messages: ask it at /v1/completions"
+                )
+            prompt = prompt_of(reader.encoder, content, _REQUEST)
+        trained_model.check_prompt_length(prompt, self.base, _REQUEST)
+        return prompt
+
+    def text_prompt(self, model: ServedModel, text: str) -> Prompt:
+        """Return the prompt of plain text to complete. Raises DataError or ModelError."""
+        with self._lock:
+            prompt = text_prompt(self._reading(model)[0].encoder, text, _REQUEST)
+        trained_model.check_prompt_length(prompt, self.base, _REQUEST)
+        return prompt
+
+    # The adapters on the base model
+
+    def switch_to(self, model: ServedModel) -> None:
+        """Attach a model's adapter to the base model in place of the one that is attached.
+
+        Raises ModelError; the base model is then without an adapter.
+        """
+        network = self.base.model
+        network.update_modules(tree_unflatten(self._plain))
+        if (adapter := model.session.adapter) is None:
+            return
+        version, adapted = self._attached.pop(model.name, ("", None))
+        try:
+            if adapted is None or version != model.version:
+                adapted = attach.load_adapted(self.base, adapter)
+                mx.eval(network.trainable_parameters())
+            adapted.use_adapter(True)
+        except BaseException:
+            network.update_modules(tree_unflatten(self._plain))
+            raise
+        self._attached[model.name] = (model.version, adapted)
+
+
+def _paths_by_name(config: ServeConfig) -> dict[str, str]:
+    """Return the path of each adapter by its name. Raises ConfigError."""
+    named = [(_name_of(path), path) for path in config.runs]
+    for each in config.name:
+        name, _, path = each.partition("=")
+        named.append((name.strip(), path.strip()))
+    names = [BASE, *(name for name, _ in named)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError([f"two models are named {name}: pass --name NAME=PATH" for name in twice])
+    return dict(named)
+
+
+def _name_of(path: str) -> str:
+    """Return the name of an adapter's folder, or of its run's folder."""
+    folder = as_path(path).resolve()
+    folder = folder.parent if folder.suffix == ".safetensors" else folder
+    return (folder.parent if folder.name == "checkpoints" else folder).name or BASE
+
+
+def _tokenizer_of(reader: Reader, folder: Path, options: DataConfig) -> TokenizerWrapper:
+    """Return mlx-lm's tokenizer, which takes rendered prompts and ends answers as `reader` does."""
+    known, end = reader.tokenizer, reader.unknown_end
+    loaded: TokenizerWrapper = load_with_mlx_lm(
+        folder, tokenizer_config_extra={"trust_remote_code": options.trust_remote_code}
+    )
+    loaded.eos_token_ids = known.eos_ids | ({end} - {None})
+    loaded.has_chat_template = True
+    loaded.apply_chat_template = _ids_of
+    return loaded
+
+
+class AskedMessages(list[Any]):
+    """The messages of a request, with the prompt that the run's template makes of them."""
+
+    def __init__(self, messages: Sequence[Any], prompt: Prompt) -> None:
+        super().__init__(messages)
+        self.prompt = prompt
+
+
+def _ids_of(messages: list[Any], **options: Any) -> list[int]:
+    """Return the tokens of rendered messages; for the first messages alone, no tokens."""
+    # mlx-lm renders the system message apart, to cache it on its own; the prompt cache finds the
+    # same tokens without that.
+    return list(messages.prompt.ids) if isinstance(messages, AskedMessages) else []
+
+
+def trained_on(adapter: AdapterFile | None) -> dict[str, Any]:
+    """Return what is known of an adapter's training, without paths."""
+    if adapter is None:
+        return {}
+    metadata = adapter.origin.metadata
+    data = get_mapping(metadata, "config").get("data")
+    facts = {
+        "model": Path(adapter.info.model).name,
+        "data": [Path(str(each)).name for each in data] if isinstance(data, list) else None,
+        "rows": get_mapping(adapter.info.mlxtune, trained_model.TRAINED_ROWS).get("rows"),
+        "steps": metadata.get("step"),
+        "val_loss": metadata.get("val_loss"),
+    }
+    return {key: value for key, value in facts.items() if value not in (None, "")}

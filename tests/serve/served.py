@@ -1,0 +1,108 @@
+"""Adapters, servers in this process and requests, for tests of `mlxtune serve`."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import safetensors.numpy
+
+from mlxtune import GenerateConfig, generate
+from mlxtune.config import ServeConfig
+from mlxtune.core.files.hashing import base_fingerprint
+from mlxtune.views.console import RunConsole
+from tests.paths import DATA
+
+if TYPE_CHECKING:
+    from mlxtune.serve.api import ApiServer
+
+DEMO, GEMMA = DATA / "demo-qwen3", DATA / "demo-gemma3"
+CHAT = "/v1/chat/completions"
+RANK = 4
+
+
+def write_adapter(folder: Path, seed: int, base: Path = DEMO, **mlxtune: Any) -> Path:
+    """Write a random adapter that changes the demo model's answers, and return its folder."""
+    config = json.loads((base / "config.json").read_text())
+    rng, hidden = np.random.default_rng(seed), config["hidden_size"]
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}.mlp.gate_proj"
+        wide = config["intermediate_size"]
+        tensors[f"{name}.lora_a"] = rng.standard_normal((hidden, RANK)).astype(np.float32)
+        tensors[f"{name}.lora_b"] = 0.3 * rng.standard_normal((RANK, wide)).astype(np.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.numpy.save_file(tensors, folder / "adapters.safetensors")
+    parameters = {"rank": RANK, "scale": 0.5, "dropout": 0.0}
+    described = {"base": base_fingerprint(base), **mlxtune}
+    (folder / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "fine_tune_type": "lora",
+                "model": str(base),
+                "num_layers": config["num_hidden_layers"],
+                "lora_parameters": parameters,
+                "mlxtune": described,
+            }
+        )
+    )
+    return folder
+
+
+@contextmanager
+def server_of(*runs: Path, **options: Any) -> Iterator[ApiServer]:
+    """Serve adapters in this process."""
+    from mlxtune.serve.serving import serving
+
+    config = ServeConfig(runs=tuple(map(str, runs)), port=0, **{"max_new_tokens": 20} | options)
+    with serving(config, RunConsole(quiet=True)) as server:
+        yield server
+
+
+def url_of(server: ApiServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
+def messages(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def ask(
+    server: ApiServer, path: str = CHAT, headers: dict[str, str] | None = None, **body: Any
+) -> tuple[int, Any]:
+    """Send a request; return the status and the JSON, or the list of a stream's events."""
+    content = json.dumps(body).encode() if body else None
+    known = {"Content-Type": "application/json"} if body else {}
+    request = urllib.request.Request(url_of(server) + path, content, known | (headers or {}))
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            status, text = response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            status, text = error.code, error.read().decode()
+    if text.startswith(("data:", ":")):
+        lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        return status, [json.loads(line) for line in lines if line != "[DONE]"]
+    return status, json.loads(text) if text else None
+
+
+def answer_of(server: ApiServer, model: str, asked: list[Any], **options: Any) -> str:
+    """Return the text of an answer, streamed or not."""
+    status, response = ask(server, model=model, messages=asked, **options)
+    assert status == 200, response
+    if isinstance(response, list):
+        return "".join(each["choices"][0]["delta"].get("content", "") for each in response)
+    return response["choices"][0]["message"]["content"] or ""
+
+
+def generated(text: str, adapter: Path | None, base: Path = DEMO, **options: Any) -> str:
+    """Return the answer of `mlxtune generate`."""
+    named = {} if adapter is None else {"adapter": str(adapter)}
+    settings = {"max_new_tokens": 20, "quiet": True} | named | options
+    return str(generate(GenerateConfig(model_path=str(base), prompt=text, **settings)))

@@ -1,0 +1,144 @@
+"""Answers of `mlxtune serve`: equal to generated ones, each from its own adapter."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mlxtune import GenerateConfig, TrainConfig, train
+from mlxtune.commands.generate import answer_rows
+from tests.paths import DATA
+from tests.serve.served import DEMO, GEMMA, answer_of, ask, generated, messages, server_of
+from tests.slow import slow
+
+if TYPE_CHECKING:
+    from mlxtune.serve.api import ApiServer
+
+PROMPTS = [
+    "A table for two, Sunday at noon. Ida Park",
+    "Party of four on Tuesday, half past three. Diana Wardcroft.",
+    "Is Friday at 21:00 still free? There are five of us. Julia Sumley",
+]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_served_answers_equal_generated_ones(
+    server: ApiServer, adapters: list[Path], streamed: bool
+) -> None:
+    for adapter in (None, *adapters):
+        name = "base" if adapter is None else adapter.name
+        answer = answer_of(server, name, messages(PROMPTS[0]), stream=streamed)
+        assert answer == generated(PROMPTS[0], adapter)
+
+
+@pytest.mark.parametrize("count", [24, slow(100)])
+def test_interleaved_requests_are_answered_by_their_own_adapters(
+    server: ApiServer, count: int
+) -> None:
+    names = ["base", "run-0", "run-1", "run-2"]
+    expected = {(n, p): answer_of(server, n, messages(p)) for n in names for p in PROMPTS}
+    assert len({expected[name, PROMPTS[0]] for name in names}) == len(names)
+    asked = random.Random(0).choices(list(expected), k=count)
+
+    def answer(each: tuple[str, str]) -> str:
+        return answer_of(server, each[0], messages(each[1]), stream=len(each[1]) % 2 == 0)
+
+    with ThreadPoolExecutor(count) as pool:
+        assert list(pool.map(answer, asked)) == [expected[each] for each in asked]
+
+
+def test_stop_text_ends_an_answer_inside_a_token(server: ApiServer) -> None:
+    whole = answer_of(server, "base", messages(PROMPTS[0]))
+    for start in (5, 6, 7, 8):
+        stop = whole[start : start + 4]
+        for streamed in (False, True):
+            cut = answer_of(server, "base", messages(PROMPTS[0]), stop=stop, stream=streamed)
+            assert cut == whole[: whole.index(stop)]
+
+
+def test_length_of_an_answer_is_limited(server: ApiServer) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        options = {name: 3, "messages": messages(PROMPTS[0])}
+        _, response = ask(server, model="run-0", **options)
+        assert response["choices"][0]["finish_reason"] == "length"
+        assert response["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_log_probabilities_have_the_form_of_the_protocol(server: ApiServer, streamed: bool) -> None:
+    options: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "stream": streamed}
+    _, response = ask(server, model="base", messages=messages(PROMPTS[0]), **options)
+    chunks = response if streamed else [response]
+    scored = [each for chunk in chunks for each in chunk["choices"][0]["logprobs"]["content"]]
+    spelled = b"".join(bytes(each["bytes"]) for each in scored).decode()
+    assert spelled == answer_of(server, "base", messages(PROMPTS[0]))
+    for each in scored:
+        best = max(each["top_logprobs"], key=lambda top: top["logprob"])
+        assert len(each["top_logprobs"]) == 2
+        assert best["token"] == each["token"]
+        assert best["logprob"] == pytest.approx(each["logprob"], abs=1e-5)
+
+
+def test_sampled_answer_is_repeated_by_its_seed(server: ApiServer) -> None:
+    def sampled(seed: int) -> str:
+        return answer_of(server, "base", messages(PROMPTS[0]), temperature=2.0, seed=seed)
+
+    assert sampled(1) == sampled(1)
+    assert len({sampled(seed) for seed in range(4)}) > 1
+
+
+# Rows of data
+
+
+def _data(folder: Path) -> dict[str, Path]:
+    """Write three data sets: bookings, the guest's name, and the day after a system message."""
+    rows = [json.loads(line) for line in (DATA / "bookings.jsonl").open()]
+    paths = {"bookings": DATA / "bookings.jsonl"}
+    for key, system in (("name", []), ("day", [{"role": "system", "content": "Which day?"}])):
+        paths[key] = folder / f"{key}.jsonl"
+        with paths[key].open("w") as file:
+            for row in rows:
+                *_, question, answer = row["messages"]
+                found = json.loads(answer["content"])[key]
+                turns = [*system, question, {"role": "assistant", "content": f"It is {found}."}]
+                file.write(json.dumps({"messages": turns}) + "\n")
+    return paths
+
+
+@pytest.mark.parametrize("base", [slow(DEMO), slow(GEMMA)], ids=lambda path: path.name)
+def test_every_row_of_data_is_answered_as_generated(base: Path, tmp_path: Path) -> None:
+    """Adapters of three data sets answer 200 rows each, all at once."""
+    expected: list[tuple[str, list[Any], str]] = []
+    for name, data in _data(tmp_path).items():
+        run = tmp_path / name
+        options = {"max_steps": 30, "batch_size": 8, "lr": 2e-3, "rank": 8, "quiet": True}
+        train(TrainConfig(model_path=str(base), data=str(data), output=str(run), **options))
+        rows = tmp_path / f"{name}-rows.jsonl"
+        rows.write_text("".join(data.read_text().splitlines(keepends=True)[:200]))
+        output = answer_rows(
+            GenerateConfig(
+                adapter=str(run),
+                data=str(rows),
+                output=str(tmp_path / f"{name}-answers.jsonl"),
+                quiet=True,
+                max_new_tokens=60,
+            )
+        )
+        lines = map(json.loads, output.read_text().splitlines())
+        expected += [(name, line["messages"], line["answer"]) for line in lines]
+    assert len(expected) == 600
+    random.Random(0).shuffle(expected)
+    runs = [tmp_path / name for name in ("bookings", "name", "day")]
+    with server_of(*runs, max_new_tokens=60) as server, ThreadPoolExecutor(32) as pool:
+        for streamed in (False, True):
+
+            def answer(each: tuple[str, list[Any], str], streamed: bool = streamed) -> str:
+                return answer_of(server, each[0], each[1], stream=streamed)
+
+            answers = list(pool.map(answer, expected))
+            assert answers == [answer for _, _, answer in expected]
