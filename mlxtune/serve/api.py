@@ -266,7 +266,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
     def _check_key(self) -> None:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         key = self.server.key
-        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
+        if key is not None and not hmac.compare_digest(given.encode("latin-1"), key.encode()):
             message = "the key is missing or wrong: send the server's --api-key"
             raise RefusedRequest(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
 

@@ -1,0 +1,199 @@
+"""The models of `mlxtune serve`: names, prompts, memory, refusals, and files that change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mlxtune.config import ServeConfig
+from mlxtune.errors import ConfigError, ModelError
+from mlxtune.views.console import RunConsole
+from tests.models import THINKING, write_model
+from tests.serve.served import DEMO, answer_of, ask, generated, messages, server_of, write_adapter
+
+ASKED = "A table for two, Sunday at noon. Ida Park"
+
+
+def test_adapters_are_named_after_their_folders_or_by_name(tmp_path: Path) -> None:
+    first = write_adapter(tmp_path / "first", 1)
+    second = write_adapter(tmp_path / "second" / "checkpoints" / "best", 2)
+    named = [f"other={second}", f"file={first / 'adapters.safetensors'}"]
+    with server_of(first, tmp_path / "second", name=named) as server:
+        assert [each.name for each in server.models] == ["base", "first", "second", "other", "file"]
+        answers = {
+            each.name: answer_of(server, each.name, messages(ASKED)) for each in server.models
+        }
+    assert answers["second"] == answers["other"] == generated(ASKED, second)
+    assert answers["first"] == answers["file"] == generated(ASKED, first)
+
+
+def test_two_models_cannot_have_one_name(tmp_path: Path) -> None:
+    for runs in (["a/out", "b/out"], ["a/base"]):
+        paths = [write_adapter(tmp_path / each, 1) for each in runs]
+        with pytest.raises(ConfigError, match="two models are named"), server_of(*paths):
+            pass
+
+
+def test_base_model_is_served_alone() -> None:
+    with server_of(model_path=str(DEMO)) as server:
+        assert [each.name for each in server.models] == ["base"]
+        assert answer_of(server, "base", messages(ASKED)) == generated(ASKED, None)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_adapter_of_another_base_is_refused_by_name(tmp_path: Path, model_type: str) -> None:
+    adapter = write_adapter(tmp_path / "ours", 1)
+    model = write_model(tmp_path / "model", model_type)
+    stranger = write_adapter(tmp_path / "stranger", 1, base=model)
+    problem = pytest.raises(ModelError, match=r"stranger.* was trained on another base model")
+    with problem, server_of(adapter, stranger):
+        pass
+
+
+def test_adapter_of_a_quantised_base_is_refused_beside_others(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "plain", 1)
+    quantised = write_adapter(tmp_path / "quantised", 1, quantize="nf4")
+    problem = pytest.raises(ModelError, match=r"quantised.* the base quantised to nf4.* apart")
+    with problem, server_of(adapter, quantised):
+        pass
+
+
+def test_changed_adapter_is_loaded_by_the_next_request(tmp_path: Path) -> None:
+    run = write_adapter(tmp_path / "run", 1)
+    with server_of(run) as server:
+        before = answer_of(server, "run", messages(ASKED))
+        write_adapter(run, 2)
+        after = answer_of(server, "run", messages(ASKED))
+        assert before != after == generated(ASKED, run)
+        # A broken file is an error of its requests alone.
+        good = (run / "adapters.safetensors").read_bytes()
+        (run / "adapters.safetensors").write_bytes(b"broken")
+        status, response = ask(server, model="run", messages=messages(ASKED))
+        assert status == 503
+        assert "adapters.safetensors" in response["error"]["message"]
+        assert answer_of(server, "base", messages(ASKED)) == generated(ASKED, None)
+        (run / "adapters.safetensors").write_bytes(good)
+        assert answer_of(server, "run", messages(ASKED)) == after
+        shutil.rmtree(run)
+        assert ask(server, model="run", messages=messages(ASKED))[0] == 503
+
+
+def test_adapter_with_other_shapes_leaves_the_base_unchanged(tmp_path: Path) -> None:
+    import mlx.core as mx
+
+    run = write_adapter(tmp_path / "run", 1)
+    with server_of(run) as server:
+        expected = answer_of(server, "base", messages(ASKED))
+        tensors = mx.load(str(run / "adapters.safetensors"))
+        name = next(name for name in tensors if name.endswith("lora_b"))
+        mx.save_safetensors(str(run / "adapters.safetensors"), tensors | {name: tensors[name].T})
+        status, response = ask(server, model="run", messages=messages(ASKED))
+        assert (status, response["error"]["type"]) == (500, "server_error")
+        assert answer_of(server, "base", messages(ASKED)) == expected
+        write_adapter(run, 1)
+        assert answer_of(server, "run", messages(ASKED)) == generated(ASKED, run)
+
+
+def test_eight_adapters_add_little_more_than_their_files(tmp_path: Path) -> None:
+    import mlx.core as mx
+
+    from mlxtune.serve.served_models import ServedModels
+
+    runs = [write_adapter(tmp_path / f"run-{seed}", seed) for seed in range(8)]
+
+    def loaded(*paths: Path) -> tuple[ServedModels, int]:
+        config = ServeConfig(model_path=str(DEMO), runs=tuple(map(str, paths)))
+        models = ServedModels(config, RunConsole(quiet=True))
+        return models, mx.get_active_memory()
+
+    start = mx.get_active_memory()
+    alone, with_base = loaded()
+    del alone
+    models, with_all = loaded(*runs)
+    files = sum((run / "adapters.safetensors").stat().st_size for run in runs)
+    assert 0.9 * files < with_all - with_base < 1.1 * files
+    # Switching allocates nothing that stays.
+    for name in ("run-1", "run-7", "base", "run-3"):
+        model = models.current(name)
+        assert model is not None
+        models.switch_to(model)
+    assert mx.get_active_memory() - with_all < 0.01 * files
+    assert with_base > start
+
+
+# Prompts
+
+
+@pytest.fixture
+def thinking_model(tmp_path: Path) -> Path:
+    """A model whose template reads enable_thinking and shows the tools' names."""
+    model = write_model(tmp_path / "model", "qwen3")
+    tools = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ style }}"
+    (model / "chat_template.jinja").write_text(tools + THINKING)
+    return model
+
+
+def test_prompts_are_those_of_training_unless_a_request_changes_them(
+    thinking_model: Path, tmp_path: Path
+) -> None:
+    from mlxtune.serve.served_models import ServedModels
+
+    runs = {
+        "on": write_adapter(tmp_path / "on", 1, thinking_model, prompt={"thinking": "on"}),
+        "off": write_adapter(tmp_path / "off", 1, thinking_model, prompt={"thinking": "off"}),
+        "gemma": write_adapter(tmp_path / "gemma", 1, thinking_model, prompt={"template": "gemma"}),
+    }
+    config = ServeConfig(runs=tuple(map(str, runs.values())))
+    models = ServedModels(config, RunConsole(quiet=True))
+
+    def prompt(name: str, **changes: object) -> str:
+        model = models.current(name)
+        assert model is not None
+        rendered = models.prompt(model, {"messages": messages("Hi"), **changes})
+        return b"".join(models.spell(model, token) for token in rendered.ids).decode()
+
+    silent = "<think>\n\n</think>\n\n"
+    assert prompt("off").endswith(silent)
+    assert prompt("on").endswith("assistant\n")
+    for name in ("on", "off"):
+        assert prompt(name, chat_template_kwargs={"enable_thinking": False}).endswith(silent)
+        asked = prompt(name, chat_template_kwargs={"enable_thinking": True})
+        assert asked.endswith("assistant\n")
+    assert prompt("gemma") == "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"
+    assert prompt("base", chat_template_kwargs={"style": "curt"}).startswith("curt<|im_start|>")
+    tool = {"type": "function", "function": {"name": "book", "parameters": {}}}
+    assert prompt("base", tools=[tool]).startswith("book<|im_start|>")
+
+
+def test_plain_text_is_completed(tmp_path: Path) -> None:
+    run = write_adapter(tmp_path / "run", 1, plain_text=True)
+    with server_of(run) as server:
+        _, response = ask(server, "/v1/completions", model="run", prompt="Sunday at")
+        assert response["object"] == "text_completion"
+        assert response["choices"][0]["text"] == generated("Sunday at", run)
+
+
+def test_models_are_listed_with_what_they_were_trained_on(tmp_path: Path) -> None:
+    record = {"rows": 800, "hash": "sha256:0"}
+    run = write_adapter(tmp_path / "run", 1, trained_rows=record)
+    options = {"data": ["/home/me/private/bookings.jsonl"]}
+    best = run / "checkpoints" / "best"
+    best.mkdir(parents=True)
+    shutil.copy(run / "adapters.safetensors", best)
+    (best / "metadata.json").write_text(json.dumps({"step": 7, "val_loss": 0.5, "config": options}))
+    with server_of(run) as server:
+        _, listed = ask(server, "/v1/models")
+        base, model = listed["data"]
+        assert (base["id"], model["id"], model["object"]) == ("base", "run", "model")
+        assert model["trained_on"] == {
+            "model": "demo-qwen3",
+            "data": ["bookings.jsonl"],
+            "rows": 800,
+            "steps": 7,
+            "val_loss": 0.5,
+        }
+        assert ask(server, "/v1/models/run")[1] == model | {"created": model["created"]}
+        assert ask(server, "/v1/models/none")[0] == 404
