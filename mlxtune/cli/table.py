@@ -225,12 +225,12 @@ COMMANDS: tuple[click.Command, ...] = (
     _command(
         "serve",
         "mlxtune.serve.serving:show",
-        "Serve a base model and its adapters to programs, as the OpenAI API.\n\n"
-        "The base model is loaded once. A request names an adapter or `base` as its model; "
-        "prompts are those of training. Ctrl-C finishes the answers that have begun.",
+        "Serve a base model and its adapters over HTTP.\n\n"
+        "Programs ask in the protocol of the OpenAI API, and name an adapter or `base` as the "
+        "model; prompts are those of training. Ctrl-C finishes the answers that have begun.",
         "mlxtune serve out; mlxtune serve out/a out/b --name best=out/c/checkpoints/best",
         config=configs.ServeConfig,
-        argument="runs",
+        argument="adapters",
     ),
     _command(
         "report",

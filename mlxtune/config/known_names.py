@@ -185,7 +185,7 @@ COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(
         ("convert", "quantize"), "mlxtune train --quantize 4, which needs no conversion"
     ),
-    **dict.fromkeys(("server", "serve"), "mlx_lm.server --adapter-path with a trained adapter"),
+    "server": "mlxtune serve",
     **dict.fromkeys(("upload", "share"), "mlxtune push"),
     "resume": "mlxtune train --resume",
 }

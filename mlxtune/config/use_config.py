@@ -221,7 +221,7 @@ class GenerateConfig(AnswerConfig):
 class ServeConfig(ModelConfig):
     """Options of `mlxtune serve`. Raises ConfigError, which lists every problem."""
 
-    runs: tuple[str, ...] = FILES.option(
+    adapters: tuple[str, ...] = FILES.option(
         (),
         "Runs or adapters to serve, each under the name of its folder.",
         COMMAND,
@@ -265,7 +265,7 @@ class ServeConfig(ModelConfig):
     )
 
     def contradictions(self) -> Iterator[str]:
-        if not (self.model_path or self.runs or self.name):
+        if not (self.model_path or self.adapters or self.name):
             yield "nothing to serve: name a run, or a base model with --model-path"
         yield from (
             f"--name {shorten(each)} must be NAME=PATH"

@@ -190,7 +190,7 @@ class ServedModels:
 
 def _paths_by_name(config: ServeConfig) -> dict[str, str]:
     """Return the path of each adapter by its name. Raises ConfigError."""
-    named = [(_name_of(path), path) for path in config.runs]
+    named = [(_name_of(path), path) for path in config.adapters]
     for each in config.name:
         name, _, path = each.partition("=")
         named.append((name.strip(), path.strip()))

@@ -22,6 +22,7 @@ NEEDS_NO_JSON = [
     "demo",
     "train",
     "watch",
+    "serve",
     "generate",
     "chat",
     "fuse",

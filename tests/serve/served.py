@@ -60,7 +60,7 @@ def server_of(*runs: Path, **options: Any) -> Iterator[ApiServer]:
     """Serve adapters in this process."""
     from mlxtune.serve.serving import serving
 
-    config = ServeConfig(runs=tuple(map(str, runs)), port=0, **{"max_new_tokens": 20} | options)
+    config = ServeConfig(adapters=tuple(map(str, runs)), port=0, **{"max_new_tokens": 20} | options)
     with serving(config, RunConsole(quiet=True)) as server:
         yield server
 

@@ -105,7 +105,7 @@ def test_eight_adapters_add_little_more_than_their_files(tmp_path: Path) -> None
     runs = [write_adapter(tmp_path / f"run-{seed}", seed) for seed in range(8)]
 
     def loaded(*paths: Path) -> tuple[ServedModels, int]:
-        config = ServeConfig(model_path=str(DEMO), runs=tuple(map(str, paths)))
+        config = ServeConfig(model_path=str(DEMO), adapters=tuple(map(str, paths)))
         models = ServedModels(config, RunConsole(quiet=True))
         return models, mx.get_active_memory()
 
@@ -146,7 +146,7 @@ def test_prompts_are_those_of_training_unless_a_request_changes_them(
         "off": write_adapter(tmp_path / "off", 1, thinking_model, prompt={"thinking": "off"}),
         "gemma": write_adapter(tmp_path / "gemma", 1, thinking_model, prompt={"template": "gemma"}),
     }
-    config = ServeConfig(runs=tuple(map(str, runs.values())))
+    config = ServeConfig(adapters=tuple(map(str, runs.values())))
     models = ServedModels(config, RunConsole(quiet=True))
 
     def prompt(name: str, **changes: object) -> str:
