@@ -17,6 +17,7 @@ from mlxtune import GenerateConfig, generate
 from mlxtune.config import ServeConfig
 from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.views.console import RunConsole
+from tests.models import write_model
 from tests.paths import DATA
 
 if TYPE_CHECKING:
@@ -106,3 +107,50 @@ def generated(text: str, adapter: Path | None, base: Path = DEMO, **options: Any
     named = {} if adapter is None else {"adapter": str(adapter)}
     settings = {"max_new_tokens": 20, "quiet": True} | named | options
     return str(generate(GenerateConfig(model_path=str(base), prompt=text, **settings)))
+
+
+# A model that calls a tool
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "book",
+        "description": "Book a table.",
+        "parameters": {"type": "object", "properties": {"people": {"type": "integer"}}},
+    },
+}
+TOOL_PROMPT = "A table for 4"
+_TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}tool {{ t.function.name }}\n{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{% for tool_call in m.tool_calls or [] %}"
+    "{% if tool_call.function %}{% set tool_call = tool_call.function %}{% endif %}"
+    '{{ \'<tool_call>\' }}{"name": "{{ tool_call.name }}", '
+    "\"arguments\": {{ tool_call.arguments | tojson }}}{{ '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def train_tool_caller(folder: Path) -> Path:
+    """Train a tiny model to call a tool, and return the run's folder."""
+    from mlxtune import TrainConfig, train
+
+    model = write_model(folder / "model", "qwen3")
+    (model / "chat_template.jinja").write_text(_TOOL_TEMPLATE)
+    call = {"type": "function", "function": {"name": "book", "arguments": {"people": 4}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    row = {"messages": [*messages(TOOL_PROMPT), answer], "tools": [TOOL]}
+    (folder / "calls.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    options = {"max_steps": 240, "lr": 1e-2, "rank": 32, "batch_size": 2, "val_split": 0.0}
+    train(
+        TrainConfig(
+            model_path=str(model),
+            data=str(folder / "calls.jsonl"),
+            output=str(folder / "caller"),
+            epochs=60,
+            quiet=True,
+            **options,
+        )
+    )
+    return folder / "caller"

@@ -13,7 +13,18 @@ import pytest
 from mlxtune import GenerateConfig, TrainConfig, train
 from mlxtune.commands.generate import answer_rows
 from tests.paths import DATA
-from tests.serve.served import DEMO, GEMMA, answer_of, ask, generated, messages, server_of
+from tests.serve.served import (
+    DEMO,
+    GEMMA,
+    TOOL,
+    TOOL_PROMPT,
+    answer_of,
+    ask,
+    generated,
+    messages,
+    server_of,
+    train_tool_caller,
+)
 from tests.slow import slow
 
 if TYPE_CHECKING:
@@ -90,6 +101,22 @@ def test_sampled_answer_is_repeated_by_its_seed(server: ApiServer) -> None:
 
     assert sampled(1) == sampled(1)
     assert len({sampled(seed) for seed in range(4)}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streamed", [False, True])
+def test_tool_call_has_the_form_of_the_protocol(tmp_path: Path, streamed: bool) -> None:
+    run = train_tool_caller(tmp_path)
+    asked = {"messages": messages(TOOL_PROMPT), "tools": [TOOL], "max_tokens": 100}
+    with server_of(run) as server:
+        _, response = ask(server, model="caller", stream=streamed, **asked)
+    choices = [each["choices"][0] for each in (response if streamed else [response])]
+    said = [each["delta" if streamed else "message"] for each in choices]
+    (call,) = [call for each in said for call in each.get("tool_calls", [])]
+    assert call["type"] == "function"
+    assert call["function"]["name"] == "book"
+    assert json.loads(call["function"]["arguments"]) == {"people": 4}
+    assert choices[-1]["finish_reason"] == "tool_calls"
 
 
 # Rows of data
