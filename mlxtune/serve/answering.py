@@ -1,5 +1,6 @@
 """Answers requests with mlx-lm's server: its batches, its prompt cache and its streams."""
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from mlx_lm.server import (
 
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import TextStream
+from mlxtune.errors import ModelError
 from mlxtune.serve.served_models import ServedModel, ServedModels
 
 # The number of prompts whose keys and values are kept.
@@ -110,6 +112,8 @@ class Answers(ResponseGenerator):  # type: ignore[misc]
         stream = TextStream((*request.stop, request.rendered.end_text))
         try:
             for piece in pieces:
+                if math.isnan(piece.logprob):
+                    raise ModelError(f"the logits of {request.model.name} are not finite numbers")
                 at_end = piece.finish_reason is not None
                 text = ""
                 if piece.finish_reason != "stop":

@@ -16,6 +16,7 @@ from mlxtune.backend.adapters import attach
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.adapter_folder import find_adapter
 from mlxtune.backend.lora.targets import PROJECTIONS
+from mlxtune.backend.models.token_array import TokenArrays
 from mlxtune.config import DataConfig, ServeConfig, UseConfig, as_path
 from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.data.prompt import Prompt, prompt_of, text_prompt
@@ -72,6 +73,7 @@ class ServedModels:
         named = base.model.named_modules()
         self._plain = [(path, each) for path, each in named if isinstance(each, PROJECTIONS)]
         mx.eval(base.model.parameters())
+        self._ids = TokenArrays(base.model)
         options = BaseOptions(trust_remote_code=self._config.trust_remote_code)
         for model in self._models.values():
             if (adapter := model.session.adapter) is None:
@@ -154,14 +156,16 @@ class ServedModels:
                 raise DataError(
                     f"{model.name} has no chat template for messages: ask it at /v1/completions"
                 )
-            prompt = prompt_of(reader.encoder, content, _REQUEST)
-        trained_model.check_prompt_length(prompt, self.base, _REQUEST)
-        return prompt
+            return self._fitting(prompt_of(reader.encoder, content, _REQUEST))
 
     def text_prompt(self, model: ServedModel, text: str) -> Prompt:
         """Return the prompt of plain text to complete. Raises DataError or ModelError."""
         with self._lock:
-            prompt = text_prompt(self._reading(model)[0].encoder, text, _REQUEST)
+            return self._fitting(text_prompt(self._reading(model)[0].encoder, text, _REQUEST))
+
+    def _fitting(self, prompt: Prompt) -> Prompt:
+        """Return a prompt that the model can read. Raises DataError or ModelError for another."""
+        self._ids.check(prompt.ids)
         trained_model.check_prompt_length(prompt, self.base, _REQUEST)
         return prompt
 

@@ -28,7 +28,9 @@ CHAT = "/v1/chat/completions"
 RANK = 4
 
 
-def write_adapter(folder: Path, seed: int, base: Path = DEMO, **mlxtune: Any) -> Path:
+def write_adapter(
+    folder: Path, seed: int, base: Path = DEMO, strength: float = 0.3, **mlxtune: Any
+) -> Path:
     """Write a random adapter that changes the demo model's answers, and return its folder."""
     config = json.loads((base / "config.json").read_text())
     rng, hidden = np.random.default_rng(seed), config["hidden_size"]
@@ -37,7 +39,9 @@ def write_adapter(folder: Path, seed: int, base: Path = DEMO, **mlxtune: Any) ->
         name = f"model.layers.{layer}.mlp.gate_proj"
         wide = config["intermediate_size"]
         tensors[f"{name}.lora_a"] = rng.standard_normal((hidden, RANK)).astype(np.float32)
-        tensors[f"{name}.lora_b"] = 0.3 * rng.standard_normal((RANK, wide)).astype(np.float32)
+        tensors[f"{name}.lora_b"] = (strength * rng.standard_normal((RANK, wide))).astype(
+            np.float32
+        )
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.numpy.save_file(tensors, folder / "adapters.safetensors")
     parameters = {"rank": RANK, "scale": 0.5, "dropout": 0.0}

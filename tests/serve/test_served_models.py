@@ -97,6 +97,16 @@ def test_adapter_with_other_shapes_leaves_the_base_unchanged(tmp_path: Path) -> 
         assert answer_of(server, "run", messages(ASKED)) == generated(ASKED, run)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_logits_that_are_not_finite_are_an_error(tmp_path: Path, streamed: bool) -> None:
+    with server_of(write_adapter(tmp_path / "run", 1, strength=1e37)) as server:
+        status, response = ask(server, model="run", messages=messages(ASKED), stream=streamed)
+        assert status == (200 if streamed else 500)
+        error = response[-1]["error"] if streamed else response["error"]
+        assert "the logits of run are not finite" in error["message"]
+        assert answer_of(server, "base", messages(ASKED)) == generated(ASKED, None)
+
+
 def test_eight_adapters_add_little_more_than_their_files(tmp_path: Path) -> None:
     import mlx.core as mx
 
