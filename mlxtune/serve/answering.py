@@ -128,7 +128,7 @@ class Answers(ResponseGenerator):  # type: ignore[misc]
                 if stream.stopped or at_end:
                     context.stop()
                     return
-        except OSError:
+        except OSError:  # the client has left, as mlx-lm sees when it reports progress
             raise
         except Exception as error:
             raise AnswerError(str(error)) from error

@@ -6,6 +6,7 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -117,6 +118,20 @@ def test_tool_call_has_the_form_of_the_protocol(tmp_path: Path, streamed: bool) 
     assert call["function"]["name"] == "book"
     assert json.loads(call["function"]["arguments"]) == {"people": 4}
     assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_requests_for_one_model_are_kept_together_but_none_waits_for_ever() -> None:
+    from mlxtune.serve.answering import _MOST_OVERTAKEN, _RequestQueue
+
+    queue = _RequestQueue()
+    for name in "abab":
+        queue.put((None, SimpleNamespace(model=SimpleNamespace(name=name)), None))
+    assert [queue.get()[1].model.name for _ in range(4)] == ["a", "a", "b", "b"]
+    waiting = ["a", *"b" * 2 * _MOST_OVERTAKEN]
+    for name in waiting:
+        queue.put((None, SimpleNamespace(model=SimpleNamespace(name=name)), None))
+    taken = [queue.get()[1].model.name for _ in waiting]
+    assert taken.index("a") == _MOST_OVERTAKEN
 
 
 # Rows of data
