@@ -25,6 +25,7 @@ from tests.serve.served import (
     messages,
     server_of,
     train_tool_caller,
+    write_adapter,
 )
 from tests.slow import slow
 
@@ -46,6 +47,15 @@ def test_served_answers_equal_generated_ones(
         name = "base" if adapter is None else adapter.name
         answer = answer_of(server, name, messages(PROMPTS[0]), stream=streamed)
         assert answer == generated(PROMPTS[0], adapter)
+
+
+def test_served_answer_of_another_family_equals_the_generated_one(tmp_path: Path) -> None:
+    run = write_adapter(tmp_path / "run", 1, base=GEMMA)
+    expected = generated(PROMPTS[0], run, base=GEMMA)
+    with server_of(run) as server:
+        for streamed in (False, True):
+            answer = answer_of(server, "run", messages(PROMPTS[0]), stream=streamed)
+            assert answer == expected
 
 
 @pytest.mark.parametrize("count", [24, slow(100)])
@@ -139,7 +149,7 @@ def test_requests_for_one_model_are_kept_together_but_none_waits_for_ever() -> N
 
 def _data(folder: Path) -> dict[str, Path]:
     """Write three data sets: bookings, the guest's name, and the day after a system message."""
-    rows = [json.loads(line) for line in (DATA / "bookings.jsonl").open()]
+    rows = [json.loads(line) for line in (DATA / "bookings.jsonl").read_text().splitlines()]
     paths = {"bookings": DATA / "bookings.jsonl"}
     for key, system in (("name", []), ("day", [{"role": "system", "content": "Which day?"}])):
         paths[key] = folder / f"{key}.jsonl"
@@ -158,7 +168,7 @@ def test_every_row_of_data_is_answered_as_generated(base: Path, tmp_path: Path) 
     expected: list[tuple[str, list[Any], str]] = []
     for name, data in _data(tmp_path).items():
         run = tmp_path / name
-        options = {"max_steps": 30, "batch_size": 8, "lr": 2e-3, "rank": 8, "quiet": True}
+        options = {"max_steps": 20, "lr": 2e-3, "val_split": 0.0, "quiet": True}
         train(TrainConfig(model_path=str(base), data=str(data), output=str(run), **options))
         rows = tmp_path / f"{name}-rows.jsonl"
         rows.write_text("".join(data.read_text().splitlines(keepends=True)[:200]))
