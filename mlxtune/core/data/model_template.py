@@ -279,7 +279,11 @@ class ModelTemplate:
         message, header = chat.conversation.messages[position], self._header
         prompt, text = (request.text() for request in requests)
         if not text.startswith(prompt):
-            text = _continue_thinking(prompt, text, message, header, where)
+            try:
+                text = _continue_thinking(prompt, text, message, header, where)
+            except BadRow as problem:
+                before = chat.conversation.messages[position - 1]
+                raise _answer_after(before, where) or problem from problem
         rest = text[len(prompt) :]
         if not prompt.endswith(header):
             rest = _without_header(rest, header, message)
@@ -437,6 +441,15 @@ def _continue_thinking(prompt: str, text: str, message: Message, header: str, wh
                 return prompt + rest.lstrip()[len(opening) :].lstrip("\n")
             return prompt + message.thinking + closing + rest.lstrip("\n")
     raise BadRow("the template's generation prompt differs from the start of the turn", where)
+
+
+def _answer_after(before: Message, where: str) -> BadRow | None:
+    """Return the reason why no template asks for an answer after an assistant's message."""
+    if before.role != "assistant":
+        return None
+    if before.tool_calls:
+        return BadRow("a tool call without a result", f"{where} follows it: add the tool's message")
+    return BadRow("two assistant turns in a row", f"{where}: join it to the turn before")
 
 
 def _content_after_thinking(message: Message) -> str:

@@ -172,3 +172,30 @@ def test_every_span_follows_its_turns_prompt_for_any_conversation(
         assert content in answer
         assert answer.count(END) == 1 + content.count(END)
     assert len(rendering.texts) in (1, len(asked))
+
+
+@pytest.mark.parametrize(
+    ("first", "kind"),
+    [
+        (assistant("Hello!"), "two assistant turns in a row"),
+        (
+            assistant("", tool_calls=[{"function": {"name": "f", "arguments": {}}}]),
+            "a tool call without a result",
+        ),
+    ],
+)
+def test_answer_that_no_prompt_asks_for_has_its_reason(first: dict[str, Any], kind: str) -> None:
+    """Some templates open no new turn after an assistant's message."""
+
+    def joins(messages: Messages, **options: Any) -> str:
+        joined = [m for m in messages if m["role"] != "assistant"]
+        last = [m for m in messages if m["role"] == "assistant"]
+        whole = "".join(str(m["content"]) + str(m.get("tool_calls", "")) for m in last)
+        if last:
+            joined += [{"role": "assistant", "content": whole}]
+        return chatml(joined, **options)
+
+    row = converse(("user", "Hi"), first | {"weight": 0}, assistant("Well."))
+    with pytest.raises(BadRow) as raised:
+        ModelTemplate(Renderer(joins), END_TOKENS)(row)
+    assert (raised.value.kind, raised.value.detail[:9]) == (kind, "message 3")
