@@ -12,6 +12,7 @@ from typing import Any
 from mlxtune.core.data.problems import (
     EMPTY_PROMPT,
     EMPTY_VALUE,
+    MARKED,
     MOJIBAKE,
     REFUSAL,
     RENDERED_CHAT,
@@ -200,7 +201,7 @@ def parse_messages(messages: Any) -> tuple[Message, ...]:
     parsed = _in_order_of_calls([_parse_message(where, message) for where, message in turns])
     if not any(message.role == "assistant" and message.trained for message in parsed):
         untrained = any(message.role == "assistant" for message in parsed)
-        raise BadRow("no assistant turn with weight 1" if untrained else "no assistant turn")
+        raise BadRow(MARKED["turns"] if untrained else "no assistant turn")
     return parsed
 
 
@@ -293,12 +294,12 @@ def _calls_alone(message: Mapping[str, Any]) -> bool:
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Convert `{"name": …, "arguments": …}` or a list of them, as JSON text or as values."""
     if isinstance(value, str):
-        value = parse_json(value, "a function_call is not JSON")
+        value = parse_json(value, "a function_call is not JSON", has_constants=False)
     calls = value if isinstance(value, list) else [value]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise BadRow("a function_call has no name", where)
-    return [{"type": "function", "function": {"arguments": {}} | call} for call in calls]
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _parse_message(where: str, message: Any) -> Message:
@@ -398,6 +399,8 @@ def _parse_answer(fields: dict[str, Any], trained: bool, where: str) -> Message:
     if "tool_calls" not in fields and "function_call" in fields:
         function = fields.pop("function_call")
         fields["tool_calls"] = [{"type": "function", "function": function}]
+    if isinstance(written := fields.get("tool_calls"), str):
+        fields["tool_calls"] = _parsed(written, "tool_calls")
     listed = enumerate(_objects(fields.get("tool_calls"), "tool_calls"), start=1)
     calls = tuple([_plain_call(call, f"{where}, call {number}") for number, call in listed])
     # Some templates treat an empty list as calls.
@@ -459,7 +462,7 @@ def _plain_call(call: dict[str, Any], where: str) -> dict[str, Any]:
         problem = json_type(arguments) if "arguments" in function else "null or missing"
         raise _bad_arguments(where, problem)
     try:
-        parsed = parse_json(arguments)
+        parsed = parse_json(arguments, has_constants=False)
     except BadRow as problem:
         raise _bad_arguments(where, str(problem)) from problem
     if not isinstance(parsed, dict):
@@ -479,7 +482,7 @@ def supervised_turns(conversation: Conversation, turns: str) -> list[int]:
     chosen = [i for i, message in enumerate(messages) if message.role == "assistant"]
     chosen = [i for i in (chosen if turns == "all" else chosen[-1:]) if messages[i].trained]
     if not chosen:
-        raise BadRow("the last assistant turn has weight 0")
+        raise BadRow(MARKED["last turn"])
     return chosen
 
 
@@ -509,8 +512,13 @@ def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
 def parse_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     """Check and convert `tools`: a list of objects, or such a list as JSON text. Raises BadRow."""
     if isinstance(tools, str):
-        tools = parse_json(tools, "'tools' is text that is not JSON") if tools.strip() else None
+        tools = _parsed(tools, "tools")
     return _objects(tools, "tools")
+
+
+def _parsed(text: str, key: str) -> Any:
+    kind = f"'{key}' is text that is not JSON"
+    return parse_json(text, kind, has_constants=False) if text.strip() else None
 
 
 def to_json(value: Any) -> str:

@@ -33,7 +33,7 @@ from mlxtune.core.data.conversation import (
     to_json,
     unknown_role,
 )
-from mlxtune.core.data.problems import BadRow, json_type, parse_json
+from mlxtune.core.data.problems import MARKED, BadRow, json_type, parse_json
 from mlxtune.core.data.sources.keys import letters
 from mlxtune.errors import shorten
 
@@ -341,7 +341,7 @@ def labelled(content: JsonObject, label: Any, conversation: Conversation) -> Con
     for i in answers[:-1]:
         messages[i] = replace(messages[i], trained=False)
     if not messages[answers[-1]].trained:
-        raise BadRow("the last assistant turn has weight 0")
+        raise BadRow(MARKED["last turn"])
     role = DESIRABLE if label else UNDESIRABLE
     return replace(conversation, messages=tuple(messages), role=role)
 

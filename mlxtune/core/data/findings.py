@@ -20,6 +20,7 @@ from mlxtune.core.data.problems import (
     ERRORS,
     LEAK,
     LEAKED_PROMPT,
+    MARKED,
     OPPOSITE,
     REMARKS,
     TRUNCATED_ANSWER,
@@ -208,6 +209,8 @@ def _findings(
 
 
 def _advice_on_skipped(kind: str) -> str:
+    if kind in MARKED.values():
+        return "the row is skipped, as its mark says"
     remedy = "raise --max-seq-len" if "--max-seq-len" in kind else "fix it or remove it"
     return f"the row is skipped: {remedy}"
 

@@ -94,6 +94,12 @@ _LAST_COUNTED, _LONGEST_COUNTED = 100_000, 2**26
 _MAX_VALUES = 4_000_000
 # The most warnings about rows that are skipped for one reason.
 _WARNED = 2
+# Reasons to skip a row that its marks ask for.
+MARKED = {
+    "row": "a row that is marked not to be learned",
+    "turns": "no assistant turn with weight 1",
+    "last turn": "the last assistant turn has weight 0",
+}
 # Kinds of notes for which `train` refuses the data, and kinds that need no attention.
 ERRORS, REMARKS = (DOUBLE_BOS,), (UNREAD_METADATA,)
 # The ends of the kinds of notes on keys, each with the kind that has its advice.
@@ -196,13 +202,18 @@ def check_values(text: bytes) -> None:
         raise BadRow(f"holds more than {_MAX_VALUES:,} values")
 
 
-def parse_json(text: str | bytes, kind: str = "not valid JSON") -> Any:
-    """Return the value of JSON, given as text or UTF-8. Raises BadRow, of `kind` for bad syntax."""
+def parse_json(
+    text: str | bytes, kind: str = "not valid JSON", *, has_constants: bool = True
+) -> Any:
+    """Return the value of JSON, given as text or UTF-8. Raises BadRow, of `kind` for bad syntax.
+
+    NaN and Infinity, which Python and tables write, are refused unless `has_constants`.
+    """
     try:
         if isinstance(text, bytes):
             check_values(text)
             text = text.decode("utf-8")
-        return _DECODER.decode(text)
+        return (_DECODER if has_constants else _STRICT_DECODER).decode(text)
     except BadRow:
         raise
     except UnicodeDecodeError as error:
@@ -227,7 +238,12 @@ def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+def _refuse_constant(name: str) -> None:
+    raise BadRow(f"{name} in JSON text", "write null or text")
+
+
 _DECODER = json.JSONDecoder(object_pairs_hook=_keys_once)
+_STRICT_DECODER = json.JSONDecoder(object_pairs_hook=_keys_once, parse_constant=_refuse_constant)
 
 
 def json_type(value: Any) -> str:

@@ -57,7 +57,13 @@ BAD_ROWS: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("no_thought", [ANSWER | {"content": "<think>\n</think>\n"}], {}, "empty answer", ""),
     ("blank_thought", [CALLS | {"reasoning": " "}], {}, "empty answer", "message 1"),
     ("no_calls", [USER, CALLS | {"tool_calls": []}], {}, "empty answer", ""),
-    ("calls_text", [ANSWER | {"tool_calls": "f()"}], {}, "'tool_calls' is not a list", ""),
+    (
+        "calls_text",
+        [ANSWER | {"tool_calls": "f()"}],
+        {},
+        "'tool_calls' is text that is not JSON",
+        "",
+    ),
     ("functions", [ANSWER], {"functions": {}}, "'functions' is not a list of objects", ""),
     ("calls_list", [ANSWER | {"tool_calls": [[]]}], {}, "'tool_calls' is not a list", ""),
     (

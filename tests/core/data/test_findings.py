@@ -172,6 +172,14 @@ def test_skipped_rows_are_findings_by_reason() -> None:
     assert list(findings.skip_findings([encoded("a.jsonl", [1])])) == []
 
 
+def test_row_that_its_mark_hides_needs_no_remedy() -> None:
+    for kind in problems.MARKED.values():
+        file = encoded("a.jsonl", [1])
+        file.skipped.add(1, BadRow(kind))
+        (finding,) = findings.skip_findings([file])
+        assert finding.advice == "the row is skipped, as its mark says"
+
+
 def test_row_that_is_only_too_long_need_not_be_removed() -> None:
     file = encoded("a.jsonl", [1])
     file.skipped.add(3, BadRow("no supervised token within --max-seq-len 512"))

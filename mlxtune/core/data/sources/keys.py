@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import lru_cache
 from typing import Any
 
-from mlxtune.core.data.problems import UNREAD_METADATA, BadRow, parse_json, unread_key
+from mlxtune.core.data.problems import MARKED, UNREAD_METADATA, BadRow, parse_json, unread_key
 from mlxtune.errors import shorten
 
 
@@ -146,7 +146,7 @@ def check_row_is_learned(marks: Mapping[str, Any]) -> None:
         if name in _AMBIGUOUS and verdict is not None:
             raise BadRow(f"{shorten(key)} of a row has two meanings", "write 'weight'")
         if verdict is (name in _MASKED) and name in _LEARNED | _MASKED:
-            raise BadRow("a row that is marked not to be learned", f"{shorten(key)}: {value!r}")
+            raise BadRow(MARKED["row"], f"{shorten(key)}: {value!r}")
 
 
 def turn_marks(row: Mapping[str, Any]) -> dict[str, list[bool]]:

@@ -461,6 +461,47 @@ def test_one_part_without_a_list_is_read(tmp_path: Path) -> None:
     assert told(tmp_path, row) == told(tmp_path, GEMINI)
 
 
+# JSON text
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("place", ["arguments", "role", "tool_calls", "tools"])
+def test_number_that_json_lacks_is_refused_in_json_text(
+    tmp_path: Path, number: str, place: str
+) -> None:
+    arguments, tools = f'{{"a": {number}}}', "[]"
+    call = f'{{"name": "add", "arguments": {arguments}}}'
+    turn: dict[str, Any] = {"role": "assistant", "tool_calls": [{"name": "add"}]}
+    if place == "arguments":
+        turn["tool_calls"][0]["arguments"] = arguments
+    elif place == "role":
+        turn = {"role": "function_call", "content": call}
+    elif place == "tool_calls":
+        turn["tool_calls"] = f"[{call}]"
+    else:
+        turn, tools = ANSWER, f'[{{"name": "add", "default": {number}}}]'
+    assert f"{number} in JSON text" in reason(tmp_path, {"messages": [USER, turn], "tools": tools})
+
+
+def test_tool_calls_as_json_text_are_read(tmp_path: Path) -> None:
+    turn = {"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])}
+    one = converted(tmp_path, {"messages": [USER, turn]})
+    assert one.messages[-1].tool_calls == (CALL,)
+    assert one.messages[-1].fields["tool_calls"] == [CALL]
+
+
+@pytest.mark.parametrize("sharegpt", [False, True])
+def test_call_without_arguments_is_refused_in_every_format(tmp_path: Path, sharegpt: bool) -> None:
+    written = '{"name": "f"}'
+    call = {"role": "function_call", "content": written}
+    row: dict[str, Any] = {"messages": [USER, call]}
+    if sharegpt:
+        entry = {"from": "function_call", "value": written}
+        row = {"conversations": [SHAREGPT["conversations"][0], entry]}
+    listed = {"role": "assistant", "tool_calls": [json.loads(written)]}
+    assert reason(tmp_path, row) == reason(tmp_path, {"messages": [USER, listed]})
+
+
 # Templates
 
 READS = "{{ message.zither }} {{ mood }} {{ message['reasoning_content'] }} {{ enable_thinking }}"
