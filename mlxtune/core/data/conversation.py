@@ -53,6 +53,22 @@ _SAME_ROLES = {
     **dict.fromkeys(_RESULTS, "tool"),
 }
 _NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
+# The names of roles in ShareGPT's files.
+SHAREGPT_ROLES = {
+    name: role
+    for role, names in {
+        "user": "human user",
+        "assistant": "gpt chatgpt assistant model bot bing bard",
+        "system": "system developer",
+        "tool": "tool observation",
+    }.items()
+    for name in names.split()
+}
+_READ_ROLES = (
+    *(*ROLES, "developer", "model", "function", "function_call", "tool_call"),
+    *("observation", "tool_response"),
+)
+_OF_BARE_CALL = {"name", "id", "type"}
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 # Keys whose text is never the content of the message.
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -308,7 +324,7 @@ def _parse_message(where: str, message: Any) -> Message:
     if (role := role_of(message)) is None:
         raise BadRow("a message has no role", where)
     if role not in ROLES:
-        raise unknown_role(message["role"], ROLES, where)
+        raise unknown_role(message["role"], _READ_ROLES, where)
     check_row_is_text(message)
     fields = {k: value for k, value in message.items() if value is not None and not is_mark(k)}
     fields["role"], removed = role, set()
@@ -356,6 +372,8 @@ def as_context(messages: Iterable[Any]) -> list[Any]:
 
 def unknown_role(role: str, known: Sequence[str], where: str) -> BadRow:
     close = difflib.get_close_matches(role[:60].lower(), known, n=1)
+    if (meant := SHAREGPT_ROLES.get(role.lower())) is not None:
+        return BadRow("unknown role", f"{where}: {shorten(role)}; write {meant!r}")
     hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
     return BadRow("unknown role", f"{where}: {shorten(role)}; {hint}")
 
@@ -455,7 +473,9 @@ def _plain_call(call: dict[str, Any], where: str) -> dict[str, Any]:
         return call
     nested = isinstance(call.get("function"), dict)
     function = call["function"] if nested else call
-    arguments = function.get("arguments")
+    # A call without arguments has none, unless they are under another key.
+    bare = function.keys() <= _OF_BARE_CALL
+    arguments = "{}" if bare else function.get("arguments")
     if isinstance(arguments, dict):
         return call
     if not isinstance(arguments, str):

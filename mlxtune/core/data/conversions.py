@@ -21,6 +21,7 @@ from mlxtune.core.data.conversation import (
     DESIRABLE,
     REJECTED,
     ROLES,
+    SHAREGPT_ROLES,
     UNDESIRABLE,
     Conversation,
     Document,
@@ -85,18 +86,6 @@ def from_alpaca(row: int, content: JsonObject) -> Conversation:
     return parse_conversation(row, {**content, "messages": messages})
 
 
-_SHAREGPT_ROLES = {
-    name: role
-    for role, names in {
-        "user": "human user",
-        "assistant": "gpt chatgpt assistant model bot bing bard",
-        "system": "system developer",
-        "tool": "tool observation",
-    }.items()
-    for name in names.split()
-}
-
-
 def from_sharegpt(row: int, content: JsonObject) -> Conversation:
     entries = content["conversations"]
     if not isinstance(entries, list):
@@ -120,9 +109,9 @@ def _from_entry(entry: dict[str, Any], where: str) -> dict[str, Any]:
     name = entry.get("role") if name is None else name
     value = entry.get("content") if value is None else value
     if isinstance(name, str):
-        name = _SHAREGPT_ROLES.get(name.lower(), name)
+        name = SHAREGPT_ROLES.get(name.lower(), name)
         if role_of({"role": name}) not in ROLES:
-            raise unknown_role(name.lower(), (*_SHAREGPT_ROLES, "function_call"), where)
+            raise unknown_role(name.lower(), (*SHAREGPT_ROLES, "function_call"), where)
     return message | {"role": name, "content": value}
 
 
@@ -191,6 +180,44 @@ def _from_node(message: JsonObject) -> JsonObject | None:
     other = {key: value for key, value in message.items() if key not in _OF_NODE}
     weight = message.get("weight") if author.get("role") == "assistant" else None
     return other | {"role": author.get("role"), "content": parts, "weight": weight}
+
+
+# What an export of Claude has beside a conversation's messages, and beside a message's parts.
+_OF_CLAUDE = ("uuid", "name", "summary", "created_at", "updated_at", "account", "chat_messages")
+_OF_TURN = (
+    *("uuid", "sender", "text", "content", "created_at", "updated_at", "parent_message_uuid"),
+    *("index", "truncated"),
+)
+
+
+def as_sharegpt(content: JsonObject) -> JsonObject:
+    """Return a conversation of a Claude export in ShareGPT's layout; other rows unchanged."""
+    messages = content.get("chat_messages")
+    if not isinstance(messages, list):
+        return content
+    turns = [
+        _from_claude(each, f"message {position}") if isinstance(each, dict) else each
+        for position, each in enumerate(messages, start=1)
+    ]
+    others = {key: value for key, value in content.items() if key not in _OF_CLAUDE}
+    return others | {"conversations": turns}
+
+
+def _from_claude(message: JsonObject, where: str) -> JsonObject:
+    parts = message.get("content") or [{"type": "text", "text": message.get("text")}]
+    said, thoughts = [], []
+    for part in parts if isinstance(parts, list) else [parts]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("tool_use", "tool_result"):
+            raise BadRow("a Claude conversation with tools", f"{where}: its export has no tools")
+        if kind == "thinking":
+            thoughts += [str(part.get("thinking", ""))]
+        else:
+            text = {"type": kind, "text": part.get("text")} if isinstance(part, dict) else part
+            said += [text]
+    others = {key: value for key, value in message.items() if key not in _OF_TURN}
+    thinking = {"reasoning_content": "".join(thoughts)} if thoughts else {}
+    return others | thinking | {"from": message.get("sender"), "value": said}
 
 
 def from_gemini(row: int, content: JsonObject) -> Conversation:

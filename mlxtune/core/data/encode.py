@@ -295,7 +295,7 @@ class Encoder:
                     found[unread_key("the template's options", name)] = ""
             for position, message in enumerate(each.messages, start=1):
                 removed = (("a message", key) for key in message.removed)
-                fields = message.fields
+                fields = {k: v for k, v in message.fields.items() if v not in ("", [], {})}
                 unread = unread_in_message(
                     message.role, fields.keys(), message.tool_calls, self.source
                 )

@@ -34,6 +34,7 @@ from mlxtune.core.data.conversions import (
     GEMINI_SYSTEM,
     OF_CHATGPT,
     JsonObject,
+    as_sharegpt,
     from_alpaca,
     from_chatgpt,
     from_gemini,
@@ -64,6 +65,11 @@ _ASKS = ("instruction", "question", "query", "prompt", "input")
 _ANSWERS = ("output", "response", "answer", "completion")
 _BESIDE = ("context", "passage", "document", "choices")
 _VERDICTS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+# Labels of answers that sft must not learn; kto wants true or false.
+_BAD = ("bad", "undesirable", "rejected", "dispreferred")
+_REJECTED = re.compile(
+    r"(?:rejected|dispreferred|nonpreferred)(?:responses?|answers?|outputs?|completions?|messages?)"
+)
 # Keys beside a conversation that every format of conversations reads.
 _OPTIONAL = ("system", "tools", "functions")
 
@@ -221,7 +227,11 @@ def _check_kind(content: JsonObject, objective: str) -> None:
     if objective == "sft":
         if kind == "pair":
             raise BadRow("a preference pair", f"{_PAIR}: use --objective dpo")
-        if kind == "labelled" and label_of(content) is False:
+        if (key := next((key for key in content if _rejects(content, key)), None)) is not None:
+            use = f"use --objective dpo {field_option('rejected', key)}"
+            raise BadRow("a preference pair", f"{shorten(key)}: {use}")
+        verdict = label_of(content)
+        if (kind == "labelled" and verdict is False) or str(verdict).strip().lower() in _BAD:
             label = str(content["label"]).lower()
             raise BadRow("an answer labelled as bad", f"'label' is {label}: use --objective kto")
     elif objective in PAIRED and kind == "labelled":
@@ -241,6 +251,11 @@ def _check_kind(content: JsonObject, objective: str) -> None:
 
 
 _PAIR = "'chosen' and 'rejected'"
+
+
+def _rejects(content: JsonObject, key: str) -> bool:
+    """Return whether a key holds a rejected answer."""
+    return bool(content[key]) and _REJECTED.fullmatch(letters(key)) is not None
 
 
 # Words in other tools' keys for a label, and for the two answers of a pair.
@@ -410,6 +425,7 @@ _LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "reject
 
 
 def _with_lists(content: JsonObject) -> JsonObject:
+    content = as_sharegpt(content)
     texts = [name for name in ("messages", "conversations") if isinstance(content.get(name), str)]
     return {**content, **{name: parsed_list(content, name) for name in texts}} if texts else content
 

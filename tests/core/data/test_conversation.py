@@ -187,8 +187,8 @@ def test_other_arguments_are_refused_with_their_place(arguments: Any, bare: bool
     assert problem.detail.endswith("write an object, {} if empty")
 
 
-def test_missing_arguments_are_refused() -> None:
-    call = {"type": "function", "function": {"name": "f"}}
+def test_arguments_under_another_key_are_refused() -> None:
+    call = {"type": "function", "function": {"name": "f", "parameters": {"a": 1}}}
 
     problem = refused(USER, {"role": "assistant", "content": "", "tool_calls": [call]})
 

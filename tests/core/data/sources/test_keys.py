@@ -491,15 +491,78 @@ def test_tool_calls_as_json_text_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sharegpt", [False, True])
-def test_call_without_arguments_is_refused_in_every_format(tmp_path: Path, sharegpt: bool) -> None:
-    written = '{"name": "f"}'
-    call = {"role": "function_call", "content": written}
-    row: dict[str, Any] = {"messages": [USER, call]}
-    if sharegpt:
-        entry = {"from": "function_call", "value": written}
-        row = {"conversations": [SHAREGPT["conversations"][0], entry]}
-    listed = {"role": "assistant", "tool_calls": [json.loads(written)]}
-    assert reason(tmp_path, row) == reason(tmp_path, {"messages": [USER, listed]})
+def test_call_without_arguments_has_none_in_every_format(tmp_path: Path, sharegpt: bool) -> None:
+    def answers(call: dict[str, Any]) -> list[dict[str, Any]]:
+        written = json.dumps(call)
+        row: dict[str, Any] = {"messages": [USER, {"role": "function_call", "content": written}]}
+        if sharegpt:
+            entry = {"from": "function_call", "value": written}
+            row = {"conversations": [SHAREGPT["conversations"][0], entry]}
+        listed = {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": call}]}]}
+        return [row, listed]
+
+    for row in answers({"name": "f"}):
+        (call,) = converted(tmp_path, row).messages[-1].tool_calls
+        assert call["function"] == {"name": "f", "arguments": {}}
+    one, other = (reason(tmp_path, row) for row in answers({"name": "f", "parameters": {"a": 1}}))
+    assert one == other
+    assert one.startswith("a tool call whose arguments are not an object")
+
+
+# Exports, roles and preferences
+
+
+def claude(*content: Any, **others: Any) -> dict[str, Any]:
+    answer = {"uuid": "2", "sender": "assistant", "text": "Hello!", "content": [*content]}
+    asked = {"uuid": "1", "sender": "human", "text": "Hi", "created_at": "2025", "files": []}
+    return {
+        **{"uuid": "0", "name": "Greeting", "account": {"uuid": "9"}, "created_at": "2025"},
+        "chat_messages": [asked, answer | others],
+    }
+
+
+@pytest.mark.parametrize(
+    "content", [(), ({"type": "text", "text": "Hello!", "start_timestamp": "2025"},)]
+)
+def test_claude_export_is_read(tmp_path: Path, content: tuple[Any, ...]) -> None:
+    assert told(tmp_path, claude(*content)) == told(tmp_path, CHAT)
+    assert notes(tmp_path, claude(*content)) == {}
+
+
+def test_thinking_and_attachments_of_a_claude_export_are_not_lost(tmp_path: Path) -> None:
+    parts = ({"type": "thinking", "thinking": "Greet."}, {"type": "text", "text": "Hello!"})
+    row = claude(*parts, attachments=[{"extracted_content": "A"}])
+    assert converted(tmp_path, row).messages[-1].thinking == "Greet."
+    assert list(notes(tmp_path, row)) == ["key 'attachments' of a message is not read"]
+
+
+def test_tools_of_a_claude_export_are_refused(tmp_path: Path) -> None:
+    said = reason(tmp_path, claude({"type": "tool_use", "name": "f", "input": {}}))
+    assert said.startswith("a Claude conversation with tools (message 2")
+
+
+@pytest.mark.parametrize(
+    ("role", "hint"),
+    [
+        ("human", "write 'user'"),
+        ("GPT", "write 'assistant'"),
+        ("zither", "known: system, user, assistant, tool, developer, model, function"),
+    ],
+)
+def test_unknown_role_names_the_roles_to_write(tmp_path: Path, role: str, hint: str) -> None:
+    row = {"messages": [{"role": role, "content": "Hi"}, ANSWER]}
+    assert reason(tmp_path, row).startswith(f"unknown role (message 1: {role!r}; {hint}")
+
+
+@pytest.mark.parametrize("label", ["bad", "Bad", "undesirable", "no"])
+def test_answer_labelled_as_bad_is_no_example(tmp_path: Path, label: str) -> None:
+    assert reason(tmp_path, PROMPT | {"label": label}).startswith("an answer labelled as bad")
+
+
+@pytest.mark.parametrize("key", ["rejected_response", "rejected_answer", "non_preferred_output"])
+def test_row_with_a_rejected_answer_is_a_pair(tmp_path: Path, key: str) -> None:
+    said = reason(tmp_path, PROMPT | {key: "No."})
+    assert said == f"a preference pair ({key!r}: use --objective dpo --field rejected={key})"
 
 
 # Templates
