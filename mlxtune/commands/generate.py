@@ -164,7 +164,10 @@ def answer_rows(options: ResolvedOptions[GenerateConfig]) -> Path:
             console.say("Resume", f"{output} has the first {pluralise(len(written), 'answer')}")
         todo = list(zip(prompts, stamps, strict=True))[len(written) :]
         _answer(session, output, todo, len(written))
-        console.say("Done", f"{pluralise(len(prompts), 'answer')} in {output}")
+        unanswered = sum(isinstance(prompt, str) for _, _, prompt in prompts)
+        without = f", {pluralise(unanswered, 'row')} not answered" if unanswered else ""
+        answers = pluralise(len(prompts) - unanswered, "answer")
+        console.say("Done", f"{answers} in {output}{without}")
     return output
 
 
@@ -199,6 +202,9 @@ def _conversation(
     keys = {letters(key): key for key in reversed([*row]) if row[key] is not None}
     messages = row.get("messages")
     asked = next((keys[name] for name in _PROMPTS if name in keys), None)
+    empty = next((key for key in row if row[key] is None and letters(key) in _PROMPTS), asked)
+    if not messages and empty is not None and not str(row[asked or empty] or "").strip():
+        raise DataError(f"{place}: {shorten(empty)} is empty: write a prompt, or remove the row")
     if messages is None and asked is None:
         found = ", ".join(map(shorten, [*row][:5])) or "none"
         raise DataError(f"{place}: no 'prompt' or 'messages' (its keys: {found}): rename one")

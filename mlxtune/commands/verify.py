@@ -213,7 +213,14 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
         result.add("replay", f"{METRICS}: {problem}", "")
         return
     if replay.resumed is None and config.init_adapter is not None:
-        check_initial(config.init_adapter, newest.metadata)
+        try:
+            check_initial(config.init_adapter, newest.metadata)
+        except MlxTuneError as error:
+            text, moved, _ = str(error.args[0]).partition(": check --")
+            changed = f"the run did not start from {config.init_adapter}, which has changed"
+            gone = f"the adapter from which the run started is missing: {text}"
+            result.add("replay", f"{gone if moved else changed}: bring it back", "")
+            return
     with end_in_order(), scratch_folder("verify") as scratch:
         replayed = replace(
             config,

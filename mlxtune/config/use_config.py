@@ -209,8 +209,10 @@ class GenerateConfig(AnswerConfig):
         if len(given) > 1:
             every = "both" if len(given) == 2 else "all"
             yield f"{' and '.join(given)} are {every} given: keep one"
-        if self.data is not None and (self.output is None or not self.output.endswith(".jsonl")):
+        if self.data is not None and self.output is None:
             yield "--data needs a file for its answers: give --output answers.jsonl"
+        elif self.data is not None and not str(self.output).endswith(".jsonl"):
+            yield f"--output {self.output} must end in .jsonl: name a file such as answers.jsonl"
         if self.data is None and (self.output is not None or self.overwrite):
             yield "--output and --overwrite are for the answers to --data: give both"
         if self.data is not None and self.json:

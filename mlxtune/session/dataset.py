@@ -202,10 +202,10 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
 
 
 def _encoding_findings(files: Sequence[EncodedFile]) -> Iterator[Finding]:
-    """Yield a finding for each text file that is not in UTF-8."""
+    """Yield a finding for each text file whose encoding is a guess."""
     for file in files:
         path = Path(file.skipped.path)
-        if is_text_file(path) and (encoding := encoding_of(path)) != "utf-8":
+        if is_text_file(path) and (encoding := encoding_of(path)) == "cp1252":
             rows = int(file.arrays.rows_kept.sum())
             place = findings.Place(str(path), 1)
             advice = "check its accents, and save it in UTF-8 if they are wrong"

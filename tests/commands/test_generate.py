@@ -445,6 +445,23 @@ def test_rows_of_a_file_get_the_answers_of_single_prompts_in_order(
     assert found[3]["messages"][-1]["role"] == "user"
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"prompt": " "}\n{"prompt": null, "id": 1}\n{"prompt": "Hi"}\n'),
+        ("a.csv", 'prompt,id\n" ",1\n,2\nHi,3\n'),
+    ],
+)
+def test_empty_prompts_are_named_and_counted(
+    say: Any, tmp_path: Path, name: str, content: str
+) -> None:
+    data, output = tmp_path / name, tmp_path / "answers.jsonl"
+    data.write_text(content)
+    outcome = say("generate", "--data", data, "--output", output, "--max-new-tokens", 1)
+    assert outcome.err.count("'prompt' is empty: write a prompt, or remove the row") == 2
+    assert f"1 answer in {output}, 2 rows not answered" in outcome.err
+
+
 def test_answers_to_rows_are_resumed_and_the_file_is_the_same(say: Any, tmp_path: Path) -> None:
     command = ["generate", "--quiet", "--data", prompts_file(tmp_path), "--output"]
     sampled = ["--temperature", 1, "--seed", 3]
@@ -506,7 +523,7 @@ def test_interrupt_keeps_the_finished_answers(
     ("arguments", "said"),
     [
         (["--data", "a"], "--data needs a file for its answers: give --output answers.jsonl"),
-        (["--data", "a", "--output", "b.csv"], "--data needs a file for its answers"),
+        (["--data", "a", "--output", "b.csv"], "--output b.csv must end in .jsonl: name a file"),
         (["--output", "b.jsonl", "--prompt", "a"], "--output and --overwrite are for the answers"),
         (["--data", "a", "--output", "b.jsonl", "--json"], "--json is for one answer"),
         (["--data", "a", "--output", "b.jsonl", "--prompt", "a"], "are both given: keep one"),

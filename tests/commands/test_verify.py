@@ -210,6 +210,26 @@ def test_replay_on_other_data_names_the_data(
     assert f"{chat}: no such file: bring it back" in json.dumps(found)
 
 
+def test_replay_names_an_initial_adapter_that_moved_or_changed(
+    cli: Cli, model: Path, finished: Path, tmp_path: Path
+) -> None:
+    first = tmp_path / "first"
+    shutil.copytree(finished, first)
+    chat = write_chat(tmp_path / "chat.jsonl", sums(4))
+    options: dict[str, Any] = {"samples": 0, "quiet": True, "max_steps": 1, "val_split": 0}
+    output = str(tmp_path / "out")
+    train(TrainConfig(str(model), str(chat), output=output, init_adapter=str(first), **options))
+
+    first.rename(tmp_path / "moved")
+    missing = cli("verify", output, "--replay").out
+    said = f"the adapter from which the run started is missing: {first}: no such file or folder"
+    assert "BAD replay" in missing and f"{said}: bring it back" in missing
+    (tmp_path / "moved").rename(first)
+    shutil.copy(min((first / "checkpoints").glob("step-*/adapters.safetensors")), first)
+    changed = cli("verify", output, "--replay").out
+    assert f"the run did not start from {first}, which has changed: bring it back" in changed
+
+
 def test_replay_finds_a_run_that_was_not_trained_as_it_says(
     cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

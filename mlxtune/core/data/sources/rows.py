@@ -8,14 +8,15 @@ process whose memory and time are limited: pyarrow unpacks many rows before any 
 
 import gzip
 import importlib.util
+import io
 import json
 import math
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mlxtune.core.data.problems import (
     PARQUET,
@@ -134,9 +135,7 @@ def _head(path: Path) -> bytes:
         if head.startswith(start):
             raise DataError(f"{path} is {kind}: {_EXPORT}")
     if head.startswith(UTF16):
-        if is_text_file(path):
-            return head
-        raise DataError(f"{path} is text in UTF-16: save it in UTF-8")
+        return head if is_text_file(path) else head.decode("utf-16", "ignore").encode()
     if is_lfs_pointer(head[:48]):
         raise DataError(f"{path} is a Git LFS pointer: run git lfs pull in its folder")
     if b"\0" in head and not head.startswith(PARQUET):
@@ -144,12 +143,35 @@ def _head(path: Path) -> bytes:
     return head
 
 
+class _FromUtf16:
+    """Reads a file in UTF-16 as UTF-8."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._text = io.TextIOWrapper(file, "utf-16", "replace", newline="\n")
+
+    def read(self, size: int) -> bytes:
+        return self._text.read(size).encode()
+
+    def readline(self, size: int) -> bytes:
+        return self._text.readline(size).encode()
+
+
+@contextmanager
+def _open_json(path: Path) -> Iterator["IO[bytes] | _FromUtf16"]:
+    """Open a file of JSON as UTF-8. Raises DataError."""
+    with reading(path), open_data(path) as file:
+        in_utf16 = file.read(2) in UTF16
+        file.seek(0)
+        text = _FromUtf16(file) if in_utf16 else file
+        yield text
+
+
 def _line_rows(path: Path) -> Iterator[NumberedRow]:
     number = last = 0
-    with reading(path), open_data(path) as file:
+    with _open_json(path) as file:
         while line := file.readline(_MAX_LINE_BYTES):
             number += 1
-            if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
+            if len(line) >= _MAX_LINE_BYTES and not line.endswith(b"\n"):
                 raise DataError(
                     f"{path}:{number}: is longer than {_MAX_LINE_BYTES:,} bytes: write one JSON "
                     "object per line"
@@ -180,7 +202,7 @@ def _object(content: Any) -> dict[str, Any] | BadRow:
 
 
 def _array_rows(path: Path) -> Iterator[NumberedRow]:
-    with reading(path), open_data(path) as file:
+    with _open_json(path) as file:
         content = file.read(_MAX_ARRAY_BYTES + 1)
     yield from enumerate(_elements(path, content), start=1)
 

@@ -21,7 +21,7 @@ _MAX_LINE_BYTES = 1 << 26
 # The maximum number of columns of a table, and of characters in a piece of plain text.
 _MAX_COLUMNS, _MAX_TEXT = 1_000_000, 1 << 26
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
-_DELIMITERS = ",;\t"
+_DELIMITERS = ",;\t|"
 _NAMED = re.compile(r'"?sep=([^\w\s"]|\t)"?\r?\n')
 _JSON_START = re.compile(rb"\s*(\{|\[\s*[\[{\]\"])")
 # A line of a chat that WhatsApp exports, on iOS and on Android.
@@ -117,10 +117,10 @@ def _table_rows(path: Path) -> Iterator[NumberedRow]:
     csv.field_size_limit(_MAX_LINE_BYTES)
     with _open_text(path) as file:
         lines = _lines(path, file)
-        start, names, delimiter = _table_header(path, lines)
+        start, names, delimiter, spaced = _table_header(path, lines)
         separators = [0]
         bounded = _bounded(path, start, lines, delimiter, separators)
-        reader = csv.reader(bounded, delimiter=delimiter, strict=True)
+        reader = csv.reader(bounded, delimiter=delimiter, strict=True, skipinitialspace=spaced)
         while True:
             separators[0] = 0
             number = start + reader.line_num + 1
@@ -150,8 +150,9 @@ def _too_wide(path: Path, number: int) -> DataError:
     return DataError(f"{path}:{number}: has more than {_MAX_COLUMNS:,} columns: remove some")
 
 
-def _table_header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str]:
-    """Return the line number of the header, the column names, and their separator.
+def _table_header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str, bool]:
+    """Return the line number of the header, the column names, their separator, and whether a space
+    follows every separator.
 
     Spreadsheets write `;` if the comma is the decimal separator, and Excel reads a first line such
     as `sep=;`.
@@ -167,20 +168,25 @@ def _table_header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str
         if max(map(line.count, delimiters)) >= _MAX_COLUMNS:
             raise _too_wide(path, number)
         tried = {each: _cells(line, each) for each in delimiters}
-        delimiter = max(tried, key=lambda each: len(tried[each]))
-        names = [name.strip() for name in tried[delimiter]]
+        # `|` separates only where nothing else does.
+        most = max(",;\t" if len(tried) > 1 else tried, key=lambda each: len(tried[each]))
+        delimiter = "|" if len(tried[most]) == 1 < len(tried.get("|", "")) else most
+        following = tried[delimiter][1:]
+        spaced = bool(following) and all(cell.startswith(" ") for cell in following)
+        names = [name.strip() for name in _cells(line, delimiter, spaced=spaced)]
         twice = {name for name, times in Counter(names).items() if name and times > 1}
         if twice:
             raise DataError(
                 f"{path}:{number}: has two columns named {shorten(min(twice))}: rename one of them"
             )
-        return number, names, delimiter
+        return number, names, delimiter, spaced
     raise DataError(f"{path} is empty: it needs {needs(path)}")
 
 
-def _cells(line: str, delimiter: str) -> Sequence[str]:
+def _cells(line: str, delimiter: str, *, spaced: bool = False) -> Sequence[str]:
     try:
-        return next(csv.reader([line], delimiter=delimiter, strict=True))
+        every = csv.reader([line], delimiter=delimiter, strict=True, skipinitialspace=spaced)
+        return next(every)
     except csv.Error:
         return [line]
 

@@ -52,9 +52,12 @@ def test_rows_have_the_number_of_their_first_line(tmp_path: Path) -> None:
         ("data.tsv", "prompt\tcompletion\na, b\tc;d\n"),
         ("data.csv", 'prompt;completion\n"a, b";"c;d"\n'),
         ("DATA.CSV", 'prompt,completion\n"a, b","c;d"\n'),
+        ("bars.csv", "prompt|completion\na, b|c;d\n"),
+        ("spaced.csv", 'prompt, completion\n"a, b", c;d\n'),
+        ("quoted.csv", '"prompt", "completion"\n"a, b", "c;d"\n'),
         ("data.csv.gz", gzip.compress(b'prompt,completion\n"a, b","c;d"\n', mtime=0)),
     ],
-    ids=["tsv", "semicolons", "commas", "gzip"],
+    ids=["tsv", "semicolons", "commas", "bars", "spaced", "quoted", "gzip"],
 )
 def test_separator_is_the_header_s(tmp_path: Path, name: str, content: str | bytes) -> None:
     assert rows_of(table(tmp_path, content, name)) == [(2, {"prompt": "a, b", "completion": "c;d"})]
@@ -65,6 +68,11 @@ def test_first_line_may_name_the_separator(tmp_path: Path, first: str) -> None:
     path = table(tmp_path, first + "prompt|completion\na, b|c;d\n")
 
     assert rows_of(path) == [(3, {"prompt": "a, b", "completion": "c;d"})]
+
+
+def test_space_of_a_cell_stays_unless_the_header_has_it(tmp_path: Path) -> None:
+    path = table(tmp_path, "prompt,completion\na, b\n")
+    assert rows_of(path) == [(2, {"prompt": "a", "completion": " b"})]
 
 
 def test_broken_row_is_skipped_and_the_next_is_read(tmp_path: Path) -> None:

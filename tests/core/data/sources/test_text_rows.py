@@ -61,6 +61,18 @@ def test_text_that_spreadsheets_write_is_read_whole(
     assert [row["text"] for _, row in read(path)] == TEXTS
 
 
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_json_in_utf_16_is_read_as_in_utf_8(tmp_path: Path, encoding: str, pack: Any) -> None:
+    texts = [*TEXTS, "two\u2028lines 😀" * 4000]
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\r\n" for text in texts)
+    found = [(number, {"text": text}) for number, text in enumerate(texts, start=1)]
+    array = json.dumps([{"text": text} for text in texts], ensure_ascii=False)
+    for name, content in (("a.jsonl", lines), ("a.json", array)):
+        path = file(tmp_path, pack(f"\ufeff{content}".encode(encoding)), name)
+        assert read(path) == found
+
+
 def test_damaged_line_of_utf_8_is_skipped_and_the_others_keep_their_accents(tmp_path: Path) -> None:
     content = b"text\n\xff\n" + "é\n".encode()
     assert read(file(tmp_path, content, "a.csv")) == [
