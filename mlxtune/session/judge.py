@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -26,10 +26,11 @@ from mlxtune.core.evaluation.outcome import Evaluation, Generated, Sample, StepS
 from mlxtune.core.evaluation.row_losses import answer_sums, sums_of
 from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses, evaluate_preferences
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
+from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.writing import write_json
 from mlxtune.core.formatting import pluralise
 from mlxtune.core.objectives.objective import SFT, Objective
-from mlxtune.core.run.run_folder import EVALUATION, SAMPLES
+from mlxtune.core.run.run_folder import EVALUATION, EVALUATION_HASH, RESULT, SAMPLES
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.reader import Reader
@@ -218,6 +219,18 @@ class ValidationAnswers(TrainingObserver):
 
 
 def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
+    """Judge a run's adapter, and put the hash of the finished evaluation into its result."""
+    evaluation = _judge(session, judged)
+    run = session.config.checkpoint_path
+    if evaluation is not None:
+        # Only `mlxtune verify` needs the hash.
+        with suppress(OSError, ValueError, MlxTuneError):
+            found = {**read_json(run / RESULT), EVALUATION_HASH: file_hash(run / EVALUATION)}
+            write_json(run / RESULT, found)
+    return evaluation
+
+
+def _judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
     Compares this adapter with the adapter from which training started, or else with the base model.

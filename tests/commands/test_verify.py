@@ -440,6 +440,27 @@ def in_config(path: Path, **changes: Any) -> None:
     rewrite(path, lambda found: found | {"config": found["config"] | changes})
 
 
+def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda found: {key: value for key, value in found.items() if key != name}
+
+
+def in_notes(config: dict[str, Any]) -> dict[str, Any]:
+    return config | {"mlxtune": config["mlxtune"] | {"trained_rows": {"rows": 1}}}
+
+
+def slightly_better(found: dict[str, Any]) -> dict[str, Any]:
+    """Lower the loss by 0.04 nats, and agree on it in the other numbers."""
+    loss, before = found["adapted"]["loss"] * 0.9, found["base"]["loss"]
+    change = {"loss": loss - before, "share": (loss - before) / before}
+    adapted = {"loss": loss, "perplexity": math.exp(loss)}
+    return found | {"adapted": adapted, "difference": found["difference"] | change}
+
+
+def loss_of_best(run: Path, other: Path) -> None:
+    edit(run / "best" / "metadata.json", train_loss=0.5)
+    sealed(run / "best")
+
+
 EDITS: dict[str, tuple[Callable[[Path, Path], None], str, str]] = {
     "adapter of another run": (replace_adapter, "adapter", "differs from "),
     "best of another run": (replace_best, "best", "has seed 7, but "),
@@ -513,6 +534,57 @@ EDITS: dict[str, tuple[Callable[[Path, Path], None], str, str]] = {
         "result.json",
         "has stopped_early True, but ",
     ),
+    "perplexity of the base": (
+        lambda run, other: edit(run / "evaluation.json", base={"loss": 2.0, "perplexity": 5e4}),
+        "evaluation.json",
+        "has ",
+    ),
+    "candidates": (
+        lambda run, other: edit(run / "evaluation.json", candidates=9),
+        "evaluation.json",
+        "has candidates 9, but metrics.jsonl has 2",
+    ),
+    "slightly better loss": (
+        lambda run, other: rewrite(run / "evaluation.json", slightly_better),
+        "evaluation.json",
+        "after training, but metrics.jsonl has ",
+    ),
+    "losses in metadata": (loss_of_best, "best", "metadata.json has train_loss 0.5, but "),
+    "config beside the adapter": (
+        lambda run, other: edit(run.parent / "adapter_config.json", num_layers=1),
+        "adapter",
+        "has another num_layers than best",
+    ),
+    "model beside the adapter": (
+        lambda run, other: edit(run.parent / "adapter_config.json", model="/another"),
+        "adapter",
+        "has another model than best",
+    ),
+    "rows beside the adapter": (
+        lambda run, other: rewrite(run.parent / "adapter_config.json", in_notes),
+        "adapter",
+        "adapter_config.json has another rows than best",
+    ),
+    "no config beside the adapter": (
+        lambda run, other: (run.parent / "adapter_config.json").unlink(),
+        "adapter",
+        "adapter_config.json is missing",
+    ),
+    "no trained rows": (
+        lambda run, other: (run / "trained_rows.bin").unlink(),
+        "files before the first step",
+        "trained_rows.bin is missing, but ",
+    ),
+    "no run.json": (
+        lambda run, other: (run / "run.json").unlink(),
+        "files before the first step",
+        "run.json is missing, but ",
+    ),
+    "device of run.json": (
+        lambda run, other: edit(run / "run.json", device="another"),
+        "files before the first step",
+        "its hashes are not those in ",
+    ),
     "trained rows of another run": (
         lambda run, other: shutil.copy(other / "trained_rows.bin", run) and None,
         "trained_rows.bin",
@@ -521,11 +593,34 @@ EDITS: dict[str, tuple[Callable[[Path, Path], None], str, str]] = {
 }
 
 
+@pytest.mark.parametrize("spoil", ["edited", "removed"])
+def test_evaluation_has_its_hash_in_the_result(run: Path, spoil: str) -> None:
+    if spoil == "edited":
+        edit(run / "evaluation.json", only_trained=True, verdict="cannot tell", tokens=7)
+        problem = "has changed since the run wrote it"
+    else:
+        (run / "evaluation.json").unlink()
+        problem = "No such file"
+    assert problem in bad(run)["evaluation.json"]
+
+
+def test_finished_run_without_a_result_or_verdict_says_so(run: Path) -> None:
+    rewrite(run / "result.json", without("evaluation_sha256"))
+    (run / "evaluation.json").unlink()
+    details = {check.name: check.detail for check in verify(run).checks}
+    assert "the run has no verdict" in details["evaluation.json"]
+    (run / "result.json").unlink()
+    details = {check.name: check.detail for check in verify(run).checks}
+    assert details["end"].startswith("unfinished: all steps are taken, but there is no result.json")
+
+
 @pytest.mark.parametrize("name", EDITS)
 def test_file_that_contradicts_a_hashed_copy_is_found_and_named(
     run: Path, other_run: Path, name: str
 ) -> None:
     change, check, problem = EDITS[name]
+    if check == "evaluation.json":  # earlier versions wrote no hash
+        rewrite(run / "result.json", without("evaluation_sha256"))
     change(run, other_run)
     result = verify(run)
     found = {each.name: each.detail for each in result.checks if not each.ok}

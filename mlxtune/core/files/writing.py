@@ -140,8 +140,12 @@ def write_file(target: Path, content: Iterable[bytes], *, private: bool = False)
 
 def write_json(target: Path, value: Any, *, private: bool = False) -> None:
     """Write a JSON file as `write_file` does. Raises OutputError."""
-    content = json.dumps(value, indent=2, allow_nan=False) + "\n"
-    write_file(target, [content.encode()], private=private)
+    write_file(target, [as_json(value)], private=private)
+
+
+def as_json(value: Any) -> bytes:
+    """Return the content of a JSON file."""
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
 
 
 def append_line(target: Path, line: str) -> None:

@@ -38,7 +38,7 @@ METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
 MANIFEST = "manifest.json"
 BEST = "best"
-# The metadata entry with the SHA-256 of binary files that the run wrote before its first step.
+# The metadata entry with the SHA-256 of the files that the run wrote before its first step.
 RECORDS = "records"
 # The version of this layout; checkpoints of other versions are rejected.
 FORMAT = 1

@@ -36,9 +36,9 @@ from mlxtune.core.run.checkpoint import (
     RECORDS,
     Checkpoint,
 )
-from mlxtune.core.run.metrics import SkippedStep, StepRecord, TrainingMetrics
+from mlxtune.core.run.metrics import InstructEpochMetrics, SkippedStep, StepRecord, TrainingMetrics
 from mlxtune.core.run.progress import Progress, Record
-from mlxtune.core.run.run_folder import ABOUT, EVALUATION, LEDGER
+from mlxtune.core.run.run_folder import ABOUT, EVALUATION, EVALUATION_HASH, LEDGER, RESULT
 from mlxtune.core.run.stored_run import get_mapping, get_str, read_evaluation, read_ledgers
 
 # Facts that all checkpoints of a run share.
@@ -48,8 +48,13 @@ _SHARED = (
 )
 # The metadata entry, and the keys of mlx-lm's config, that decide how an adapter is loaded.
 _OWN_CONFIG, _LOADED = "adapter_config", ("rank", "scale", "keys")
-# The fraction by which a loss may differ between training and the evaluation afterwards.
-_ROUNDING = 0.05
+# The fraction by which a loss may differ between training and the evaluation afterwards, and a
+# difference in nats below which it is rounding.
+_ROUNDING, _SMALLEST = 0.05, 1e-3
+# The entries whose values are paths.
+_PATHS = ("path", "model")
+# An evaluation adds up losses in batches that the free memory may decide.
+_CLOSE = 1e-5
 _PIECE = 2**20
 _DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
@@ -73,6 +78,7 @@ def check_checkpoint(checkpoint: Checkpoint, newest: Checkpoint) -> str:
             "best_val_loss": (metadata.get("best_val_loss"), best.val_loss if best else None),
         },
     )
+    _check_epoch(metadata, progress)
     _check_scale(checkpoint)
     if checkpoint.folder != newest.folder:
         name = newest.folder.name
@@ -84,6 +90,22 @@ def check_checkpoint(checkpoint: Checkpoint, newest: Checkpoint) -> str:
         if checkpoint.step == newest.step and not _same_adapter(own, other):
             raise ValueError(f"{ADAPTER} is not the one of {name}, of the same step")
     return f"step {progress.step}, all files intact"
+
+
+def _check_epoch(metadata: Mapping[str, Any], progress: Progress) -> None:
+    """Derive a checkpoint's losses from its metrics."""
+    epoch, losses = metadata.get("epoch"), {each.val_loss for each in progress.validations[-1:]}
+    facts = {}
+    if isinstance(epoch, int) and any(step.epoch == epoch for step in progress.steps):
+        facts["train_loss"] = progress.epoch_metrics(epoch, None, 0.0, 0).train_loss
+    if metadata.get("val_loss") is not None:
+        facts["val_loss"] = next(iter(losses), math.nan)
+    for name, expected in facts.items():
+        if not _is_close(metadata.get(name), expected, 1e-9):
+            raise ValueError(
+                f"metadata.json has {name} {metadata.get(name)!r:.40}, but {METRICS} gives "
+                f"{expected:.6g}"
+            )
 
 
 def _equal(own: str, other: str, values: Mapping[str, tuple[Any, Any]]) -> None:
@@ -159,9 +181,9 @@ def check_copy(own: bytes, newest: Checkpoint, *, finished: bool = False) -> Non
         # Resuming drops the records that ended an unfinished epoch, and goes on with a step.
         if _continues(own_rest, rest) or _continues(rest, own_rest):
             return
-        raise ValueError(f"has {_named(record)}, but {name} has {_named(kept)}")
+        raise ValueError(f"has {named(record)}, but {name} has {named(kept)}")
     if finished and len(records) < len(copied):
-        raise ValueError(f"lacks {_named(copied[len(records)])}, which {name} has")
+        raise ValueError(f"lacks {named(copied[len(records)])}, which {name} has")
 
 
 def _continues(records: Sequence[Record], dropped: Sequence[Record]) -> bool:
@@ -169,7 +191,8 @@ def _continues(records: Sequence[Record], dropped: Sequence[Record]) -> bool:
     return isinstance(records[0], taken) and not any(isinstance(each, taken) for each in dropped)
 
 
-def _named(record: Record) -> str:
+def named(record: Record) -> str:
+    """Name a record by its kind and place, with its loss."""
     value = getattr(record, "loss", getattr(record, "val_loss", ""))
     place = f"{type(record).__name__} {getattr(record, 'step', getattr(record, 'epoch', 0))}"
     return f"{place} with {value:.6g}" if isinstance(value, float) else place
@@ -184,6 +207,12 @@ def check_records(progress: Progress) -> None:
             raise ValueError(
                 f"step {record.step} has loss {record.loss:.6g}, but perplexity "
                 f"{record.perplexity:.6g}"
+            )
+    for each in progress.validations:
+        if not _is_close(each.val_perplexity, perplexity(each.val_loss), 1e-9):
+            raise ValueError(
+                f"the validation after step {each.step} has loss {each.val_loss:.6g}, but "
+                f"perplexity {each.val_perplexity:.6g}"
             )
     for epoch in progress.epochs:
         own = steps.get(epoch.epoch, [])
@@ -301,6 +330,40 @@ def _check_plan(ledgers: Sequence[Ledger], about: Mapping[str, Any]) -> None:
     _equal(LEDGER, ABOUT, {name: both for name, both in facts.items() if both[1] is not None})
 
 
+def check_recorded(run: Path, newest: Checkpoint, *, ended: bool) -> str:
+    """Compare files from before the first step with their hashes in the newest checkpoint.
+
+    A run that resumes writes some of them again, so their content is compared only if the newest
+    checkpoint is the last that a finished run wrote: `ended`.
+    """
+    names = get_mapping(newest.metadata, RECORDS)
+    for name in names:
+        if not os.path.lexists(run / name):
+            raise ValueError(f"{name} is missing, but {newest.folder.name} has its hash")
+        if ended:
+            check_record(run / name, newest)
+    return ", ".join(names)
+
+
+def is_complete(newest: Checkpoint, progress: Progress) -> bool:
+    """Return whether a run has taken all its steps, and ended their last epoch."""
+    total = newest.metadata.get("total_steps")
+    return progress.step == total and isinstance(progress[len(progress) - 1], InstructEpochMetrics)
+
+
+def is_last(newest: Checkpoint, progress: Progress | None) -> bool:
+    """Return whether a checkpoint is the one that a finished run writes at its end."""
+    at_end = progress is not None and newest.step == progress.step
+    return at_end and not newest.folder.name.startswith("step-")
+
+
+def check_evaluation_hash(run: Path, result: Mapping[str, Any]) -> None:
+    """Compare evaluation.json with its hash in result.json, which earlier versions lack."""
+    expected = result.get(EVALUATION_HASH)
+    if expected is not None and file_hash(run / EVALUATION) != expected:
+        raise ValueError(f"has changed since the run wrote it: its SHA-256 is not in {RESULT}")
+
+
 def check_record(path: Path, newest: Checkpoint | None) -> None:
     """Compare the hash of a file from before the first step with the newest checkpoint's copy."""
     if newest is None:
@@ -351,14 +414,42 @@ def check_adapter(run: Path, result: Mapping[str, Any], good: Sequence[Checkpoin
         name = f"{source.folder.name}/{ADAPTER}"
         if not _same_adapter(adapter, source.folder / ADAPTER):
             raise ValueError(f"{adapter} differs from {name}, from which the run wrote it")
-        expected = dict(_configs(source.folder / ADAPTER))
-        for kind, config in _configs(adapter):
-            # The file beside the adapter may be another adapter's with the same settings.
-            loaded = get_mapping(config, "lora_parameters")
-            kept = get_mapping(expected.get(ADAPTER_CONFIG, {}), "lora_parameters")
-            both = {each: (loaded.get(each), kept.get(each)) for each in _LOADED}
-            _equal(f"{adapter.with_name(kind)}", source.folder.name, both if kept else {})
+        _check_configs(adapter, source, good[0])
     return f"{adapter} has not changed since the run wrote it"
+
+
+def _check_configs(adapter: Path, source: Checkpoint, newest: Checkpoint) -> None:
+    """Compare the configs of the written adapter with those of the checkpoint's."""
+    configs, expected = dict(_configs(adapter)), dict(_configs(source.folder / ADAPTER))
+    if ADAPTER_CONFIG in expected and ADAPTER_CONFIG not in configs:
+        raise ValueError(f"{adapter.with_name(ADAPTER_CONFIG)} is missing")
+    # The file beside the adapter may be another adapter's with the same settings.
+    others = any(path != adapter for path in adapter.parent.glob("*.safetensors"))
+    for kind, config in configs.items():
+        kept = expected.get(kind, expected.get(ADAPTER_CONFIG, {}))
+        loaded, wanted = (get_mapping(each, "lora_parameters") for each in (config, kept))
+        both = {each: (loaded.get(each), wanted.get(each)) for each in _LOADED}
+        _equal(f"{adapter.with_name(kind)}", source.folder.name, both if wanted else {})
+        if kind not in expected or (kind == ADAPTER_CONFIG and others):
+            continue
+        own, other = (_comparable(each) for each in (config, kept))
+        # Versions differ in what they record.
+        notes = own["mlxtune"].keys() & other["mlxtune"].keys()
+        own["mlxtune"], other["mlxtune"] = (
+            {name: each["mlxtune"][name] for name in notes} for each in (own, other)
+        )
+        # A run may resume with its model in another folder.
+        moved = Path(get_str(get_mapping(newest.metadata, "config"), "model_path")).name
+        if Path(str(own.get("model"))).name == moved:
+            other["model"] = own["model"]
+        if (entry := difference(own, other)) is not None:
+            raise ValueError(
+                f"{adapter.with_name(kind)} has another {entry} than {source.folder.name}"
+            )
+
+
+def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**config, "mlxtune": dict(get_mapping(config, "mlxtune"))}
 
 
 def _check_place(named: str, newest: Checkpoint) -> None:
@@ -388,6 +479,9 @@ def check_evaluation(run: Path, progress: Progress | None, options: Mapping[str,
             f"{pluralise(held_out, 'validation row')}"
         )
     _check_difference(found, before, found.adapted)
+    if progress is not None and found.candidates > 1:  # earlier versions did not count them
+        after = sum(validation.step > 0 for validation in progress.validations)
+        _equal("it", METRICS, {"candidates": (found.candidates, after)})
     _check_verdict(found)
     if progress is not None and not found.left_out and options.get("objective") == "sft":
         best = progress.best
@@ -395,7 +489,7 @@ def check_evaluation(run: Path, progress: Progress | None, options: Mapping[str,
             ("before", before, progress.initial_val_loss),
             ("after", found.adapted, best.val_loss if best else None),
         ):
-            if kept is not None and abs(loss.loss - kept) > _ROUNDING * max(kept, 1):
+            if kept is not None and abs(loss.loss - kept) > max(_ROUNDING * kept, _SMALLEST):
                 raise ValueError(
                     f"has loss {loss.loss:.4f} {name} training, but {METRICS} has {kept:.4f}"
                 )
@@ -408,6 +502,8 @@ def _check_difference(found: Evaluation, before: Loss, adapted: Loss) -> None:
     assert difference is not None
     values = {
         "perplexity": (adapted.perplexity, perplexity(adapted.loss)),
+        "base perplexity": (found.base.perplexity, perplexity(found.base.loss)),
+        "first perplexity": (before.perplexity, perplexity(before.loss)),
         "difference": (difference.loss, adapted.loss - before.loss),
         "share": (difference.share, difference.loss / before.loss if before.loss else 0.0),
     }
@@ -441,3 +537,24 @@ def _check_verdict(found: Evaluation) -> None:
             {"hardly": (found.hardly, is_negligible(verdict, found.difference.share))},
         )
     _equal("it", "its interval", {"verdict": (found.verdict, verdict)})
+
+
+def difference(own: Any, other: Any, name: str = "content") -> str | None:
+    """Return the name of the first entry in which two JSON values differ, if any.
+
+    Of paths, only the last parts are compared, and numbers may differ by rounding.
+    """
+    if isinstance(own, Mapping) and isinstance(other, Mapping):
+        names = [*own, *(each for each in other if each not in own)]
+        pairs = [(own.get(each), other.get(each), each) for each in names]
+    elif isinstance(own, list | tuple) and isinstance(other, list | tuple):
+        if len(own) != len(other):
+            return f"number of entries in {name}" if name != "content" else "number of entries"
+        pairs = [(*both, name) for both in zip(own, other, strict=True)]
+    elif isinstance(own, float) and isinstance(other, float | int):
+        return None if math.isclose(own, other, rel_tol=_CLOSE, abs_tol=1e-9) else name
+    elif name in _PATHS and isinstance(own, str) and isinstance(other, str):
+        return None if Path(own).name == Path(other).name else name
+    else:
+        return None if own == other else name
+    return next((found for pair in pairs if (found := difference(*pair)) is not None), None)

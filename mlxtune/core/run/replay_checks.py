@@ -4,7 +4,7 @@ Paths, times, memory, and versions may differ; everything else must be equal.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from mlxtune.core.run.checkpoint import (
     RECORDS,
     Checkpoint,
 )
+from mlxtune.core.run.cross_checks import difference, named
 from mlxtune.core.run.metrics import SkippedStep, StepRecord
 from mlxtune.core.run.progress import MEASURED, Record, same_except_measurements
-from mlxtune.core.run.run_folder import ABOUT, EVALUATION, LEDGER, RESULT
+from mlxtune.core.run.run_folder import ABOUT, EVALUATION, EVALUATION_HASH, LEDGER, RESULT
 from mlxtune.core.run.stored_run import read_evaluation, read_ledgers
 
 # Parts of the records that the machine, the place or later options decide.
@@ -30,13 +31,9 @@ _OF_METADATA = (
     *(*MEASURED, "total_time_ms", "versions", "working_directory", "workers", "extensions"),
     *("config", RECORDS, "quantized_compute"),
 )
-_OF_RESULT = ("total_time_ms", "peak_memory", "adapter", "sha256", RECORDS)
+_OF_RESULT = ("total_time_ms", "peak_memory", "adapter", "sha256", EVALUATION_HASH)
 _OF_ABOUT = ("model", "lora", "template", "lengths", "data_hash", "validation_hash")
 _OF_PLAN = ("steps", "steps_per_epoch", "rows_train", "rows_validation")
-# The entries whose values are paths.
-_PATHS = ("path", "model")
-# An evaluation adds up losses in batches that the free memory may decide.
-_CLOSE = 1e-5
 
 
 def check_metrics(own: Sequence[Record], again: Sequence[Record]) -> str | None:
@@ -49,13 +46,6 @@ def check_metrics(own: Sequence[Record], again: Sequence[Record]) -> str | None:
     if len(own) > len(again):
         return f"{named(own[len(again)])}, which training again does not give"
     return None
-
-
-def named(record: Record) -> str:
-    """Name a record by its kind and place, with its loss."""
-    value = getattr(record, "loss", getattr(record, "val_loss", ""))
-    place = f"{type(record).__name__} {getattr(record, 'step', getattr(record, 'epoch', 0))}"
-    return f"{place} with {value:.6g}" if isinstance(value, float) else place
 
 
 def check_checkpoint_again(own: Checkpoint, again: Path) -> str | None:
@@ -142,24 +132,3 @@ def _check_evaluation(run: Path, again: Path) -> str:
 def _same(own: Any, other: Any) -> None:
     if (name := difference(own, other)) is not None:
         raise ValueError(f"has another {name} than its replay")
-
-
-def difference(own: Any, other: Any, name: str = "content") -> str | None:
-    """Return the name of the first entry in which two JSON values differ, if any.
-
-    Of paths, only the last parts are compared, and numbers may differ by rounding.
-    """
-    if isinstance(own, Mapping) and isinstance(other, Mapping):
-        names = [*own, *(each for each in other if each not in own)]
-        pairs = [(own.get(each), other.get(each), each) for each in names]
-    elif isinstance(own, list | tuple) and isinstance(other, list | tuple):
-        if len(own) != len(other):
-            return f"number of entries in {name}" if name != "content" else "number of entries"
-        pairs = [(*both, name) for both in zip(own, other, strict=True)]
-    elif isinstance(own, float) and isinstance(other, float | int):
-        return None if math.isclose(own, other, rel_tol=_CLOSE, abs_tol=1e-9) else name
-    elif name in _PATHS and isinstance(own, str) and isinstance(other, str):
-        return None if Path(own).name == Path(other).name else name
-    else:
-        return None if own == other else name
-    return next((found for pair in pairs if (found := difference(*pair)) is not None), None)

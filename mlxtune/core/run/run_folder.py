@@ -43,6 +43,8 @@ ABOUT = "run.json"
 LEDGER = "ledger.json"
 RESULT = "result.json"
 EVALUATION = "evaluation.json"
+# The key in result.json of the SHA-256 of evaluation.json, once that file is complete.
+EVALUATION_HASH = "evaluation_sha256"
 TRAINED_ROWS = "trained_rows.bin"
 REPORT = "report.html"
 # The answers generated after the last validation, with --open.

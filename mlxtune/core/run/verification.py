@@ -1,7 +1,8 @@
 """Checks of a run that need only its files."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from mlxtune.core.run import cross_checks
 from mlxtune.core.run.checkpoint import (
     BEST,
     METRICS,
+    RECORDS,
     Checkpoint,
     checkpoint_folders,
     find_checkpoints,
@@ -23,6 +25,7 @@ from mlxtune.core.run.progress import Progress
 from mlxtune.core.run.run_folder import (
     ABOUT,
     EVALUATION,
+    EVALUATION_HASH,
     LEDGER,
     REFERENCE,
     RESULT,
@@ -96,16 +99,37 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
     if newest is not None and (run / ABOUT).exists():
         check = partial(cross_checks.check_about, run, newest, finished=finished)
         verification.attempt(ABOUT, check)
+    if newest is not None and get_mapping(newest.metadata, RECORDS):
+        at_end = finished and cross_checks.is_last(newest, progress)
+        check = partial(cross_checks.check_recorded, run, newest, ended=at_end)
+        verification.attempt("files before the first step", check)
     _verify_result(verification, run, progress, good)
     if os.path.lexists(run / TRAINED_ROWS):  # earlier versions wrote none
         verification.attempt(TRAINED_ROWS, partial(_check_trained_rows, run, newest))
     options = get_mapping(good[0].metadata, "config") if good else {}
     if os.path.lexists(run / REFERENCE) or options.get("objective") in ("dpo", "kto"):
         verification.attempt(REFERENCE, partial(check_references, run / REFERENCE))
-    if (run / EVALUATION).exists():  # a run without validation has none
-        check = partial(cross_checks.check_evaluation, run, progress, options)
-        verification.attempt(EVALUATION, check)
+    _verify_evaluation(verification, run, progress, options)
     return verification, good
+
+
+def _verify_evaluation(
+    verification: Verification, run: Path, progress: Progress | None, options: Mapping[str, Any]
+) -> None:
+    """Check the evaluation, which a run without validation or an interrupted one does not have."""
+    result: Mapping[str, Any] = {}
+    with suppress(OSError, ValueError):  # another check reports the error
+        result = read_json(run / RESULT)
+    if os.path.lexists(run / EVALUATION) or EVALUATION_HASH in result:
+
+        def check() -> str:
+            cross_checks.check_evaluation_hash(run, result)
+            return cross_checks.check_evaluation(run, progress, options)
+
+        verification.attempt(EVALUATION, check)
+    elif result and progress is not None and progress.validations:
+        none = "none: the run has no verdict; mlxtune eval gives one"
+        verification.add(EVALUATION, None, none)
 
 
 def _check_trained_rows(run: Path, newest: Checkpoint | None) -> str:
@@ -156,9 +180,10 @@ def _verify_result(
         return
     except OSError:
         again = "resume it with mlxtune train --resume"
-        verification.add(
-            "end", None, f"unfinished: {again if checkpoint_folders(run) else 'start it again'}"
-        )
+        ended = progress is not None and good and cross_checks.is_complete(good[0], progress)
+        missing = f"all steps are taken, but there is no {RESULT}: " if ended else ""
+        rest = again if checkpoint_folders(run) else "start it again"
+        verification.add("end", None, f"unfinished: {missing}{rest}")
         return
     verification.finished = True
     if progress is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlxtune.config import InstructTrainingConfig
+from mlxtune.core.files.writing import as_json
 from mlxtune.core.run import run_folder
 from mlxtune.core.run.checkpoint import RECORDS
 from mlxtune.core.run.extension import extended
@@ -61,11 +62,10 @@ class RunRecorder:
         self.start()
 
     def keep_hashes(self, records: Mapping[str, Any]) -> None:
-        """Put the hashes of binary records into the checkpoints, for `mlxtune verify`."""
+        """Put the hashes of records into the checkpoints, for `mlxtune verify`."""
         hashes = {
-            name: sha256(record).hexdigest()
+            name: sha256(record if isinstance(record, bytes) else as_json(record)).hexdigest()
             for name, record in records.items()
-            if isinstance(record, bytes)
         }
         if hashes:
             self.about = {**self.about, RECORDS: hashes}
