@@ -180,11 +180,9 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
     source = source or find_data(config)
     titles = source.titles
     files, rows, held_out_findings = load_rows(config, reader, source)
-    corpus, *others = rows.corpora
-    validation = others[0] if others else None
     all_findings = [
-        *findings.row_findings(files, corpus, validation, reader.text_hash),
-        *findings.length_findings(corpus),
+        *findings.row_findings(files, rows, reader.text_hash),
+        *findings.length_findings(rows.train.corpus),
         *findings.template_findings("".join(reader.template_source.values()), config.thinking),
         *held_out_findings,
         *_encoding_findings(files),

@@ -241,6 +241,10 @@ class CorpusRows:
     def identities(self) -> npt.NDArray[np.uint64]:
         return self.corpus.identities[np.asarray(self.indices, dtype=np.int64)]
 
+    @property
+    def clusters(self) -> npt.NDArray[np.uint64]:
+        return self.corpus.clusters[np.asarray(self.indices, dtype=np.int64)]
+
     @cached_property
     def answers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
         """The index of each answer's row, int64 (A,), and a hash of the answer, uint64 (A,).

@@ -15,6 +15,7 @@ from mlxtune.core.data.conversation import (
 )
 from mlxtune.core.data.corpus import Corpus, HashOf
 from mlxtune.core.data.encoded_file import EncodedFile, identity
+from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.problems import (
     DUPLICATE,
     ERRORS,
@@ -71,20 +72,17 @@ class Finding:
 
 
 def row_findings(
-    files: Sequence[EncodedFile],
-    corpus: Corpus,
-    validation: Corpus | None,
-    text_hash: HashOf | None = None,
+    files: Sequence[EncodedFile], rows: RunRows, text_hash: HashOf | None = None
 ) -> list[Finding]:
     """Return a finding for each kind of note on the rows that are kept.
 
-    With `text_hash`, near copies count as leaks too. `files` are the files of `corpus`, then of
-    `validation`. Call this once: it adds notes on duplicates, opposites and leaks to `files`.
+    With `text_hash`, near copies count as leaks too. `files` are the files of the corpora of
+    `rows`. Call this once: it adds notes on duplicates, opposites and leaks to `files`.
     """
+    corpus, validation = rows.train.corpus, rows.validation.corpus
     _note_duplicates(files, corpus)
     _note_opposites(files, corpus)
-    if validation is not None:
-        _note_leaks(files[len(corpus.files) :], corpus, validation, text_hash)
+    _note_leaks(files[len(files) - len(validation.files) :], rows, text_hash)
     return _findings([(file, file.notes) for file in files], advice_on)
 
 
@@ -123,21 +121,20 @@ def _note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
         files[file].notes.count(row, DUPLICATE, detail)
 
 
-def _note_leaks(
-    files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus, text_hash: HashOf | None
-) -> None:
-    same = np.isin(validation.identities, corpus.identities)
+def _note_leaks(files: Sequence[EncodedFile], rows: RunRows, text_hash: HashOf | None) -> None:
+    """Note validation rows that are also trained on; among rows held out, only near copies are."""
+    train, validation = rows.train, rows.validation
+    same = np.isin(validation.identities, train.identities)
     near = np.zeros(len(same), dtype=bool)
     if text_hash is not None and not same.all():
-        places, hashes = validation.select().hash_answers(text_hash)
-        trained = corpus.select().hash_answers(text_hash)[1]
-        near[places[np.isin(hashes, trained)]] = True
+        places, hashes = validation.hash_answers(text_hash)
+        near[places[np.isin(hashes, train.hash_answers(text_hash)[1])]] = True
     # Without preferences, rows are in one cluster only if they are equal.
-    prompt = np.isin(validation.clusters, corpus.clusters)
+    prompt = np.isin(validation.clusters, train.clusters)
     kinds = ((LEAK, same, ""), (LEAK, near & ~same, _NEAR))
     for kind, leaks, detail in (*kinds, (LEAKED_PROMPT, prompt & ~same & ~near, "")):
         for index in np.flatnonzero(leaks):
-            file, row = validation.source_of(int(index))
+            file, row = validation.corpus.source_of(validation.indices[index])
             files[file].notes.count(row, kind, detail)
 
 

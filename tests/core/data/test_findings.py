@@ -33,9 +33,9 @@ def find(train: list[EncodedFile], validation: list[EncodedFile] | None = None) 
     parts = [
         Corpus([file.arrays.truncate() for file in part]) for part in (train, validation or [])
     ]
-    return findings.row_findings(
-        [*train, *(validation or [])], parts[0], None if validation is None else parts[1]
-    )
+    held_out = parts[0].select([]) if validation is None else parts[1].select()
+    rows = RunRows(parts[0].select(), held_out)
+    return findings.row_findings([*train, *(validation or [])], rows)
 
 
 def test_row_that_repeats_an_earlier_one_is_found_also_in_another_file() -> None:
@@ -67,15 +67,26 @@ def test_validation_row_that_trains_too_is_found_and_copies_within_validation_ar
 def test_near_copy_of_a_training_row_is_a_leak_that_says_so() -> None:
     train, validation = [encoded("a.jsonl", [5, 6])], [encoded("v.jsonl", [7, 15, 6])]
     corpora = [Corpus([file.arrays.truncate() for file in part]) for part in (train, validation)]
+    rows = RunRows(corpora[0].select(), corpora[1].select())
 
     # Tokens with the same last digit count as near copies.
     def text_hash(example: Example) -> int:
         return int(example.tokens[0]) % 10
 
-    (found,) = findings.row_findings([*train, *validation], *corpora, text_hash)
+    (found,) = findings.row_findings([*train, *validation], rows, text_hash)
 
     assert (found.kind, found.rows) == (problems.LEAK, 2)
     assert {place.row: place.detail[:8] for place in found.places} == {3: "", 2: "the same"}
+
+
+def test_held_out_near_copy_of_a_training_row_is_a_leak_too() -> None:
+    file = encoded("a.jsonl", [5, 6, 7, 15, 8])
+    corpus = Corpus([file.arrays.truncate()])
+    rows = RunRows(corpus.select([0, 1, 4]), corpus.select([2, 3]))
+
+    (found,) = findings.row_findings([file], rows, lambda example: int(example.tokens[0]) % 10)
+
+    assert (found.kind, [place.row for place in found.places]) == (problems.LEAK, [4])
 
 
 @settings(deadline=None)
@@ -111,8 +122,9 @@ def test_duplicates_and_leaks_match_a_row_comparison(
 def test_nothing_is_found_where_all_rows_differ_or_there_are_none() -> None:
     assert find([encoded("a.jsonl", [1, 2, 3])]) == []
     assert find([encoded("a.jsonl", [1, 2, 3])], []) == []
-    empty = Corpus([])
-    assert findings.row_findings([], empty, None) == findings.row_findings([], empty, empty) == []
+    empty = Corpus([]).select()
+    assert findings.row_findings([], RunRows(empty, Corpus([]).select())) == []
+    assert findings.row_findings([], RunRows(empty, empty)) == []
 
 
 def test_findings_are_in_the_order_of_the_tokens_that_they_cost() -> None:
@@ -123,8 +135,9 @@ def test_findings_are_in_the_order_of_the_tokens_that_they_cost() -> None:
         file.skipped.add(number, problems.BadRow("no answer"))
     for number in range(4, 9):
         file.notes.count(number, problems.REFUSAL)
-    cut = file.truncate(5)
-    found = findings.row_findings([file], Corpus([cut]), None) + findings.skip_findings([file])
+    corpus = Corpus([file.truncate(5)])
+    rows = RunRows(corpus.select(), corpus.select([]))
+    found = findings.row_findings([file], rows) + findings.skip_findings([file])
 
     assert [(each.kind, each.tokens, each.rows) for each in findings.by_loss(found)] == [
         ("no answer", 12, 2),
