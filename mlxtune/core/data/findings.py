@@ -134,7 +134,7 @@ def _note_leaks(files: Sequence[EncodedFile], rows: RunRows, text_hash: HashOf |
     kinds = ((LEAK, same, ""), (LEAK, near & ~same, _NEAR))
     for kind, leaks, detail in (*kinds, (LEAKED_PROMPT, prompt & ~same & ~near, "")):
         for index in np.flatnonzero(leaks):
-            file, row = validation.corpus.source_of(validation.indices[index])
+            file, row = validation.corpus.source_of(validation.indices[int(index)])
             files[file].notes.count(row, kind, detail)
 
 
