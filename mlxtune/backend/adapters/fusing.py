@@ -6,7 +6,6 @@ written and freed afterwards, so that at most one file's weights are in memory.
 """
 
 import json
-import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from mlxtune.backend.models.quantize import quantize_lazily, quantized_config
 from mlxtune.backend.models.stored_layers import dequantized_weight
 from mlxtune.config.data_config import AS_STORED, BaseOptions
 from mlxtune.config.limits import TooLarge, limits_of
-from mlxtune.core.files.reading import check_file
+from mlxtune.core.files.reading import check_file, target_outside
 from mlxtune.core.files.writing import as_output_error, copy_file, make_folder, write_file
 from mlxtune.errors import ModelError, OutputError, one_line
 
@@ -230,16 +229,10 @@ def _copied_files(base: Path) -> Iterator[Path]:
 def check_copied(base: Path) -> None:
     """Raise ModelError if a file to be copied is too large, or is a link out of the folder.
 
-    A link may lead to a private file, and the copy is made to be shared. Links into `blobs` are
-    allowed in Hugging Face's cache, whose snapshots consist of such links.
+    A link may lead to a private file, and the copy is made to be shared.
     """
-    real = Path(os.path.realpath(base))
-    allowed = [real]
-    if real.parent.name == "snapshots" and real.parents[1].name.startswith("models--"):
-        allowed.append(real.parents[1] / "blobs")
     for path in _copied_files(base):
-        target = Path(os.path.realpath(path))
-        if not any(target.is_relative_to(folder) for folder in allowed):
+        if target := target_outside(path, base):
             raise ModelError(
                 f"{path}: links to {target}, which is outside the model's folder and would be "
                 "copied: replace the link with the file, or remove it"

@@ -34,12 +34,26 @@ _LEAST_STORED = 64
 _SMALL = 2**20
 # The limit for files whose kind has none; no such file is this large.
 _ANY = Limits(2**30)
+# The starts of the names of folders in Hugging Face's cache.
+_CACHED = ("models--", "datasets--")
 # The largest number of pieces of a file to check; a file with more pieces is not made of holes.
 _MOST_PIECES = 10_000
 
 
 class NotRegular(OSError, ValueError):
     """A pipe, a device or, unless links are followed, a link."""
+
+
+def target_outside(path: Path, folder: Path) -> Path | None:
+    """Return where a path in a folder leads, if that is outside the folder.
+
+    Links into `blobs` are allowed in Hugging Face's cache, whose snapshots consist of such links.
+    """
+    real, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    allowed = [real]
+    if real.parent.name == "snapshots" and real.parents[1].name.startswith(_CACHED):
+        allowed.append(real.parents[1] / "blobs")
+    return None if any(map(target.is_relative_to, allowed)) else target
 
 
 def open_regular(path: Path, *, links: bool = True) -> io.BufferedReader:

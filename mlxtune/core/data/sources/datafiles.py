@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from mlxtune.core.data.problems import TABLE_ENDINGS, UTF8_BOM
-from mlxtune.core.files.reading import check_stored
+from mlxtune.core.files.reading import check_stored, target_outside
 from mlxtune.errors import DataError, one_line
 
 TEXT_ENDINGS = (".txt", ".md", ".markdown")
@@ -49,6 +49,10 @@ def reading(path: Path, option: str = "--data") -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
+        if path.is_symlink():
+            raise DataError(
+                f"{path} is a link to {path.readlink()}, which does not exist: check {option}"
+            ) from error
         several = ", and repeat it for each of several files" * ("," in str(path))
         similar = _similar(path)
         raise DataError(f"{path}: no such file{similar}: check {option}{several}") from error
@@ -129,14 +133,28 @@ def _known_files(folder: Path, *, texts: bool) -> list[Path]:
         if exported := sorted(
             path for path in folder.iterdir() if CHATGPT_FILE.fullmatch(path.name)
         ):
-            return exported
+            return _without_links_out(folder, exported)
         found = list(islice(_text_files(folder), _MAX_TEXTS + 1)) if texts else []
     if len(found) > _MAX_TEXTS:
         raise DataError(
             f"{folder} has more than {_MAX_TEXTS:,} text files: write them as JSON lines, such as "
             '{"text": "…"}'
         )
-    return sorted(found)
+    return _without_links_out(folder, sorted(found))
+
+
+def _without_links_out(folder: Path, files: list[Path]) -> list[Path]:
+    """Return the files of a data folder. Raises DataError for a link that leaves the folder.
+
+    A folder from someone else could otherwise have a private file trained on.
+    """
+    for path in files:
+        if target := target_outside(path, folder):
+            raise DataError(
+                f"{path} links to {target}, which is outside the folder: name that file itself, or "
+                "remove the link"
+            )
+    return files
 
 
 def _text_files(folder: Path) -> Iterator[Path]:
@@ -198,4 +216,4 @@ def _file_named(stems: Sequence[str], folder: Path) -> list[Path]:
         raise DataError(
             f"{folder} holds {' and '.join(matches)}: keep one, or name the files to train on"
         )
-    return [folder / name for name in matches]
+    return _without_links_out(folder, [folder / name for name in matches])

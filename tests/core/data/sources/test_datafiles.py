@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
+from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files, held_out_file
 from mlxtune.errors import DataError
 from tests.core.data.sources.test_rows import GOOD, read, write
 
@@ -148,5 +148,34 @@ def test_file_to_train_and_to_validate_on_is_given_twice(tmp_path: Path) -> None
 def test_link_to_nothing_in_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").symlink_to(tmp_path / "gone")
 
-    with pytest.raises(DataError, match=r"train\.jsonl: no such file"):
+    with pytest.raises(DataError, match=r"train\.jsonl is a link to .*gone, which does not exist"):
         find_data_files([tmp_path])
+
+
+@pytest.mark.parametrize(
+    "name", ["train.jsonl", "valid.jsonl", "test.jsonl", "conversations.json", "a.txt", "b/a.md"]
+)
+def test_link_out_of_a_folder_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+    private, data = write(tmp_path, GOOD, "private"), tmp_path / "data"
+    (data / "b").mkdir(parents=True)
+    if name == "valid.jsonl":
+        write(data, GOOD, "train.jsonl")
+    (data / name).symlink_to(private)
+    with pytest.raises(DataError, match="which is outside the folder") as raised:
+        held_out_file(data) if name == "test.jsonl" else find_data_files([data], texts=True)
+    assert str(raised.value).startswith(f"{data / name} links to {private}, ")
+
+
+def test_links_within_a_folder_and_of_a_snapshot_are_read(tmp_path: Path) -> None:
+    cached = tmp_path / "datasets--org--sums"
+    blob, snapshot = cached / "blobs" / "1", cached / "snapshots" / "2"
+    for folder in (blob.parent, snapshot):
+        folder.mkdir(parents=True)
+    write(blob.parent, GOOD, "1")
+    (snapshot / "train.jsonl").symlink_to("../../blobs/1")
+    (snapshot / "valid.jsonl").symlink_to("rows")
+    write(snapshot, GOOD, "rows")
+    (tmp_path / "linked").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "linked"):
+        files = find_data_files([folder])
+        assert files.all == (folder / "train.jsonl", folder / "valid.jsonl")
