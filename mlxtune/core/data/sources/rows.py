@@ -263,13 +263,14 @@ def _archive_rows(path: Path) -> Iterator[NumberedRow]:
     size, number = path.stat().st_size, 0
     left = min(_MAX_ARRAY_BYTES, _most_bytes(size))
     for each in _exported(path):
-        try:
-            with reading(path), open_regular(path) as file, zipfile.ZipFile(file) as archive:
-                if each.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise DataError(f"{path} has an unusual compression: unpack it")
-                content = archive.open(each).read(left + 1)
-        except (zipfile.BadZipFile, RuntimeError) as error:
-            raise _damaged(path, "zip", str(error)) from error
+        with reading(path):
+            try:
+                with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+                    if each.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                        raise DataError(f"{path} has an unusual compression: unpack it")
+                    content = archive.open(each).read(left + 1)
+            except (zipfile.BadZipFile, RuntimeError, EOFError, zlib.error) as error:
+                raise _damaged(path, "zip", str(error)) from error
         left -= len(content)
         if left < 0:
             raise _expands(path, size)

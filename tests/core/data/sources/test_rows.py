@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -299,3 +301,15 @@ def test_each_row_is_an_object_or_a_reason_for_any_bytes(
         assert len(rows) == len(json.loads(content.removeprefix(BOM)))
     else:
         assert [number for number, _ in rows] == expected
+
+
+@pytest.mark.parametrize("at", [60, 70, 90])
+def test_damaged_archive_is_a_damaged_zip_file(tmp_path: Path, at: int) -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("conversations.json", "[" + ", ".join(map(str, range(100))) + "]")
+    content = bytearray(file.getvalue())
+    content[at : at + 8] = b"\xff" * 8
+    path = write(tmp_path, bytes(content), "export.zip")
+    with pytest.raises(DataError, match=r"is a damaged zip file \(.+\): .+ again$"):
+        read(path)
