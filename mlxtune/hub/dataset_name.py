@@ -15,7 +15,12 @@ from mlxtune.core.names import is_commit
 _PART = r"[A-Za-z0-9_][\w.-]*"
 REPOSITORY = re.compile(f"{_PART}/{_PART}", re.ASCII)
 # Endings of files that hold no rows that we read, but that are often meant to.
-_OTHER_ENDINGS = (".gz", ".md", ".pdf", ".txt", ".xls", ".xlsx", ".zip")
+_OTHER_ENDINGS = (
+    *(".arrow", ".bz2", ".db", ".doc", ".docx", ".epub", ".gz", ".htm", ".html", ".key", ".log"),
+    *(".markdown", ".md", ".numbers", ".ods", ".odt", ".pages", ".pdf", ".ppt", ".pptx", ".rst"),
+    *(".rtf", ".sqlite", ".tar", ".tex", ".tgz", ".toml", ".txt", ".xls", ".xlsm", ".xlsx"),
+    *(".xml", ".xz", ".yaml", ".yml", ".zip", ".zst"),
+)
 _NAME = re.compile(
     rf"(?P<repository>{_PART}/{_PART})(?:/(?P<config>[^/@:]+))?"
     r"(?:@(?P<revision>[^:\s]+))?(?::(?P<split>[\w.-]+))?",

@@ -36,6 +36,7 @@ def test_name_has_its_parts_and_is_written_as_it_is_read(text: str, name: Datase
         *("org/rows.jsonl", "org/sub/rows.parquet", "org/rows.json.gz", "org/gsm8k: train"),
         *("org/gsm8k:", "org/gsm8k@", "org/a/b/c", "örg/gsm8k", "org/gsm8k\n", ""),
         *("org/rows.xlsx", "org/rows.TXT", "org/rows.JSONL"),
+        *("secret/diary.docx", "secret/diary.PDF", "secret/diary.odt", "secret/diary.html"),
     ],
 )
 def test_anything_else_is_a_path(text: str) -> None:
