@@ -114,7 +114,7 @@ def test_adapter_that_no_run_in_the_folder_keeps_is_not_replaced(
         shutil.copy(own_run.parent / name, copy)
     files = {path: path.read_bytes() for path in copy.iterdir()}
     outcome = train("--output", copy, "--max-steps", 1)
-    assert "is not from an earlier run in this folder" in outcome.error
+    assert "is in no checkpoint of a run in this folder" in outcome.error
     assert {path: path.read_bytes() for path in copy.iterdir()} == files
 
     (copy / "adapters.safetensors").rename(copy / "adapter_model.bin")
@@ -133,5 +133,5 @@ def test_checkpoint_without_its_adapter_does_not_let_another_adapter_be_replaced
     (own_run / "best" / "adapters.safetensors").unlink()
     found = adapter.read_bytes()
     outcome = train("--output", adapter, "--checkpoint-dir", own_run, "--max-steps", 1)
-    assert "is not from an earlier run in this folder" in outcome.error
+    assert "is in no checkpoint of a run in this folder" in outcome.error
     assert adapter.read_bytes() == found

@@ -105,8 +105,8 @@ def check_known(weights: Path, kept: Iterable[Path]) -> None:
         return
     if not known:
         raise OutputError(
-            f"{path} is not from an earlier run in this folder, and would be lost: choose another "
-            "--output, or replace the file with --overwrite"
+            f"{path} is in no checkpoint of a run in this folder, and would be lost: choose "
+            "another --output, or replace the file with --overwrite"
         )
 
 
