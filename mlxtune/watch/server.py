@@ -43,6 +43,9 @@ _SECONDS, _LONGEST = 10.0, 128 * 1024
 _BODY = Limits(64 * 1024, values=100, entries=20, text=32 * 1024)
 # The maximum number of connections; each page keeps one connection for events.
 _CONNECTIONS = 32
+# Seconds after which a stream of events ends. An open page connects again, after the milliseconds
+# that the stream's last line says; a stream that nobody reads frees its connection.
+_STREAM_SECONDS, _AGAIN = 600.0, b"retry: 100\n\n"
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -159,11 +162,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._start(HTTPStatus.OK, "text/event-stream")
         # Milliseconds until a page that lost the server connects again.
         self.wfile.write(b"retry: 1000\n\n")
+        until = time.monotonic() + _STREAM_SECONDS
         # When the page closes, the browser ends the connection.
         with suppress(OSError):
             for event in self.server.site.follow(view, self.headers.get("Last-Event-ID", "")):
                 text = ":\n\n" if event is None else f"id: {event[0]}\ndata: {event[1]}\n\n"
                 self.wfile.write(text.encode())
+                if time.monotonic() >= until:
+                    self.wfile.write(_AGAIN)
+                    break
 
     def _answer(self, code: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
         content = text.encode()

@@ -221,6 +221,15 @@ def test_events_stream_and_resume_after_the_last_id(server: PageServer, site: Fa
     connection.close()
 
 
+def test_old_stream_ends_and_the_page_connects_again(
+    server: PageServer, site: FakeSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STREAM_SECONDS", 0.0)
+    answer = send(server, b"GET /%s/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % TOKEN.encode())
+    assert answer.endswith(b'\n\nid: id-1\ndata: {"head": "one"}\n\nretry: 100\n\n')
+    assert not site.done.is_set()
+
+
 @pytest.mark.parametrize(
     ("request_line", "status"),
     [
