@@ -138,6 +138,8 @@ _OF_NODE = (
     *("id", "author", "create_time", "update_time", "content", "status", "end_turn", "weight"),
     *("metadata", "recipient", "channel"),
 )
+# Far more than anybody writes in one conversation; each takes kilobytes once it is read.
+_MOST_TURNS = 20_000
 _ASIDE = ("thoughts", "reasoning_recap", "user_editable_context", "model_editable_context")
 
 
@@ -153,6 +155,8 @@ def from_chatgpt(row: int, content: JsonObject) -> Conversation:
             break
         if isinstance(message := node.get("message"), dict):
             messages += [message]
+        if len(messages) > _MOST_TURNS:
+            raise BadRow("a ChatGPT conversation with too many turns", f"over {_MOST_TURNS:,}")
         key = node.get("parent")
     turns = list(filter(None, map(_from_node, reversed(messages))))
     return parse_conversation(row, {**content, "messages": turns})

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxtune.core.data import conversions
 from mlxtune.core.data.conversation import Document
 from tests.core.data.rows import (
     ALPACA,
@@ -334,6 +335,17 @@ def test_chatgpt_conversation_that_is_more_than_text_is_named(
     tmp_path: Path, row: dict[str, Any], said: str
 ) -> None:
     assert reason(tmp_path, row).startswith(said)
+
+
+def test_turns_of_an_export_are_counted_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_nodes: list[Any] = []
+    monkeypatch.setattr(conversions, "_from_node", read_nodes.append)
+    monkeypatch.setattr(conversions, "_MOST_TURNS", 4)
+    said = "a ChatGPT conversation with too many turns (over 4)"
+    assert reason(tmp_path, exported()) == said
+    assert read_nodes == []
 
 
 def test_nodes_in_a_circle_end(tmp_path: Path) -> None:
