@@ -64,6 +64,9 @@ class AdapterProvider(ModelProvider):  # type: ignore[misc]
         )  # fmt: skip
         super().__init__(options)
         self.models = models
+        # As mlx-lm decides, but before the first request, so that it starts a batch too.
+        cache = make_prompt_cache(models.base.model)
+        self.is_batchable = all(hasattr(each, "merge") for each in cache)
 
     def load(
         self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None
@@ -74,7 +77,6 @@ class AdapterProvider(ModelProvider):  # type: ignore[misc]
         self.models.switch_to(model)
         self.model_key = (model.name, model.version, None)
         self.model, self.tokenizer = self.models.base.model, self.models.tokenizer(model)
-        self.is_batchable = all(hasattr(each, "merge") for each in make_prompt_cache(self.model))
         return self.model, self.tokenizer
 
 

@@ -174,21 +174,17 @@ class ServedModels:
     def switch_to(self, model: ServedModel) -> None:
         """Attach a model's adapter to the base model in place of the one that is attached.
 
-        Raises ModelError; the base model is then without an adapter.
+        Raises ModelError. No model can then run before the next switch, which removes what is left.
         """
         network = self.base.model
         network.update_modules(tree_unflatten(self._plain))
         if (adapter := model.session.adapter) is None:
             return
         version, adapted = self._attached.pop(model.name, ("", None))
-        try:
-            if adapted is None or version != model.version:
-                adapted = attach.load_adapted(self.base, adapter)
-                mx.eval(network.trainable_parameters())
-            adapted.use_adapter(True)
-        except BaseException:
-            network.update_modules(tree_unflatten(self._plain))
-            raise
+        if adapted is None or version != model.version:
+            adapted = attach.load_adapted(self.base, adapter)
+            mx.eval(network.trainable_parameters())
+        adapted.use_adapter(True)
         self._attached[model.name] = (model.version, adapted)
 
 
