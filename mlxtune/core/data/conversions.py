@@ -194,9 +194,13 @@ _OF_TURN = (
 )
 
 
+# The key of the messages in a Claude export.
+CLAUDE = "chat_messages"
+
+
 def as_sharegpt(content: JsonObject) -> JsonObject:
     """Return a conversation of a Claude export in ShareGPT's layout; other rows unchanged."""
-    messages = content.get("chat_messages")
+    messages = content.get(CLAUDE)
     if not isinstance(messages, list):
         return content
     turns = [

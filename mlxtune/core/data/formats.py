@@ -31,6 +31,7 @@ from mlxtune.core.data.conversation import (
     role_of,
 )
 from mlxtune.core.data.conversions import (
+    CLAUDE,
     GEMINI_SYSTEM,
     OF_CHATGPT,
     JsonObject,
@@ -425,7 +426,8 @@ _LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "reject
 
 
 def _with_lists(content: JsonObject) -> JsonObject:
-    content = as_sharegpt(content)
+    if CLAUDE in content:
+        content = as_sharegpt(content)
     texts = [name for name in ("messages", "conversations") if isinstance(content.get(name), str)]
     return {**content, **{name: parsed_list(content, name) for name in texts}} if texts else content
 
