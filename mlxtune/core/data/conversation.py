@@ -102,6 +102,12 @@ _TURN = re.compile(
     r"|<\|start_header_id\|>|\[INST\]|<\|user\|>|<\|system\|>|<\|start\|>"
     r"|### ?(?:Human|User|Instruction|System|Assistant):|Below is an instruction that describes)"
 )
+# Tags of thinking that few templates write.
+_TAGGED = re.compile(
+    r"\s*(<(thinking|thoughts?|reasoning|reflection|scratchpad)>)(?=.*</\2>)"
+    r"|\s*(\[THINK\])(?=.*\[/THINK\])",
+    re.IGNORECASE | re.DOTALL,
+)
 # What pandas, Python, SQL and spreadsheets write for a cell without a value.
 _EMPTY_VALUES = ("nan", "NaN", "None", "NULL", "<NA>", "#N/A")
 _REPLACEMENT = "\ufffd"
@@ -601,6 +607,12 @@ def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[tupl
         name = function_name(call)
         if name is not None and not _is_declared(row, name):
             yield UNDECLARED_TOOL, f"{where}: {shorten(name)}"
+
+
+def thinking_tag(message: Message) -> str:
+    """Return the rare tag that opens an answer's thinking, or empty text."""
+    match = _TAGGED.match(message.content) if message.role == "assistant" else None
+    return (match[1] or match[3]) if match else ""
 
 
 def _is_declared(row: Conversation, name: str) -> bool:

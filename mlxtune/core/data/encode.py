@@ -16,12 +16,21 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.conversation import ANSWER, Conversation, Document, Pair, notes_on, to_json
+from mlxtune.core.data.conversation import (
+    ANSWER,
+    Conversation,
+    Document,
+    Pair,
+    notes_on,
+    thinking_tag,
+    to_json,
+)
 from mlxtune.core.data.problems import (
     CONTROL_TOKEN,
     DOUBLE_BOS,
     RENDERED_CHAT,
     TWO_PROMPTS,
+    UNKNOWN_TAGS,
     UNREAD_METADATA,
     BadRow,
     RowTally,
@@ -280,7 +289,7 @@ class Encoder:
                 yield rendering
 
     def _unread(self, row: Row) -> dict[str, str]:
-        """Return a note for each key of a row and of its messages that is not read."""
+        """Return a note for each key of a row and its messages, and each tag, that is not read."""
         found: dict[str, str] = {}
         metadata = set()
         for each in (row,) if isinstance(row, Document) else _conversations(row):
@@ -294,6 +303,8 @@ class Encoder:
                 if not reads_variable(self.source, name):
                     found[unread_key("the template's options", name)] = ""
             for position, message in enumerate(each.messages, start=1):
+                if message.trained and (tag := thinking_tag(message)) and tag not in self.source:
+                    found.setdefault(UNKNOWN_TAGS, f"message {position}: {tag}")
                 removed = (("a message", key) for key in message.removed)
                 fields = {k: v for k, v in message.fields.items() if v not in ("", [], {})}
                 unread = unread_in_message(

@@ -41,6 +41,7 @@ TWO_PROMPTS = "answers whose prompts the template renders differently"
 UNCLOSED_THINKING = "thinking that is never closed"
 UNKNOWN_END = "end of turn that is not among the model's end tokens"
 FURTHER_KEYS = "further keys that are not read"
+UNKNOWN_TAGS = "thinking in tags that the template does not write"
 UNMATCHED_RESULT = "tool result that belongs to no call"
 UNREAD_MARK = "key that is not read as a mark"
 UNREAD_THINKING = "key that is not read as thinking"
@@ -76,6 +77,8 @@ ADVICE = {
     UNKNOWN_END: "mlxtune stops at it, but other tools write on: give them the token, or run "
     "mlxtune fuse, which adds it to the model's end tokens",
     FURTHER_KEYS: "the model does not see it: put what it holds into the messages, or remove it",
+    UNKNOWN_TAGS: "the model learns them as plain text: move the thinking to reasoning_content in "
+    "the answer's message",
     UNMATCHED_RESULT: "the model reads it as the result of the calls before it: correct its "
     "tool_call_id, or remove it",
     UNREAD_MARK: 'it has no effect here: write "weight": 0 on the message that is not learned',

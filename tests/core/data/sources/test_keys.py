@@ -944,6 +944,21 @@ def test_row_that_no_rule_covers_is_skipped_with_a_reason(
     assert said in reason(tmp_path, row)
 
 
+@pytest.mark.parametrize("tag", ["<thinking>", "<reasoning>", "<Thought>", "[THINK]"])
+def test_thinking_in_tags_that_the_template_does_not_write_is_a_finding(
+    tmp_path: Path, tag: str
+) -> None:
+    said = f"{tag}Greet.{tag[0]}/{tag[1:]}Hello!"
+    row = {"messages": [USER, ANSWER | {"content": said}]}
+    template, _ = own_template()
+
+    assert notes(tmp_path, row) == {problems.UNKNOWN_TAGS: f"message 2: {tag}"}
+    assert notes(tmp_path, row, template=template, source=f"{tag} {READS}") == {}
+    context = {"messages": [USER, row["messages"][1] | {"weight": 0}, USER, ANSWER]}
+    assert notes(tmp_path, context) == {}
+    assert notes(tmp_path, {"messages": [USER, ANSWER | {"content": f"{tag} opens it"}]}) == {}
+
+
 @pytest.mark.parametrize("key", ["system_prompt", "instructions"])
 def test_system_prompt_of_another_name_is_noted_with_its_field(tmp_path: Path, key: str) -> None:
     found = notes(tmp_path, CHAT | {key: "Be brief."})
