@@ -180,7 +180,10 @@ def read_rows(
                         "name one with --format to skip the others"
                     )
                 name, since, file_format = recognised, row, formats[recognised]
-            converted = file_format.read(row, renamed)
+            try:
+                converted = file_format.read(row, renamed)
+            except BadRow as problem:
+                raise _in_their_words(problem, content, renamed) from problem
         except BadRow as problem:
             skipped.add(row, problem)
             bad += 1
@@ -192,6 +195,17 @@ def read_rows(
         else:
             good += 1
             yield converted
+
+
+def _in_their_words(problem: BadRow, content: JsonObject, renamed: JsonObject) -> BadRow:
+    """Return a problem with the keys of the file in place of our names for them."""
+    kind, detail = problem.kind, problem.detail
+    for name in renamed.keys() - content.keys():
+        value = renamed[name]
+        keys = [key for key in content.keys() - renamed.keys() if content[key] is value]
+        if len(keys) == 1:
+            kind, detail = (text.replace(f"'{name}'", shorten(keys[0])) for text in (kind, detail))
+    return BadRow(kind, detail)
 
 
 def formats_of(objective: str) -> Mapping[str, Format]:

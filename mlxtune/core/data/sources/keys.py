@@ -169,7 +169,7 @@ def turn_marks(row: Mapping[str, Any]) -> dict[str, list[bool]]:
 def check_row_is_text(row: Mapping[str, Any]) -> None:
     """Raise BadRow for a row with images, audio or video."""
     for key, value in row.items():
-        if value not in (None, "", [], {}, False) and is_media(key):
+        if is_media(key) and value not in (None, "", [], {}, False):
             raise BadRow("images, audio and video are out of scope", shorten(key))
 
 

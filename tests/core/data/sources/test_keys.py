@@ -359,6 +359,26 @@ def test_several_texts_are_not_glued(tmp_path: Path, row: dict[str, Any]) -> Non
     assert said.endswith("'chosen' and 'rejected' of --objective dpo)")
 
 
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        ({"question": "Hi", "answer": 5}, {}),
+        ({"question": "Hi", "answer": ["Good.", "Bad."]}, {}),
+        ({"instruction": "Hi", "context": "Here", "answer": ["Good.", "Bad."]}, None),
+        ({"asked": "Hi", "answer": 5}, {"prompt": "asked", "completion": "answer"}),
+    ],
+)
+def test_reason_names_the_key_of_the_row(
+    tmp_path: Path, row: dict[str, Any], fields: dict[str, str] | None
+) -> None:
+    if fields is None:
+        fields = {"input": "context", "output": "answer"}
+    said = reason(tmp_path, row, fields=fields)
+    assert "'answer'" in said
+    assert "'completion'" not in said
+    assert "'output'" not in said
+
+
 def test_parts_of_a_chatgpt_message_are_one_text(tmp_path: Path) -> None:
     row = copy.deepcopy(EVERY["chatgpt"][1])
     row["mapping"]["a"]["message"]["content"]["parts"] = ["Hel", "lo!"]
