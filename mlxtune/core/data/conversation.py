@@ -28,14 +28,15 @@ from mlxtune.core.data.sources.keys import (
     OPTIONS_OBJECTS,
     TEMPLATE_OPTIONS,
     THINKING_FIELDS,
-    check_row_is_text,
+    are_learned,
     is_learned,
     is_mark,
+    is_media,
     is_thinking,
     letters,
+    lists_marks,
     quoted,
     template_options,
-    turn_marks,
 )
 from mlxtune.errors import shorten
 
@@ -302,6 +303,20 @@ def _marked(content: Mapping[str, Any]) -> Any:
     return messages
 
 
+def turn_marks(content: Mapping[str, Any]) -> dict[str, list[bool]]:
+    """Return whether each turn is learned, by the keys of a row that list this. Raises BadRow."""
+    return are_learned(
+        {k: v for k, v in content.items() if isinstance(v, list) and v and lists_marks(k)}
+    )
+
+
+def check_is_text(content: Mapping[str, Any]) -> None:
+    """Raise BadRow for a row, a message or a part with images, audio or video."""
+    for key, value in content.items():
+        if is_media(key) and value not in (*_EMPTY, False):
+            raise BadRow("images, audio and video are out of scope", shorten(key))
+
+
 def marks_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the marks of a row or a message, which say whether it is learned."""
     return {key: value for key, value in content.items() if value is not None and is_mark(key)}
@@ -331,7 +346,7 @@ def _parse_message(where: str, message: Any) -> Message:
         raise BadRow("a message has no role", where)
     if role not in ROLES:
         raise unknown_role(message["role"], _READ_ROLES, where)
-    check_row_is_text(message)
+    check_is_text(message)
     fields = {k: value for k, value in message.items() if value is not None and not is_mark(k)}
     fields["role"], removed = role, set()
     if isinstance(content := fields.get("content"), list):
@@ -401,7 +416,7 @@ def _part(part: Any, where: str) -> str:
     if isinstance(kind, str) and kind.startswith(_NO_TEXT):
         raise BadRow("images, audio and video are out of scope", f"{where}: {shorten(kind)}")
     if isinstance(part, dict):
-        check_row_is_text(part)
+        check_is_text(part)
         if kind is None and "text" not in part:
             raise BadRow("content has a part that is not text", f"{where}: {quoted(part)}")
     if isinstance(part, dict) and kind in _TEXT_PARTS:

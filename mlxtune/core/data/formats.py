@@ -25,10 +25,12 @@ from mlxtune.core.data.conversation import (
     Conversation,
     Document,
     Pair,
+    check_is_text,
     field_option,
     marks_of,
     parse_conversation,
     role_of,
+    turn_marks,
 )
 from mlxtune.core.data.conversions import (
     CLAUDE,
@@ -49,13 +51,7 @@ from mlxtune.core.data.conversions import (
 )
 from mlxtune.core.data.encode import Row
 from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, shown, where
-from mlxtune.core.data.sources.keys import (
-    check_row_is_learned,
-    check_row_is_text,
-    letters,
-    turn_marks,
-    unread_in_row,
-)
+from mlxtune.core.data.sources.keys import check_row_is_learned, letters, unread_in_row
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.errors import DataError, shorten
 
@@ -89,7 +85,7 @@ class Format:
     def read(self, row: int, content: JsonObject) -> Row:
         """Convert a row, and note the keys that this does not read. Raises BadRow."""
         check_row_is_learned(marks_of(content))
-        check_row_is_text(content)
+        check_is_text(content)
         converted = self.convert(row, content)
         texts, known = _texts(converted), {*self.keys, *self.optional}
         given = content.get("input") if "preferred_output" in self.keys else None

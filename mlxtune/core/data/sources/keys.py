@@ -149,28 +149,26 @@ def check_row_is_learned(marks: Mapping[str, Any]) -> None:
             raise BadRow(MARKED["row"], f"{shorten(key)}: {value!r}")
 
 
-def turn_marks(row: Mapping[str, Any]) -> dict[str, list[bool]]:
+@lru_cache(4096)
+def lists_marks(key: str) -> bool:
+    """Return whether a key of a row may list whether each turn is learned."""
+    return is_mark(key) or letters(key) in _ROW_MARKS
+
+
+def are_learned(listed: Mapping[str, Any]) -> dict[str, list[bool]]:
     """Return whether each turn is learned, by the keys of a row that list this as 0 and 1.
 
     Raises BadRow for marks with two meanings.
     """
     found = {}
-    for key, value in row.items():
-        if isinstance(value, list) and value and (is_mark(key) or letters(key) in _ROW_MARKS):
-            name, verdicts = letters(key), [_verdict(each) for each in value]
-            if None in verdicts:
-                continue
-            if name in _AMBIGUOUS:
-                raise BadRow(f"{shorten(key)} of a row has two meanings", "write 'loss_mask'")
-            found[key] = [verdict is not (name in _MASKED) for verdict in verdicts]
+    for key, value in listed.items():
+        name, verdicts = letters(key), [_verdict(each) for each in value]
+        if None in verdicts:
+            continue
+        if name in _AMBIGUOUS:
+            raise BadRow(f"{shorten(key)} of a row has two meanings", "write 'loss_mask'")
+        found[key] = [verdict is not (name in _MASKED) for verdict in verdicts]
     return found
-
-
-def check_row_is_text(row: Mapping[str, Any]) -> None:
-    """Raise BadRow for a row with images, audio or video."""
-    for key, value in row.items():
-        if is_media(key) and value not in (None, "", [], {}, False):
-            raise BadRow("images, audio and video are out of scope", shorten(key))
 
 
 @lru_cache(4096)
