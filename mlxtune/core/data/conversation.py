@@ -53,6 +53,7 @@ _SAME_ROLES = {
     **dict.fromkeys(_CALLING, "assistant"),
     **dict.fromkeys(_RESULTS, "tool"),
 }
+_MEDIA = "images, audio and video are out of scope"
 _NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
 # The names of roles in ShareGPT's files.
 SHAREGPT_ROLES = {
@@ -310,11 +311,11 @@ def turn_marks(content: Mapping[str, Any]) -> dict[str, list[bool]]:
     )
 
 
-def check_is_text(content: Mapping[str, Any]) -> None:
+def check_is_text(content: Mapping[str, Any], where: str = "") -> None:
     """Raise BadRow for a row, a message or a part with images, audio or video."""
     for key, value in content.items():
         if is_media(key) and value not in (*_EMPTY, False):
-            raise BadRow("images, audio and video are out of scope", shorten(key))
+            raise BadRow(_MEDIA, f"{where}: " * bool(where) + shorten(key))
 
 
 def marks_of(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,7 +347,7 @@ def _parse_message(where: str, message: Any) -> Message:
         raise BadRow("a message has no role", where)
     if role not in ROLES:
         raise unknown_role(message["role"], _READ_ROLES, where)
-    check_is_text(message)
+    check_is_text(message, where)
     fields = {k: value for k, value in message.items() if value is not None and not is_mark(k)}
     fields["role"], removed = role, set()
     if isinstance(content := fields.get("content"), list):
@@ -414,9 +415,9 @@ def several_texts(texts: list[Any], where: str) -> BadRow:
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind.startswith(_NO_TEXT):
-        raise BadRow("images, audio and video are out of scope", f"{where}: {shorten(kind)}")
+        raise BadRow(_MEDIA, f"{where}: {shorten(kind)}")
     if isinstance(part, dict):
-        check_is_text(part)
+        check_is_text(part, where)
         if kind is None and "text" not in part:
             raise BadRow("content has a part that is not text", f"{where}: {quoted(part)}")
     if isinstance(part, dict) and kind in _TEXT_PARTS:

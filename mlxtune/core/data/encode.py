@@ -311,10 +311,10 @@ class Encoder:
                     message.role, fields.keys(), message.tool_calls, self.source
                 )
                 for level, key in chain(removed, unread):
-                    if is_metadata(key):
+                    holds = kind_of_text(key, fields.get(key)) if level == "a message" else ""
+                    if is_metadata(key) and not holds:
                         metadata.add(key)
                         continue
-                    holds = kind_of_text(key, fields.get(key)) if level == "a message" else ""
                     found.setdefault(unread_key(level, key, holds), f"message {position}")
         if metadata:
             found[UNREAD_METADATA] = quoted(metadata)

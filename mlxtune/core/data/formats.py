@@ -242,7 +242,8 @@ def _check_kind(content: JsonObject, objective: str) -> None:
             use = f"use --objective dpo {field_option('rejected', key)}"
             raise BadRow("a preference pair", f"{shorten(key)}: {use}")
         verdict = label_of(content)
-        if (kind == "labelled" and verdict is False) or str(verdict).strip().lower() in _BAD:
+        bad = recognise(content) != "text" and str(verdict).strip().lower() in _BAD
+        if bad or (kind == "labelled" and verdict is False):
             label = str(content["label"]).lower()
             raise BadRow("an answer labelled as bad", f"'label' is {label}: use --objective kto")
     elif objective in PAIRED and kind == "labelled":

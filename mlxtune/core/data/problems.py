@@ -45,6 +45,7 @@ UNKNOWN_TAGS = "thinking in tags that the template does not write"
 UNMATCHED_RESULT = "tool result that belongs to no call"
 UNREAD_MARK = "key that is not read as a mark"
 UNREAD_THINKING = "key that is not read as thinking"
+UNREAD_OPTION = "option that the template does not read"
 UNREAD_METADATA = "keys beside the conversation that are not read"
 UNDECLARED_TOOL = "call of a tool that is not declared"
 
@@ -84,6 +85,7 @@ ADVICE = {
     UNREAD_MARK: 'it has no effect here: write "weight": 0 on the message that is not learned',
     UNREAD_THINKING: "the model does not see it: rename it to reasoning_content in the answer's "
     "message, or remove it",
+    UNREAD_OPTION: "it changes nothing here: remove it, or use a template that has it",
     UNREAD_METADATA: "no model sees what they hold",
     UNDECLARED_TOOL: "the model learns to invent tools: add the tool to the row's tools",
 }
@@ -107,6 +109,7 @@ MARKED = {
 ERRORS, REMARKS = (DOUBLE_BOS,), (UNREAD_METADATA,)
 # The ends of the kinds of notes on keys, each with the kind that has its advice.
 _UNREAD = {
+    " of the template's options is not read": UNREAD_OPTION,
     " is not read": FURTHER_KEYS,
     " is not read as a mark": UNREAD_MARK,
     " is not read as thinking": UNREAD_THINKING,

@@ -26,6 +26,7 @@ from tests.core.data.rows import (
     PROMPT,
     ROWS,
     SHAREGPT,
+    TEXT,
     USER,
     converted,
     reason,
@@ -318,7 +319,7 @@ def test_row_with_images_is_skipped_in_every_format(tmp_path: Path, key: str, na
 
 def test_message_with_images_is_skipped(tmp_path: Path) -> None:
     said = reason(tmp_path, {"messages": [USER | {"images": ["a.png"]}, ANSWER]})
-    assert said.startswith("images, audio and video are out of scope")
+    assert said == "images, audio and video are out of scope (message 1: 'images')"
 
 
 @pytest.mark.parametrize(
@@ -332,7 +333,13 @@ def test_thinking_in_a_row_is_noted_with_its_field(tmp_path: Path, key: str) -> 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("zither", 3), ("zither", 0.5), ("__index_level_0__", 7), ("generationConfig", {"a": 1})],
+    [
+        ("zither", 3),
+        ("zither", 0.5),
+        ("labels", ["news"]),
+        ("__index_level_0__", 7),
+        ("generationConfig", {"a": 1}),
+    ],
 )
 def test_numbers_and_settings_are_metadata(tmp_path: Path, key: str, value: Any) -> None:
     assert notes(tmp_path, CHAT | {key: value}) == {problems.UNREAD_METADATA: repr(key)}
@@ -579,6 +586,10 @@ def test_answer_labelled_as_bad_is_no_example(tmp_path: Path, label: str) -> Non
     assert reason(tmp_path, PROMPT | {"label": label}).startswith("an answer labelled as bad")
 
 
+def test_class_of_plain_text_is_metadata(tmp_path: Path) -> None:
+    assert notes(tmp_path, TEXT | {"label": "bad"}) == {problems.UNREAD_METADATA: "'label'"}
+
+
 @pytest.mark.parametrize("key", ["rejected_response", "rejected_answer", "non_preferred_output"])
 def test_row_with_a_rejected_answer_is_a_pair(tmp_path: Path, key: str) -> None:
     said = reason(tmp_path, PROMPT | {key: "No."})
@@ -634,7 +645,9 @@ def test_row_decides_whether_the_template_thinks(tmp_path: Path, given: str, thi
 
 def test_options_are_noted_where_the_built_in_template_has_none(tmp_path: Path) -> None:
     noted = notes(tmp_path, CHAT | {"enable_thinking": False})
-    assert list(noted) == ["key 'enable_thinking' of the template's options is not read"]
+    (kind,) = noted
+    assert kind == "key 'enable_thinking' of the template's options is not read"
+    assert problems.advice_on(kind).startswith("it changes nothing here")
 
 
 @pytest.mark.parametrize(
