@@ -78,7 +78,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("num_train_epochs num_epochs n_epochs", "epochs", ""),
     ("per_device_train_batch_size micro_batch_size", "batch_size", "number of rows per step"),
     (
-        "gradient_accumulation_steps grad_accumulation_steps",
+        "gradient_accumulation_steps grad_accumulation_steps gradient_accumulation "
+        "grad_accumulation grad_accum grad_accum_steps accumulate_grad_batches",
         "batch_size=N",
         "number of rows per step, split as memory requires",
     ),

@@ -51,6 +51,7 @@ def test_every_option_of_mlx_lm_is_ours_or_known() -> None:
         ("learning_rate", "2e-5", ": use --lr 2e-5"),
         ("iters", "200", ": use --max-steps 200 (--epochs bounds the steps too)"),
         ("lora-r", "16", ": use --rank 16"),
+        ("grad-accum", "4", ": use --batch-size N (number of rows per step"),
         ("num_train_epochs", "3", ": use --epochs 3"),
         ("load_in_4bit", None, ": use --quantize 4 (nf4 is QLoRA's)"),
         ("use_dora", "true", ": use --dora"),

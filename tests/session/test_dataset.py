@@ -330,7 +330,7 @@ def test_duplicates_and_leaks_are_warned_of_by_both(
     assert said.err.splitlines() == [
         f"warning: {file}:7: duplicate row (same as {file}:1), and 1 more: "
         "each copy is trained on: keep one, unless the copies are intended",
-        f"warning: {other}:1: validation row that is also trained on: "
+        f"warning: {other}:1: validation row that is also trained on (same as {file}:6): "
         "the validation loss looks better than it is: remove the row from one of the two sets",
     ]
     shown = inspect(*arguments).out
@@ -340,7 +340,7 @@ def test_duplicates_and_leaks_are_warned_of_by_both(
         f"    {file}:7  same as :1\n    {' ' * len(str(file))}:8  same as :2\n" in shown
     )
     assert "also trained on (1 row)\n" in shown
-    assert f"    {other}:1\n" in shown
+    assert f"    {other}:1  same as {file}:6\n" in shown
 
 
 def test_identical_rows_are_held_out_or_trained_on_together(model: Path, tmp_path: Path) -> None:
@@ -617,15 +617,13 @@ def test_error_of_the_data_is_not_hidden_behind_warnings() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-8"])
-def test_encoding_other_than_utf_8_is_named(
-    own_template: Path, tmp_path: Path, encoding: str
-) -> None:
+def test_guessed_encoding_is_named(own_template: Path, tmp_path: Path, encoding: str) -> None:
     file = tmp_path / "a.csv"
     file.write_bytes("prompt,completion\né,è\nü,ö\n".encode(encoding))
     found = both(own_template, str(file), tmp_path)
     assert texts(found) == [chatml("é", "è"), chatml("ü", "ö")]
     kinds = [finding.kind for finding in found.findings if "read as" in finding.kind]
-    assert kinds == ([] if encoding == "utf-8" else [f"text read as {encoding}"])
+    assert kinds == ([] if encoding != "cp1252" else [f"text read as {encoding}"])
 
 
 def test_folder_of_texts_trains_on_each_part(own_template: Path, tmp_path: Path) -> None:

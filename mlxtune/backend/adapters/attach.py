@@ -46,10 +46,12 @@ class Adapted:
     changes_nothing: bool = False
 
     def describe(self) -> str:
-        """Return a line on the trained parameters, or on the lack of any effect."""
+        """Return a phrase on the rank and the parameters, or on the lack of any effect."""
         if self.changes_nothing:
             return "changes nothing: all its updates are zero"
-        return self.lora.describe()
+        config = self.lora.config
+        dora = ", DoRA" if config.dora else ""
+        return f"rank {config.rank}{dora}, {self.lora.trainable_parameters:,} trained parameters"
 
     @property
     def model(self) -> nn.Module:

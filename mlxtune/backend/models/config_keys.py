@@ -154,19 +154,22 @@ def _scaled(rope: Mapping[str, Any]) -> bool:
     return rope.get("rope_type", rope.get("type", "default")) != "default"
 
 
-def _reads_rope(given: Any, keys: frozenset[str]) -> bool:
-    """Return whether a class that lacks `rope_parameters` reads what stands in them elsewhere."""
+def _unread_in_rope(given: Any, keys: frozenset[str]) -> dict[str, Any]:
+    """Return the entries of `rope_parameters` that a class without this key reads nowhere else."""
     if not isinstance(given, Mapping):
-        return False
+        return {"rope_parameters": given}
     layers = [each for each in given.values() if isinstance(each, Mapping)] or [given]
     thetas = {layer.get("rope_theta") for layer in layers}
-    partial = {layer.get("partial_rotary_factor", 1) for layer in layers}
-    return (
-        not keys.isdisjoint(_THETA)
-        and (partial <= {1, None} or not keys.isdisjoint(_PARTIAL))
-        and (not any(map(_scaled, layers)) or "rope_scaling" in keys)
-        and (len(thetas) == 1 or "rope_local_base_freq" in keys)
-    )
+    partial = {layer.get("partial_rotary_factor", 1) for layer in layers} - {1, None}
+    kinds = [layer.get("rope_type", layer.get("type")) for layer in layers if _scaled(layer)]
+    unread: dict[str, Any] = {}
+    if keys.isdisjoint(_THETA) or not (len(thetas) == 1 or "rope_local_base_freq" in keys):
+        unread["rope_theta"] = next(iter(thetas)) if len(thetas) == 1 else sorted(thetas, key=str)
+    if partial and keys.isdisjoint(_PARTIAL):
+        unread["partial_rotary_factor"] = min(partial, key=str)
+    if kinds and "rope_scaling" not in keys:
+        unread["rope_type"] = kinds[0]
+    return {f"rope_parameters.{name}": value for name, value in unread.items()}
 
 
 def unread_keys(config: Mapping[str, Any], architecture: str) -> list[str]:
@@ -190,12 +193,19 @@ def unread_keys(config: Mapping[str, Any], architecture: str) -> list[str]:
         }
         if unread:
             defaults = _defaults(kind)
-            found += [
-                f"{prefix}{key} ({value!r:.60})"
-                for key, value in unread.items()
-                if _differs(key, value, defaults)
-            ]
+            for key, value in unread.items():
+                if _differs(key, value, defaults):
+                    named = {key: value}
+                    if key == "rope_parameters":
+                        named = _unread_in_rope(value, keys)
+                    found += [f"{prefix}{name} ({_shown(each)})" for name, each in named.items()]
     return found
+
+
+def _shown(value: Any) -> str:
+    """Return a value, cut between two words if it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else (text[:60].rpartition(" ")[0] or text[:60]) + " …"
 
 
 def _differs(key: str, value: Any, defaults: Mapping[str, Any]) -> bool:
@@ -218,7 +228,7 @@ def _is_harmless(
     if _HARMLESS.fullmatch(key) or _IN_WEIGHTS.fullmatch(key) or key in PARTS:
         return True
     if key == "rope_parameters":
-        return _reads_rope(value, keys)
+        return not _unread_in_rope(value, keys)
     if _ACTIVATION.fullmatch(key):
         family = _FAMILIES.get(str(value).lower())
         return family is not None and re.search(family, source, re.IGNORECASE) is not None

@@ -26,6 +26,8 @@ from mlxtune.hub.client import check_responses, reason
 # The files that tokenizers and templates need.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 _READ = (".json", ".jinja", ".model", ".txt", ".safetensors")
+# Files that trainers leave beside the weights.
+_OF_TRAINER = ("training_args", "optimizer", "scheduler")
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # Parts of the names of image and sound encoders in multimodal models.
 NOT_TEXT = re.compile(r"vision|visual|audio|speech|image|multi_modal")
@@ -99,7 +101,8 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
         if within := sorted(folder.glob("*/config.json")):
             nested = within[0].parent
             raise ModelError(f"{folder} has no config.json: name a folder in it, such as {nested}")
-        raise ModelError(f"{folder} has no config.json: is this a model folder?")
+        others = _other_weights(folder) or "is this a model folder?"
+        raise ModelError(f"{folder} has no config.json: {others}")
     check_files(folder)
     try:
         config = mlx_lm_utils.load_config(folder)
@@ -200,6 +203,10 @@ def check_files(folder: Path) -> None:
             raise ModelError(f"{path} is a Git LFS pointer: run git lfs pull in its folder")
         if path.suffix != ".safetensors":
             _check_size(path)
+    for name in ("config.json", "tokenizer_config.json"):
+        if json_object(folder / name).get("auto_map", "") is None:
+            # transformers fails with an error that does not name the key.
+            raise ModelError(f"{folder / name}: 'auto_map' is null: remove this key")
     path = folder / "config.json"
     if problems := list(config_problems(json_object(path))):
         raise ModelError(f"{path}: {'; '.join(problems)}: download it again")
@@ -237,7 +244,8 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """
     headers = _tensors(folder)
     if not (tensors := len(headers)):
-        raise ModelError(f"{folder} has no weights (model*.safetensors): download it again")
+        others = _other_weights(folder) or "download it again"
+        raise ModelError(f"{folder} has no weights (model*.safetensors): {others}")
     if problem := next(weight_problems(headers, config), None):
         raise ModelError(f"{folder}: its weights are broken: {problem}: download it again")
     for name, count in counts(config, LAYERS):
@@ -246,6 +254,18 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
                 f"{folder / 'config.json'}: {name} is {count}, but the weights have only {tensors} "
                 "tensors: the two do not belong together: download the model again"
             )
+
+
+def _other_weights(folder: Path) -> str:
+    """Return what to do about weights that MLX does not load, if the folder has any."""
+    for ending, kind in ((".gguf", "llama.cpp's"), (".bin", "PyTorch's"), (".pth", "PyTorch's")):
+        names = sorted(path.name for path in folder.glob(f"*{ending}"))
+        if names := [name for name in names if not name.startswith(_OF_TRAINER)]:
+            return (
+                f"{names[0]} has weights in {kind} format, which cannot be trained: download the "
+                "model in safetensors"
+            )
+    return ""
 
 
 def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Iterator[str]:

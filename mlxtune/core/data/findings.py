@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mlxtune.core.data.conversation import (
     ANSWER,
@@ -31,7 +33,7 @@ from mlxtune.core.data.problems import (
 )
 
 _PLACES = 5
-_NEAR = "the same but for white space, case, punctuation, Unicode form or the system message"
+_NEAR = " but for white space, case, punctuation, Unicode form or the system message"
 # The ratio of mean lengths at which length alone could identify preferred answers.
 _MUCH_LONGER = 1.5
 
@@ -79,10 +81,10 @@ def row_findings(
     With `text_hash`, near copies count as leaks too. `files` are the files of the corpora of
     `rows`. Call this once: it adds notes on duplicates, opposites and leaks to `files`.
     """
-    corpus, validation = rows.train.corpus, rows.validation.corpus
+    corpus = rows.train.corpus
     _note_duplicates(files, corpus)
     _note_opposites(files, corpus)
-    _note_leaks(files[len(files) - len(validation.files) :], rows, text_hash)
+    _note_leaks(files, rows, text_hash)
     return _findings([(file, file.notes) for file in files], advice_on)
 
 
@@ -124,18 +126,34 @@ def _note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
 def _note_leaks(files: Sequence[EncodedFile], rows: RunRows, text_hash: HashOf | None) -> None:
     """Note validation rows that are also trained on; among rows held out, only near copies are."""
     train, validation = rows.train, rows.validation
-    same = np.isin(validation.identities, train.identities)
-    near = np.zeros(len(same), dtype=bool)
-    if text_hash is not None and not same.all():
+    same = _first_equal(validation.identities, train.identities)
+    near = np.full(len(same), -1)
+    if text_hash is not None and (same < 0).any():
         places, hashes = validation.hash_answers(text_hash)
-        near[places[np.isin(hashes, train.hash_answers(text_hash)[1])]] = True
+        trained, trained_hashes = train.hash_answers(text_hash)
+        equal = _first_equal(hashes, trained_hashes)
+        near[places[equal >= 0]] = trained[equal[equal >= 0]]
     # Without preferences, rows are in one cluster only if they are equal.
-    prompt = np.isin(validation.clusters, train.clusters)
-    kinds = ((LEAK, same, ""), (LEAK, near & ~same, _NEAR))
-    for kind, leaks, detail in (*kinds, (LEAKED_PROMPT, prompt & ~same & ~near, "")):
-        for index in np.flatnonzero(leaks):
+    prompt = _first_equal(validation.clusters, train.clusters)
+    kinds = ((LEAK, "same as ", same, ""), (LEAK, "same as ", near, _NEAR))
+    left = np.ones(len(same), dtype=bool)
+    held_out = files[len(files) - len(validation.corpus.files) :]
+    for kind, like, others, but in (*kinds, (LEAKED_PROMPT, "same prompt as ", prompt, "")):
+        for index in np.flatnonzero(left & (others >= 0)):
             file, row = validation.corpus.source_of(validation.indices[int(index)])
-            files[file].notes.count(row, kind, detail)
+            other, other_row = train.corpus.source_of(train.indices[int(others[index])])
+            detail = f"{like}{where(files[other].skipped.path, other_row)}{but}"
+            held_out[file].notes.count(row, kind, detail)
+        left &= others < 0
+
+
+def _first_equal(values: npt.NDArray[Any], among: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return the first index in `among` of each value, or -1."""
+    known, first = np.unique(among, return_index=True)
+    if not len(known):
+        return np.full(len(values), -1)
+    places = np.searchsorted(known, values).clip(max=len(known) - 1)
+    return np.where(known[places] == values, first[places], -1)
 
 
 def _note_opposites(files: Sequence[EncodedFile], corpus: Corpus) -> None:

@@ -162,7 +162,11 @@ def _extras(m: Machine) -> str:
     for package in m.packages:
         if package.extra and package.extra not in hidden:
             serves[package.extra] = serves.get(package.extra, True) and package.serves
-    return ", ".join(f"{name}{'' if there else ' not installed'}" for name, there in serves.items())
+    every = {
+        state: ", ".join(name for name, there in serves.items() if there is installed)
+        for state, installed in (("installed", True), ("not installed", False))
+    }
+    return "; ".join(f"{names} {state}" for state, names in every.items() if names)
 
 
 def _device(m: Machine) -> Iterator[Check]:

@@ -91,6 +91,17 @@ def test_rope_parameters_of_a_language_part_are_renamed_too() -> None:
     assert renamed["text_config"]["rope_theta"] == 5.0
 
 
+def test_unread_entry_of_rope_parameters_is_named_and_long_values_end_at_a_word() -> None:
+    rope = {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 0.5}
+    config = {"model_type": "llama", **SHAPE, "rope_parameters": rope}
+    assert unread_keys(with_known_keys(config, "llama"), "llama") == [
+        "rope_parameters.partial_rotary_factor (0.5)"
+    ]
+    config = {"model_type": "llama", **SHAPE, "zithers": [f"word{i}" for i in range(99)]}
+    (found,) = unread_keys(config, "llama")
+    assert found.endswith("'word5', …)")
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_config_of_every_architecture_is_read(name: str) -> None:
     kind = name.split()[0]

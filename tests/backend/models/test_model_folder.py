@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import mlx.core as mx
 import pytest
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.models.model_folder import read_config, weight_names, weight_problems
+from mlxtune.backend.text.tokenizer import load_tokenizer
 from mlxtune.core.files.tensor_files import TensorInfo
 from mlxtune.errors import ModelError
 from tests.models import write_model
@@ -106,3 +109,27 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         mx.save_safetensors(str(tmp_path / name), {"a.weight": mx.ones(2)})
     with pytest.raises(ModelError, match=r"has a\.weight, which another weight file"):
         weight_names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("model-Q4_K_M.gguf", "llama.cpp's"), ("pytorch_model.bin", "PyTorch's")]
+)
+@pytest.mark.parametrize("gone", ["model.safetensors", "config.json"])
+def test_weights_in_another_format_are_named(
+    tmp_path: Path, name: str, kind: str, gone: str
+) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    (folder / gone).unlink()
+    (folder / name).touch()
+    (folder / "optimizer.bin").touch()
+    said = f"{name} has weights in {kind} format, which cannot be trained: download"
+    with pytest.raises(ModelError, match=said):
+        load_base(folder, "float32")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_null_auto_map_is_named(tmp_path: Path, name: str) -> None:
+    file = write_model(tmp_path / "model", "llama") / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": None}))
+    with pytest.raises(ModelError, match=rf"{name}: 'auto_map' is null: remove this key"):
+        load_tokenizer(file.parent)

@@ -61,7 +61,10 @@ def test_validation_row_that_trains_too_is_found_and_copies_within_validation_ar
     (found,) = find(train, validation)
 
     assert (found.kind, found.rows, found.level) == (problems.LEAK, 2, "warning")
-    assert found.places == (Place("v.jsonl", 3), Place("w.jsonl", 1))
+    assert found.places == (
+        Place("v.jsonl", 3, "same as b.jsonl:1"),
+        Place("w.jsonl", 1, "same as a.jsonl:1"),
+    )
 
 
 def test_near_copy_of_a_training_row_is_a_leak_that_says_so() -> None:
@@ -76,7 +79,10 @@ def test_near_copy_of_a_training_row_is_a_leak_that_says_so() -> None:
     (found,) = findings.row_findings([*train, *validation], rows, text_hash)
 
     assert (found.kind, found.rows) == (problems.LEAK, 2)
-    assert {place.row: place.detail[:8] for place in found.places} == {3: "", 2: "the same"}
+    assert {place.row: place.detail[:29] for place in found.places} == {
+        3: "same as a.jsonl:2",
+        2: "same as a.jsonl:1 but for whi",
+    }
 
 
 def test_held_out_near_copy_of_a_training_row_is_a_leak_too() -> None:
@@ -108,7 +114,7 @@ def test_duplicates_and_leaks_match_a_row_comparison(
         if any(other == token for _, _, other in flat[:n])
     ]
     leaks = [
-        Place("v.jsonl", row)
+        Place("v.jsonl", row, "same as {}:{}".format(*next(o[:2] for o in flat if o[2] == token)))
         for row, token in enumerate(validation, 1)
         if any(other == token for _, _, other in flat)
     ]
@@ -240,8 +246,8 @@ def test_prompt_that_trains_and_validates_is_found_and_pairs_of_both_are_leaks()
     found = {each.kind: each.places for each in find([train], [validation])}
 
     assert found == {
-        problems.LEAK: (Place("v.jsonl", 1),),
-        problems.LEAKED_PROMPT: (Place("v.jsonl", 2),),
+        problems.LEAK: (Place("v.jsonl", 1, "same as a.jsonl:1"),),
+        problems.LEAKED_PROMPT: (Place("v.jsonl", 2, "same prompt as a.jsonl:2"),),
     }
 
 

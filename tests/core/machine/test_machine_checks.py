@@ -196,7 +196,7 @@ def test_extras_are_listed_and_those_for_nvidia_only_where_there_is_one() -> Non
         return next(c.found for c in diagnose(machine).checks if c.name == "extras")
 
     assert listed(machine) == "parquet not installed"
-    assert listed(replace(machine, has_nvidia=True)) == "parquet not installed, cuda13"
+    assert listed(replace(machine, has_nvidia=True)) == "cuda13 installed; parquet not installed"
     assert diagnose(machine).can_train
 
 

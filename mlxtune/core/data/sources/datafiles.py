@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from mlxtune.core.data.problems import TABLE_ENDINGS, UTF8_BOM
-from mlxtune.core.files.reading import check_stored, open_regular, target_outside
+from mlxtune.core.files.reading import check_stored, read_start, target_outside
 from mlxtune.errors import DataError, one_line
 
 TEXT_ENDINGS = (".txt", ".md", ".markdown")
@@ -168,8 +168,8 @@ def _is_blank(path: Path) -> bool:
     """Return whether a small file of plain text holds only white space."""
     if not path.name.lower().endswith(TEXT_ENDINGS) or _stat(path, "--data").st_size > _BLANK:
         return False
-    with reading(path), open_regular(path) as file:
-        return not file.read(_BLANK).removeprefix(UTF8_BOM).strip()
+    with reading(path):
+        return not read_start(path, _BLANK).removeprefix(UTF8_BOM).strip()
 
 
 def needs(path: Path) -> str:
