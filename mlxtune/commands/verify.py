@@ -51,11 +51,16 @@ from mlxtune.session.resuming import check_asked_again, check_initial, run_confi
 from mlxtune.views.output import print_json, print_line
 
 
+# What neither the files nor a replay can confirm.
+_NOT_CHECKED = "times, memory, versions and device, and the page"
+
+
 def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Verification:
     """Check a run's files, its records, and its adapters against the base model.
 
     With `replay`, also retrain from the first checkpoint (from the start if there is only one) to
-    the newest, and compare the results. `model_path` is the current folder of the base model.
+    the end of a finished run, or else to the newest checkpoint, judge a finished run again, and
+    compare the results. `model_path` is the current folder of the base model.
 
     Raises OutputError if there is no such run. Problems in the run are returned, not raised.
     """
@@ -90,6 +95,7 @@ def show(run: str, *, replay: bool, model_path: str, as_json: bool) -> bool:
     width = max(len(check.name) for check in result.checks) + 2
     for check in result.checks:
         print_line(f"{'ok' if check.ok else 'BAD':<4}{check.name:<{width}}{check.detail}")
+    print_line(f"{'--':<4}{'not checked':<{width}}{_NOT_CHECKED}")
     bad = sum(not check.ok for check in result.checks)
     checks = f"{len(result.checks)} checks"
     print_line(f"{result.run}: {checks}, {f'{bad} failed' if bad else 'all passed'}")
