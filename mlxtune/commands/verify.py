@@ -50,7 +50,6 @@ from mlxtune.session.memory_planning import recorded_products
 from mlxtune.session.resuming import check_asked_again, check_initial, run_config
 from mlxtune.views.output import print_json, print_line
 
-
 # What neither the files nor a replay can confirm.
 _NOT_CHECKED = "times, memory, versions and device, and the page"
 
