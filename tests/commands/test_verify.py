@@ -749,3 +749,25 @@ def test_replay_finds_what_was_hashed_again(run: Path, name: str) -> None:
     change(run)
     found = {each.name: each.detail for each in verify(run, replay=True).checks if not each.ok}
     assert problem in found.get(check, ""), found
+
+
+def test_replay_may_read_the_model_from_another_folder(
+    run: Path, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "renamed")
+    found = verify(run, replay=True, model_path=str(tmp_path / "renamed"))
+    assert found.ok, found.checks
+
+
+def test_replay_without_the_adapter_that_training_started_from(
+    run: Path, model: Path, chat: Path, tmp_path: Path
+) -> None:
+    output, options = str(tmp_path / "next"), {"epochs": 2, "keep": 2, "samples": 0, "quiet": True}
+    start = str(run.parent / "adapters.safetensors")
+    train(TrainConfig(str(model), str(chat), output=output, init_adapter=start, **options))
+    shutil.rmtree(run.parent)
+    found = verify(output, replay=True)
+    assert found.ok, found.checks
+    details = {check.name: check.detail for check in found.checks}
+    assert details["evaluation.json again"].startswith("not judged again")
+    assert details["earlier steps"].endswith("nor was the validation before them")

@@ -24,7 +24,7 @@ from mlxtune.core.run.cross_checks import difference, named
 from mlxtune.core.run.metrics import SkippedStep, StepRecord
 from mlxtune.core.run.progress import MEASURED, Record, same_except_measurements
 from mlxtune.core.run.run_folder import ABOUT, EVALUATION, EVALUATION_HASH, LEDGER, RESULT
-from mlxtune.core.run.stored_run import read_evaluation, read_ledgers
+from mlxtune.core.run.stored_run import get_mapping, read_evaluation, read_ledgers
 
 # Parts of the records that the machine, the place or later options decide.
 _OF_METADATA = (
@@ -58,7 +58,10 @@ def check_checkpoint_again(own: Checkpoint, again: Path) -> str | None:
             return name
     if (own.folder / ADAPTER_CONFIG).exists():
         here, there = own.folder / ADAPTER_CONFIG, again / ADAPTER_CONFIG
-        own_config, config = (read_json(each, CONFIG_LIMITS) for each in (here, there))
+        # The model may now be in another folder.
+        own_config, config = (
+            {**read_json(each, CONFIG_LIMITS), "model": None} for each in (here, there)
+        )
         if (entry := difference(own_config, config)) is not None:
             return f"{ADAPTER_CONFIG} ({entry})"
     kept, computed = own.metadata, read_json(again / METADATA)
@@ -95,6 +98,8 @@ def checks_of_files(run: Path, again: Path) -> Iterator[tuple[str, Callable[[], 
 
 def _check_about(run: Path, again: Path) -> str:
     own, other = (read_json(each / ABOUT) for each in (run, again))
+    for each in (own, other):  # the model may now be in another folder
+        each["model"] = {**get_mapping(each, "model"), "path": None}
     for part, names in ((("plan",), _OF_PLAN), ((), _OF_ABOUT)):
         here, there = ((each.get("plan", {}) if part else each) for each in (own, other))
         _same(*({name: each.get(name) for name in names} for each in (here, there)))
@@ -117,10 +122,10 @@ def _check_result(run: Path, again: Path) -> str:
 
 
 def _check_evaluation(run: Path, again: Path) -> str:
+    if not (again / EVALUATION).exists():  # the adapter that training started from may be gone
+        return "not judged again, as a warning says"
     own, other = (read_evaluation(each / EVALUATION) for each in (run, again))
-    if other is None:
-        return "not judged again: see the warning"
-    if own is None:
+    if own is None or other is None:
         raise ValueError("has no verdict")
     here, there = asdict(own), asdict(other)
     if own.generated is None:  # a run may end before the samples
