@@ -31,6 +31,7 @@ from mlxtune.core.run.replay_checks import (
     check_metrics,
     check_rates,
     checks_of_files,
+    up_to,
 )
 from mlxtune.core.run.run_folder import REFERENCE, ResumePoint
 from mlxtune.core.run.stored_run import run_folder_at
@@ -326,8 +327,8 @@ def _compare(
     at_end.sort(key=lambda each: each.folder.name != newest.folder.name)
     records = list(Progress.from_jsonl(read_own(again / METRICS)))
     if not replay.whole:
-        records = _up_to(records, replay.step)[: len(replay.records)]
-    problem = _difference(newest, at_end, replay, records) or unended
+        records = up_to(records, replay.step)[: len(replay.records)]
+    problem = _difference(good, at_end, replay, records) or unended
     if problem is not None:
         problem = f"{start}: {problem}"
         if written[0].metadata.get("data_hash") != newest.metadata.get("data_hash"):
@@ -342,25 +343,19 @@ def _compare(
             result.attempt(f"{name} again", check)
 
 
-def _up_to(records: list[Record], step: int) -> list[Record]:
-    """Return the records up to the first step after `step`."""
-    later = (
-        place
-        for place, record in enumerate(records)
-        if isinstance(record, StepRecord | SkippedStep) and record.step > step
-    )
-    return records[: next(later, len(records))]
-
-
 def _difference(
-    newest: Checkpoint, again: list[Checkpoint], replay: _Replay, records: list[Record]
+    good: list[Checkpoint], again: list[Checkpoint], replay: _Replay, records: list[Record]
 ) -> str | None:
     """Return the first difference between a run's newest checkpoint or records and the replay's."""
+    newest = good[0]
     if again and file_hash(again[0].folder / ADAPTER) != file_hash(newest.folder / ADAPTER):
         return "the adapter differs"
     if (other := check_metrics(replay.records, records)) is not None:
         return f"the metrics differ: the run has {other}"
-    if again and again[0].folder.name == newest.folder.name:
-        file = check_checkpoint_again(newest, again[0].folder)
-        return None if file is None else f"{file} of {newest.folder.name} differs"
+    names = {each.folder.name: each.folder for each in again}
+    for own in good:
+        if own.step == newest.step and own.folder.name in names:
+            file = check_checkpoint_again(own, names[own.folder.name])
+            if file is not None:
+                return f"{file} of {own.folder.name} differs"
     return None

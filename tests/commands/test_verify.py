@@ -686,8 +686,8 @@ def in_difference(found: dict[str, Any]) -> dict[str, Any]:
     return found | {"difference": found["difference"] | {"low": -9.0, "high": 9.0}}
 
 
-def optimizer(run: Path) -> None:
-    path = run / "epoch-2" / "optimizer.safetensors"
+def optimizer(run: Path, name: str = "epoch-2") -> None:
+    path = run / name / "optimizer.safetensors"
     found = safetensors.numpy.load_file(path)
     found["m.0"] = found["m.0"] * 0
     safetensors.numpy.save_file(found, path)
@@ -728,6 +728,7 @@ FORGED: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "number of entries in ",
     ),
     "optimizer": (optimizer, "replay", "optimizer.safetensors of epoch-2 differs"),
+    "optimizer of best": (lambda run: optimizer(run, "best"), "replay", "of best differs"),
     "config": (config_of_newest, "replay", "adapter_config.json (num_layers) of epoch-2"),
     "metadata": (loss_of_newest, "replay", "metadata.json (train_loss) of epoch-2"),
     "ledger": (

@@ -72,7 +72,10 @@ def check_checkpoint_again(own: Checkpoint, again: Path) -> str | None:
 
 
 def check_rates(records: Sequence[Record], rate: Callable[[int], float]) -> str | None:
-    """Compare the learning rates of steps with the schedule; return the first difference."""
+    """Compare the learning rates of steps with the schedule; return the first difference.
+
+    `rate` returns the rate of a step, under the options that the run had then.
+    """
     for record in records:
         if isinstance(record, StepRecord | SkippedStep):
             expected = rate(record.step)
@@ -137,3 +140,13 @@ def _check_evaluation(run: Path, again: Path) -> str:
 def _same(own: Any, other: Any) -> None:
     if (name := difference(own, other)) is not None:
         raise ValueError(f"has another {name} than its replay")
+
+
+def up_to(records: list[Record], step: int) -> list[Record]:
+    """Return the records up to the first step after `step`."""
+    later = (
+        place
+        for place, record in enumerate(records)
+        if isinstance(record, StepRecord | SkippedStep) and record.step > step
+    )
+    return records[: next(later, len(records))]
