@@ -119,7 +119,9 @@ def test_adapter_that_no_run_in_the_folder_keeps_is_not_replaced(
 
     (copy / "adapters.safetensors").rename(copy / "adapter_model.bin")
     (copy / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    assert "adapter_config.json is in no checkpoint" in train("--output", copy, "--max-steps", 1).error
+    assert (
+        "adapter_config.json is in no checkpoint" in train("--output", copy, "--max-steps", 1).error
+    )
 
     assert train("--output", copy, "--max-steps", 1, "--overwrite").code == 0
     assert train("--output", copy, "--max-steps", 1).code == 0
