@@ -36,7 +36,7 @@ def test_connections_beyond_the_limit_are_closed(server: Server) -> None:
     held = [socket.create_connection(server.server_address[:2], SECONDS) for _ in range(3)]
     assert held[2].recv(10) == b""
     for each in held[:2]:
-        each.sendall(b"GET /\r\n")
+        each.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert each.recv(10) == b"answered"
     for each in held:
         each.close()
