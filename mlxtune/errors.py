@@ -35,7 +35,7 @@ _CHOICE = re.compile(
 )
 COMMANDS = (
     "bench|chat|demo|doctor|eval|export|fuse|generate|import|inspect|plan|push|report|runs|"
-    "train|verify|watch"
+    "serve|train|verify|watch"
 )
 # A shell command, whose flags stay, or a flag and the word after it.
 _FLAG = re.compile(

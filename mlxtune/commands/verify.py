@@ -1,6 +1,7 @@
 """`mlxtune verify`: checks a run's files and adapters, and can replay its training."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -187,7 +188,8 @@ def _train_again(config: TrainConfig, newest: Checkpoint, replay: _Replay) -> st
         resumed = _resume_point(written[0])
     if replay.whole:
         try:
-            train(ResolvedOptions.recorded(config), resume=resumed)
+            with _interrupts():
+                train(ResolvedOptions.recorded(config), resume=resumed)
         except ModelError as error:
             # Training that ends elsewhere may look for a best checkpoint that the run never had.
             return str(error)
@@ -200,14 +202,21 @@ def _train_again(config: TrainConfig, newest: Checkpoint, replay: _Replay) -> st
 
 def _train_to(config: TrainConfig, step: int, resumed: ResumePoint | None) -> None:
     """Train to a step, or to the end of the run."""
-    try:
+    with suppress(TrainingInterrupted), _interrupts():
         train(ResolvedOptions.recorded(config), resume=resumed, stop_after=step)
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Raise a signal's interrupt: a partial replay proves nothing, and its folder is removed."""
+    try:
+        yield
     except TrainingInterrupted as stopped:
-        if stopped.by_signal or stopped.checkpoint is None:
-            # A partial replay proves nothing, and its scratch folder is removed.
-            interrupt = Interrupted()
-            interrupt.signal = stopped.signal
-            raise interrupt from None
+        if not stopped.by_signal:
+            raise
+        interrupt = Interrupted()
+        interrupt.signal = stopped.signal
+        raise interrupt from None
 
 
 def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
@@ -283,15 +292,12 @@ def _check_earlier(
             return
     losses: list[float] = []
     config = replace(config, output=str(scratch / ADAPTER), checkpoint_dir=str(scratch))
-    try:
+    with suppress(TrainingInterrupted), _interrupts():
         train(
             ResolvedOptions.recorded(config),
             stop_after=0,
             on_validation=lambda step, loss: losses.append(loss),
         )
-    except TrainingInterrupted as stopped:
-        if stopped.by_signal:
-            raise
     problem = None
     if losses != [each.val_loss for each in own if each.step == 0]:
         problem = f"the validation before the first step gives {losses[0]:.6g}"

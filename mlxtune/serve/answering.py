@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from queue import Queue
 from typing import Any
 
+import mlxtune.backend  # noqa: F401  sets MLX's folder before mlx is imported
+
+# isort: split
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import (
     CompletionRequest,

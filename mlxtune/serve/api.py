@@ -14,6 +14,9 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+import mlxtune.backend  # noqa: F401  sets MLX's folder before mlx is imported
+
+# isort: split
 from mlx_lm.server import APIHandler, CompletionRequest, Response
 
 from mlxtune.config.limits import Limits, TooLarge, parse_json

@@ -259,7 +259,7 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
 def _other_weights(folder: Path) -> str:
     """Return what to do about weights that MLX does not load, if the folder has any."""
     for ending, kind in ((".gguf", "llama.cpp's"), (".bin", "PyTorch's"), (".pth", "PyTorch's")):
-        names = sorted(path.name for path in folder.glob(f"*{ending}"))
+        names = sorted(path.name for path in folder.iterdir() if path.name.endswith(ending))
         if names := [name for name in names if not name.startswith(_OF_TRAINER)]:
             return (
                 f"{names[0]} has weights in {kind} format, which cannot be trained: download the "
