@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -117,11 +118,11 @@ def test_wrong_request_gets_an_error_of_the_protocol(server: ApiServer, name: st
 
 
 def test_garbage_is_answered_and_the_server_lives(server: ApiServer) -> None:
-    for line in (b"\x00\xff\x00\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 70_000):
+    for line in (b"\x00\xff\x00\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 65_537):
         with socket.create_connection(server.server_address[:2], timeout=SECONDS) as connection:
             connection.sendall(line)
             connection.shutdown(socket.SHUT_WR)
-            assert b'"error"' in connection.recv(4096)
+            assert b'"error"' in b"".join(iter(partial(connection.recv, 4096), b""))
     assert send(server)[0] == 200
 
 
