@@ -27,7 +27,7 @@ from tests.serve.served import (
     train_tool_caller,
     write_adapter,
 )
-from tests.slow import slow
+from tests.slow import long, slow
 
 if TYPE_CHECKING:
     from mlxtune.serve.api import ApiServer
@@ -162,7 +162,7 @@ def _data(folder: Path) -> dict[str, Path]:
     return paths
 
 
-@pytest.mark.parametrize("base", [slow(DEMO), slow(GEMMA)], ids=lambda path: path.name)
+@pytest.mark.parametrize("base", [long(DEMO), long(GEMMA)], ids=lambda path: path.name)
 def test_every_row_of_data_is_answered_as_generated(base: Path, tmp_path: Path) -> None:
     """Adapters of three data sets answer 200 rows each, all at once."""
     expected: list[tuple[str, list[Any], str]] = []
