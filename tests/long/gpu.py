@@ -82,6 +82,9 @@ DATA_SHEETS = {
 }
 
 
+GIT = ("git", "-C", str(ROOT))
+
+
 def card(size: int) -> dict[str, Any]:
     """Return the measured TFLOP/s of a large product, and the data sheet's TFLOP/s if known."""
     dtype = mx.float32 if on_cpu() else mx.bfloat16
@@ -188,7 +191,7 @@ def run_all(parts: Parts, machine: Machine) -> None:
 
 def facts() -> dict[str, Any]:
     """Return the facts of this machine for the head of the report."""
-    smi, commit = _output("nvidia-smi"), _output("git", "rev-parse", "--short=8", "HEAD")
+    smi, commit = _output("nvidia-smi"), _output(*GIT, "rev-parse", "--short=8", "HEAD")
     driver, cuda = (re.search(rf"{name} Version: *([\d.]+)", smi) for name in ("Driver", "CUDA"))
     peers = [name for name in ("torch", "peft") if find_spec(name)]
     return {
@@ -205,7 +208,7 @@ def facts() -> dict[str, Any]:
 
 def _output(*command: str) -> str:
     with suppress(OSError, HelperTimeoutError):
-        return output_of(command, 15, folder=ROOT).stdout
+        return output_of(command, 15).stdout
     return ""
 
 
