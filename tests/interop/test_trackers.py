@@ -228,6 +228,6 @@ def test_wandb_online_without_a_login_is_a_warning_and_no_question(
     )
     done = run(code, tmp_path, WANDB_MODE="online")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("warning: --track wandb: ") == 1
+    assert done.stderr.count('warning: track="wandb": ') == 1
     assert "wandb login" in done.stderr
     assert Path(output).exists()
