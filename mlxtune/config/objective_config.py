@@ -136,3 +136,58 @@ class ObjectiveConfig(RowObjectiveConfig):
             yield f"--label-smoothing goes with --dpo-loss {', '.join(_SMOOTHED)}: leave it out"
         if self.objective == "dpo" and self.dpo_loss == "exo_pair" and not self.label_smoothing:
             yield "--dpo-loss exo_pair needs --label-smoothing above 0, such as 0.001"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyConfig(Checked):
+    """The options of the loss of sampled answers; the losses have TRL's names."""
+
+    grpo_loss: str = TRAINING.option(
+        "dapo",
+        "Loss of grpo: the mean over all tokens of a step (dapo), over the answers' means (grpo), "
+        "over --max-new-tokens for each answer (dr_grpo), or with one ratio per answer (gspo).",
+        RESULT,
+        choices=("dapo", "grpo", "dr_grpo", "gspo"),
+    )
+    clip_low: float = TRAINING.option(
+        0.2,
+        "Clip the ratio of an answer's probabilities to at least 1 minus this, for grpo.",
+        RESULT,
+        at_least=0,
+        at_most=1,
+    )
+    clip_high: float = TRAINING.option(
+        0.2,
+        "Clip the ratio of an answer's probabilities to at most 1 plus this, for grpo.",
+        RESULT,
+        at_least=0,
+        at_most=1e6,
+    )
+    kl: float = TRAINING.option(
+        0.0,
+        "Weight in grpo of the divergence from the model before its first step.",
+        RESULT,
+        at_least=0,
+        at_most=1e6,
+    )
+    updates: int = TRAINING.option(
+        1, "Optimizer steps on the same sampled answers, for grpo.", RESULT, at_least=1
+    )
+    scale_rewards: str = TRAINING.option(
+        "group",
+        "Divide the advantages of grpo by the standard deviation of the rewards of one prompt "
+        "(group) or of a step (batch).",
+        RESULT,
+        choices=("group", "batch", "none"),
+    )
+    correct: bool = TRAINING.option(
+        False,
+        "Weight tokens by their probability in training over that in sampling, at most 3.",
+        RESULT,
+    )
+    mask_truncated: bool = TRAINING.option(
+        False, "Leave out answers of grpo that --max-new-tokens cut.", RESULT
+    )
+    max_new_tokens: int = TRAINING.option(
+        256, "Maximum length of a sampled answer in tokens.", RESULT, at_least=1, at_most=10**9
+    )

@@ -185,7 +185,7 @@ def plan_line(trainer: InstructTrainer) -> str:
     epochs = min(config.epochs, math.ceil(trainer.total_steps / trainer.steps_per_epoch))
     objective, rate = trainer.objective, f"learning rate {trainer.learning_rate:g}"
     if not objective.is_sft:
-        default = objective.options.default_rate
+        default = default_rate(objective.name)
         chosen = f" (the default of {objective.name})" * (trainer.learning_rate == default)
         rate = f"{objective.description}; {rate}{chosen}"
     return (

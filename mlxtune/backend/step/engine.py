@@ -20,12 +20,17 @@ from mlxtune.backend.lora.vectors import LoRAVectors
 from mlxtune.backend.step.evaluator import passes_of
 from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
 from mlxtune.backend.step.phases import Phases
-from mlxtune.backend.step.step_loss import StepLoss, divides_rows, loss_of_step, training_examples
+from mlxtune.backend.step.step_loss import (
+    StepLoss,
+    divides_rows,
+    loss_of_step,
+    training_examples,
+)
 from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.outcome import perplexity
-from mlxtune.core.objectives.objective import Objective
+from mlxtune.core.objectives.policy import StepObjective
 from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths
@@ -54,7 +59,7 @@ class Engine:
         lora: LoRASummary,
         config: InstructConfig,
         *,
-        objective: Objective,
+        objective: StepObjective,
         workers: Workers,
         warn: Callable[[str], None],
     ) -> None:

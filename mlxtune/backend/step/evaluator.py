@@ -40,7 +40,10 @@ _PRODUCTS, _SCORES, _LOGITS = 4, 2, 5
 # counted in the graph of Qwen3.
 _KERNELS, _READ = 35, 2
 
+_Floats = npt.NDArray[np.float64]
 Keys = Callable[[PaddedBatch | Pack], mx.array | None]
+# Receives the indices of a batch's examples, their numbers of tokens, and the tokens' losses.
+_Store = Callable[[Sequence[int], Sequence[int], _Floats], None]
 
 
 class LossEvaluator:
@@ -79,15 +82,61 @@ class LossEvaluator:
         examples: Sequence[Example],
         on_progress: Callable[[int], None] = lambda done: None,
         keys: Keys = lambda batch: None,
-    ) -> npt.NDArray[np.float64]:
+    ) -> _Floats:
         """Return each example's summed cross-entropy over its supervised tokens, float64 (B,).
 
         `on_progress` is called after each batch with the number of finished examples; an error that
         it raises ends the evaluation. `keys` returns a batch's dropout keys, or None for no
         dropout. Raises MemoryLimitError if even one example takes too much memory.
         """
-        workers, losses = self._workers, np.zeros(len(examples))
-        # Rows stay whole, as their examples may share a prompt. Sorting by length reduces padding.
+        losses = np.zeros(len(examples))
+
+        def store(members: Sequence[int], counts: Sequence[int], each: _Floats) -> None:
+            losses[members] = _sums(counts, each)
+
+        self._evaluate(examples, store, on_progress, keys)
+        return losses if self._workers.world_size == 1 else self._workers.merge(losses)
+
+    def of_tokens(self, examples: Sequence[Example]) -> list[_Floats]:
+        """Return the cross-entropy of each example's supervised tokens, float64 (A,).
+
+        Raises the errors of `compute`.
+        """
+        ends = np.cumsum(list(map(predicted_tokens, examples)), dtype=np.int64)
+        losses = np.zeros(ends[-1] if len(ends) else 0)
+
+        def store(members: Sequence[int], counts: Sequence[int], each: _Floats) -> None:
+            last = [ends[i] for i in members]
+            tokens = map(np.arange, np.subtract(last, counts), last)
+            losses[np.concatenate(list(tokens))] = each
+
+        self._evaluate(examples, store)
+        if self._workers.world_size > 1:
+            losses = self._workers.merge(losses)
+        return np.split(losses, ends[:-1]) if len(ends) else []
+
+    def _evaluate(
+        self,
+        examples: Sequence[Example],
+        store: _Store,
+        on_progress: Callable[[int], None] = lambda done: None,
+        keys: Keys = lambda batch: None,
+    ) -> None:
+        """Pass the losses of this worker's examples to `store`."""
+        order = self._own_order(examples)
+        for start in range(0, len(order), AT_ONCE):
+
+            def show(done: int, start: int = start) -> None:
+                on_progress(min((start + done) * self._workers.world_size, len(examples)))
+
+            self._evaluate_part(examples, order[start : start + AT_ONCE], store, show, keys)
+
+    def _own_order(self, examples: Sequence[Example]) -> list[int]:
+        """Return the indices of this worker's examples, sorted by length to reduce padding.
+
+        Rows stay whole, as their examples may share a prompt.
+        """
+        workers = self._workers
         rows = rows_of(example.key for example in examples)
         rows.sort(key=lambda row: max(len(examples[i]) for i in row))
         if workers.world_size > 1:
@@ -95,29 +144,30 @@ class LossEvaluator:
             costs = self._forward.facts.costs(*counts)
             mine = workers.own_items([sum(costs[i] for i in row) for row in rows])
             rows = [rows[row] for row in mine]
-        order = [i for row in rows for i in row]
-        show = lambda done: on_progress(min(done * workers.world_size, len(examples)))  # noqa: E731
-        losses[order] = self._own([examples[i] for i in order], show, keys)
-        return losses if workers.world_size == 1 else workers.merge(losses)
+        return [i for row in rows for i in row]
 
-    def _own(
-        self, examples: Sequence[Example], on_progress: Callable[[int], None], keys: Keys
-    ) -> npt.NDArray[np.float64]:
-        losses = np.zeros(len(examples))
-        for start in range(0, len(examples), AT_ONCE):
-            chosen = examples[start : start + AT_ONCE]
-            lengths = self._training.lengths(chosen)
-            batches = self._batches_of(lengths)
-            allowed = batches.max_tokens
-            show = lambda done, start=start: on_progress(start + done)  # noqa: E731
-            try:
-                for attempt in self._runner.attempts(lengths, batches.halve):
-                    with attempt:
-                        self._compute(batches.iterate(chosen, lengths), losses[start:], show, keys)
-            finally:
-                if batches.max_tokens < allowed:
-                    self._most = self._lowered = batches.max_tokens
-        return losses
+    def _evaluate_part(
+        self,
+        examples: Sequence[Example],
+        part: Sequence[int],
+        store: _Store,
+        on_progress: Callable[[int], None],
+        keys: Keys,
+    ) -> None:
+        def read(micro_batch: MicroBatch, counts: Sequence[int], each: _Floats) -> None:
+            store([part[i] for i in micro_batch.examples], counts, each)
+
+        chosen = [examples[i] for i in part]
+        lengths = self._training.lengths(chosen)
+        batches = self._batches_of(lengths)
+        allowed = batches.max_tokens
+        try:
+            for attempt in self._runner.attempts(lengths, batches.halve):
+                with attempt:
+                    self._compute(batches.iterate(chosen, lengths), read, on_progress, keys)
+        finally:
+            if batches.max_tokens < allowed:
+                self._most = self._lowered = batches.max_tokens
 
     def _batches_of(self, lengths: StepLengths) -> MicroBatches:
         """Return larger micro-batches than training's, if they fit in memory."""
@@ -135,15 +185,15 @@ class LossEvaluator:
     def _compute(
         self,
         batches: Iterable[tuple[MicroBatch, PaddedBatch | Pack]],
-        losses: npt.NDArray[np.float64],
+        read: Callable[[MicroBatch, Sequence[int], _Floats], None],
         on_progress: Callable[[int], None],
         keys: Keys,
     ) -> None:
         done, waiting = 0, None
 
-        def read(micro_batch: MicroBatch, batch: PaddedBatch | Pack, each: mx.array) -> None:
+        def finish(micro_batch: MicroBatch, batch: PaddedBatch | Pack, each: mx.array) -> None:
             nonlocal done
-            losses[list(micro_batch.examples)] = _sums(batch, np.array(each, dtype=np.float64))
+            read(micro_batch, batch.counts, np.array(each, dtype=np.float64))
             done += len(micro_batch.examples)
             allocator.relieve_pressure()
             on_progress(done)
@@ -155,11 +205,11 @@ class LossEvaluator:
             # This waits for the previous batch.
             self._runner.start(graph)
             if waiting is not None:
-                read(*waiting)
+                finish(*waiting)
             waiting = micro_batch, batch, each
         if waiting is not None:
             self._runner.finish(graph)
-            read(*waiting)
+            finish(*waiting)
 
 
 def most_tokens(parameters: int) -> int:
@@ -168,10 +218,10 @@ def most_tokens(parameters: int) -> int:
     return min(_MOST_TOKENS, int(operations / (_OPERATIONS * parameters)))
 
 
-def _sums(batch: PaddedBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _sums(counts: Sequence[int], each: _Floats) -> _Floats:
     """Return the sum of each example's losses; `each` holds the losses of a batch's tokens."""
-    sums = np.zeros(len(batch.counts))
-    np.add.at(sums, np.repeat(np.arange(len(sums)), batch.counts), each)
+    sums = np.zeros(len(counts))
+    np.add.at(sums, np.repeat(np.arange(len(sums)), counts), each)
     return sums
 
 
@@ -282,7 +332,7 @@ class Evaluator:
 
     def losses(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
-    ) -> npt.NDArray[np.float64]:
+    ) -> _Floats:
         """Return the losses of examples; see `LossEvaluator.compute`."""
         return self._losses.compute(examples, on_progress)
 

@@ -26,6 +26,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.writing import make_folder
 from mlxtune.core.objectives.objective import SFT, Objective
+from mlxtune.core.objectives.policy import PolicyObjective, StepObjective
 from mlxtune.core.run.checkpoint import ADAPTER, OPTIMIZER
 from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult
 from mlxtune.core.steps.execution import Execution
@@ -64,7 +65,7 @@ class InstructPipeline:
         provenance: Callable[[], Mapping[str, Any]] = dict,
         warn: Callable[[str], None] = warnings.warn,
         workers: Workers = SINGLE_PROCESS,
-        objective: Objective = SFT,
+        objective: StepObjective = SFT,
     ) -> None:
         self.objective = objective
         self.model = model
@@ -82,6 +83,8 @@ class InstructPipeline:
         self.initial_hash = (
             initialise.initialise(model, self.lora, initial) if fresh else initial_hash
         )
+        diverges = isinstance(objective, PolicyObjective) and objective.options.kl
+        self._initial = self.forward.trained.values() if diverges else {}
         self._engine = Engine(
             self.forward, self.lora, config, objective=objective, workers=workers, warn=warn
         )
@@ -172,7 +175,9 @@ class InstructPipeline:
         """
         counted = training_examples(examples)
         tokens, total = count_tokens(counted), sum(map(len, counted))
-        loss, metrics = self.objective.evaluate(examples, logps)
+        # A policy is judged by rewards; its losses are those of any answer.
+        objective = self.objective if isinstance(self.objective, Objective) else SFT
+        loss, metrics = objective.evaluate(examples, logps)
         return InstructBatchResult(
             loss, tokens, perplexity(loss), total_tokens=total, metrics=metrics
         )
@@ -184,6 +189,25 @@ class InstructPipeline:
         self._engine.commit_launched()
         self.model.eval()
         return -self._engine.losses.compute(examples, on_progress)
+
+    def token_logps(
+        self, examples: Sequence[Example], *, before_training: bool = False
+    ) -> list[npt.NDArray[np.float32]]:
+        """Return the log-probability of each example's supervised tokens, float32 (A,).
+
+        With `before_training`, they are those of the model before its first step, which the
+        pipeline keeps if its objective weights the divergence from it.
+        """
+        self._engine.commit_launched()
+        self.model.eval()
+        own = self.forward.trained.values()
+        try:
+            if before_training:
+                self.forward.trained.assign(self._initial)
+            losses = self._engine.losses.of_tokens(examples)
+        finally:
+            self.forward.trained.assign(own)
+        return [-each.astype(np.float32) for each in losses]
 
     def reference(self) -> Mapping[str, Any]:
         """Return the JSON values on which the initial model's log-probabilities depend."""

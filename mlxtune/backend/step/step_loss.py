@@ -1,15 +1,17 @@
 """The loss of a step, which is split into micro-batches.
 
-Supervised fine-tuning sums cross-entropies. For preferences, if no row is split and a row's loss
-depends on no other row, one pass computes loss and gradient. Otherwise a first pass computes the
-log-probabilities of all examples, and a second pass the gradient of `sum(w * logp)`, where `w` is
-the derivative of the loss with respect to `logp`.
+Supervised fine-tuning sums cross-entropies. The loss of sampled answers is a sum over their tokens.
+For preferences, if no row is split and a row's loss depends on no other row, one pass computes loss
+and gradient. Otherwise a first pass computes the log-probabilities of all examples, and a second
+pass the gradient of `sum(w * logp)`, where `w` is the derivative of the loss with respect to
+`logp`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +22,13 @@ from mlxtune.backend.forward.forward import ReduceFn, summed
 from mlxtune.core.data.conversation import MISMATCHED
 from mlxtune.core.data.encode import Example, predicted_tokens
 from mlxtune.core.objectives.objective import AnswerLayout, Objective, Totals
+from mlxtune.core.objectives.policy import (
+    PolicyObjective,
+    SampledExample,
+    SampleLayout,
+    SampleTotals,
+    StepObjective,
+)
 from mlxtune.errors import ModelError
 
 # Tolerances for rounding: absolute for the first loss, and relative for a log-probability in 32 and
@@ -156,8 +165,55 @@ class PreferenceLoss(StepLoss):
         return loss
 
 
+@dataclass(frozen=True)
+class PolicyLoss(StepLoss):
+    """The loss of a step's sampled answers, of which `examples` get a gradient.
+
+    The only value of a micro-batch is an array (E, A) of the log-probabilities of its examples'
+    tokens, and of zeros for the others.
+    """
+
+    examples: Sequence[SampledExample]
+    objective: PolicyObjective
+    totals: SampleTotals
+
+    @classmethod
+    def of(cls, objective: PolicyObjective, examples: Sequence[Example]) -> PolicyLoss:
+        samples = [each for each in examples if isinstance(each, SampledExample)]
+        learned, totals = [each for each in samples if each.has_gradient], SampleTotals.of(samples)
+        return cls(totals.tokens, sum(map(len, learned)), learned, objective, totals)
+
+    @property
+    def divisor(self) -> int:
+        return 1
+
+    @cached_property
+    def _layout(self) -> SampleLayout:
+        return SampleLayout.of(self.examples)
+
+    def zeros(self) -> list[mx.array]:
+        return [mx.zeros(self._layout.mask.shape)]
+
+    def reduce(self, members: Sequence[int], counts: Sequence[int]) -> ReduceFn:
+        layout = SampleLayout.of([self.examples[i] for i in members])
+        shape, slots, indices = layout.mask.shape, mx.array(layout.slots), mx.array(list(members))
+
+        def loss(losses: mx.array) -> tuple[mx.array, ...]:
+            flat = mx.zeros(shape[0] * shape[1]).at[slots].add(-losses.astype(mx.float32))
+            trained = flat.reshape(shape)
+            logps = layout.logps(trained, mx.stop_gradient(trained), mx)
+            total = self.objective.loss(logps, self.totals, mx)
+            return total, self.zeros()[0].at[indices, : shape[1]].add(trained)
+
+        return loss
+
+    def metrics(self, values: Sequence[mx.array]) -> dict[str, float]:
+        trained = np.array(values[0], dtype=np.float64)
+        return self.objective.metrics(self._layout.logps(trained, trained), self.totals)
+
+
 def loss_of_step(
-    objective: Objective,
+    objective: StepObjective,
     examples: Sequence[Example],
     logps_of: Callable[[Sequence[Example]], _Floats],
     *,
@@ -168,6 +224,8 @@ def loss_of_step(
     `is_divided` says whether any row's examples are in several micro-batches; `logps_of` computes
     log-probabilities (E,). Both cover all workers. Raises ValueError if no token is supervised.
     """
+    if isinstance(objective, PolicyObjective):
+        return PolicyLoss.of(objective, examples)
     training = training_examples(examples)
     tokens = count_tokens(training), sum(map(len, training))
     if objective.is_sft:
@@ -186,7 +244,7 @@ def loss_of_step(
 
 def training_examples(examples: Sequence[Example]) -> list[Example]:
     """Return the examples of a step that get a gradient."""
-    return [example for example in examples if example.role != MISMATCHED]
+    return [example for example in examples if example.has_gradient]
 
 
 def count_tokens(examples: Sequence[Example]) -> int:

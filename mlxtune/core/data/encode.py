@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from mlxtune.core.data.conversation import (
     ANSWER,
+    MISMATCHED,
     Conversation,
     Document,
     Pair,
@@ -88,6 +89,11 @@ class Example:
     def supervised(self) -> int:
         """The number of tokens that carry loss."""
         return int(self.assistant_mask.sum())
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the example has a part in a step's gradient."""
+        return self.role != MISMATCHED
 
     @property
     def key(self) -> int:

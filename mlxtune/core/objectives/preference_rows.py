@@ -21,7 +21,8 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.files.writing import make_folder, write_file
-from mlxtune.core.objectives.objective import Objective, with_references
+from mlxtune.core.objectives.objective import with_references
+from mlxtune.core.objectives.policy import StepObjective
 from mlxtune.errors import OutputError
 
 # The folder for reference log-probabilities in the user's cache.
@@ -41,7 +42,7 @@ class PreferenceRows(CorpusRows):
     references: Sequence[Sequence[float]] | None = None
 
     @classmethod
-    def of(cls, rows: CorpusRows, objective: Objective) -> PreferenceRows:
+    def of(cls, rows: CorpusRows, objective: StepObjective) -> PreferenceRows:
         return cls(rows.corpus, rows.indices, adds_mismatched=objective.needs_kl)
 
     def __getitem__(self, index: int) -> RowExamples:

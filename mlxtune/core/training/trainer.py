@@ -19,7 +19,8 @@ from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.writing import make_folder, write_file, write_json
 from mlxtune.core.objectives import preference_rows
-from mlxtune.core.objectives.objective import SFT, Objective
+from mlxtune.core.objectives.objective import SFT
+from mlxtune.core.objectives.policy import StepObjective
 from mlxtune.core.objectives.preference_rows import PreferenceRows
 from mlxtune.core.run import run_folder
 from mlxtune.core.run.checkpoint import BEST
@@ -76,7 +77,7 @@ class InstructTrainer:
         stop_after: int | None = None,
         profiler: StepProfiler | None = None,
         surroundings: MachineMonitor | None = None,
-        objective: Objective = SFT,
+        objective: StepObjective = SFT,
         cache: Path | None = None,
     ) -> None:
         self.pipeline = pipeline

@@ -1,0 +1,131 @@
+"""Steps of sampled answers equal the plain path, however they are split."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.config.objective_config import PolicyConfig
+from mlxtune.core.objectives.policy import PolicyObjective, SampledExample, advantages_of
+from tests.backend.step.executions import (
+    PLAIN,
+    WAYS,
+    Step,
+    assert_same,
+    computed,
+    fresh,
+    model_folder,
+)
+from tests.models import VOCAB_SIZE
+from tests.slow import slow
+
+OBJECTIVES = {
+    "dapo": PolicyObjective(PolicyConfig(kl=0.2, correct=True)),
+    "gspo": PolicyObjective(PolicyConfig(grpo_loss="gspo")),
+}
+# The last group has equal rewards, and one sample of the first has none.
+REWARDS = ((1.0, None, 0.0, 3.0), (0.2, 0.1, 0.0, 0.0), (1.0, 1.0, 1.0, 1.0))
+
+
+def groups(prompt: int = 9, *, reference: bool = False) -> list[SampledExample]:
+    """Return a step's samples: answers of 1 to 12 tokens behind a prompt for each group."""
+    rng, examples = np.random.default_rng(2), []
+    for row, (rewards, advantages) in enumerate(
+        zip(REWARDS, advantages_of(REWARDS), strict=True), start=1
+    ):
+        tokens = rng.integers(0, VOCAB_SIZE, prompt)
+        for number, (reward, advantage) in enumerate(zip(rewards, advantages, strict=True)):
+            answer = rng.integers(0, VOCAB_SIZE, 1 + (5 * number + row) % 12)
+            logps = rng.normal(-3, 1, (3, len(answer))).astype(np.float32)
+            examples.append(
+                SampledExample(
+                    row,
+                    np.concatenate([tokens, answer]).astype(np.int32),
+                    np.repeat(np.uint8([0, 1]), [prompt, len(answer)]),
+                    advantage=advantage,
+                    logps=logps[0],
+                    old_logps=logps[1],
+                    reference_logps=logps[2] if reference else None,
+                    masked=reward is None,
+                )
+            )
+    return examples
+
+
+def made(name: str, way: str = "packed", tokens: int = 10_000) -> InstructPipeline:
+    return fresh(model_folder("qwen3"), WAYS[way], tokens, objective=OBJECTIVES[name])
+
+
+def step_of(name: str) -> list[SampledExample]:
+    return groups(reference=bool(OBJECTIVES[name].options.kl))
+
+
+@cache
+def expected(name: str) -> Step:
+    """Return the step on the plain path, one sample at a time."""
+    plain = fresh(model_folder("qwen3"), PLAIN, 1, objective=OBJECTIVES[name])
+    return computed(plain, step_of(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "tokens"),
+    [
+        ("dapo", "packed", 64),
+        ("gspo", "packed", 64),
+        *(slow(name, way, 64) for name in OBJECTIVES for way in ("split head", "all")),
+        *(slow(name, "packed", tokens) for name in OBJECTIVES for tokens in (1, 10_000)),
+    ],
+)
+def test_step_equals_the_plain_path_however_it_is_split(name: str, way: str, tokens: int) -> None:
+    assert_same(computed(made(name, way, tokens), step_of(name)), expected(name))
+
+
+def test_prompt_runs_once_for_its_samples() -> None:
+    step = [each for each in groups(prompt=40) if not each.masked]
+    # A sample's last token is only predicted, so it does not run.
+    most = 40 * 3 + sum(each.supervised - 1 for each in step)
+    learned = [each for each in step if each.has_gradient]
+    without_equal = 40 * 2 + sum(each.supervised - 1 for each in learned)
+    assert computed(made("gspo"), step).forward_tokens == without_equal < most
+    # Groups stay whole in micro-batches of several groups, and of one.
+    for tokens in (70, 120):
+        found = computed(made("gspo", tokens=tokens), step)
+        assert found.forward_tokens == without_equal
+
+
+def test_step_of_equal_rewards_runs_nothing_and_changes_nothing() -> None:
+    pipeline = fresh(
+        model_folder("qwen3"), WAYS["packed"], objective=OBJECTIVES["gspo"], weight_decay=0.0
+    )
+    before = dict(tree_flatten(pipeline.model.trainable_parameters()))
+    result = pipeline.train_batch(groups()[8:], step=1)
+    assert (result.avg_loss, result.grad_norm, result.run_tokens) == (0, 0, 0)
+    assert result.total_response_tokens > 0
+    assert all(
+        mx.array_equal(before[name], value)
+        for name, value in tree_flatten(pipeline.model.trainable_parameters())
+    )
+
+
+def test_log_probabilities_of_tokens_add_up_to_those_of_answers() -> None:
+    pipeline, step = made("dapo", tokens=64), step_of("dapo")
+    found = pipeline.token_logps(step)
+    assert [len(each) for each in found] == [each.supervised for each in step]
+    sums = [float(each.astype(np.float64).sum()) for each in found]
+    assert sums == pytest.approx(pipeline.logps(step).tolist(), rel=1e-6)
+
+
+def test_initial_model_is_the_reference_after_updates() -> None:
+    pipeline, step = made("dapo", tokens=64), step_of("dapo")
+    before = pipeline.token_logps(step, before_training=True)
+    pipeline.train_batch(step, step=1, learning_rate=0.1)
+    after = pipeline.token_logps(step)
+    again = pipeline.token_logps(step, before_training=True)
+    assert all(map(np.array_equal, before, again))
+    assert not any(map(np.array_equal, before, after))
+    assert all(map(np.array_equal, after, pipeline.token_logps(step)))
