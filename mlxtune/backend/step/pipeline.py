@@ -20,13 +20,20 @@ from mlxtune.backend.step.engine import Engine
 from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
 from mlxtune.backend.step.phases import Phases
 from mlxtune.backend.step.step_loss import count_tokens, training_examples
+from mlxtune.backend.text.generate import Sampling
+from mlxtune.backend.text.sampling import sample
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.writing import make_folder
 from mlxtune.core.objectives.objective import SFT, Objective
-from mlxtune.core.objectives.policy import PolicyObjective, StepObjective
+from mlxtune.core.objectives.policy import (
+    PolicyObjective,
+    SampledAnswer,
+    SampleRequest,
+    StepObjective,
+)
 from mlxtune.core.run.checkpoint import ADAPTER, OPTIMIZER
 from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult
 from mlxtune.core.steps.execution import Execution
@@ -208,6 +215,17 @@ class InstructPipeline:
         finally:
             self.forward.trained.assign(own)
         return [-each.astype(np.float32) for each in losses]
+
+    def sample(
+        self,
+        requests: Sequence[SampleRequest],
+        sampling: Sampling,
+        ends: frozenset[int],
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[SampledAnswer]:
+        """Return an answer of the current model for each request; see `sampling.sample`."""
+        self._engine.commit_launched()
+        return sample(self.model, requests, sampling, ends, on_progress)
 
     def reference(self) -> Mapping[str, Any]:
         """Return the JSON values on which the initial model's log-probabilities depend."""

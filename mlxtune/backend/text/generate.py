@@ -202,7 +202,7 @@ class Generator:
             if done < total and should_stop():
                 raise _Stopped
 
-        sampler = _CheckedSampler(sampling.sampler(self._vocab_size))
+        sampler = CheckedSampler(sampling.sampler(self._vocab_size))
         steps = generate_step(
             self._ids.array(list(ids)),
             self._model,
@@ -236,7 +236,7 @@ class Generator:
             self._cache, self._cached = cache, tokens
 
 
-class _CheckedSampler:
+class CheckedSampler:
     """A sampler that raises ModelError if a logit is NaN.
 
     Minus infinity is allowed, as it excludes a token. A call checks the logits of two calls ago,
@@ -273,10 +273,10 @@ def _faults_as_errors() -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if (fault := fault_of(error)) is None:
             raise
-        raise _fault_error(fault, str(error)) from error
+        raise fault_error_of(fault, str(error)) from error
 
 
-def _fault_error(fault: Fault, text: str) -> MlxTuneError:
+def fault_error_of(fault: Fault, text: str) -> MlxTuneError:
     remedy = "shorten the prompt, lower --max-new-tokens, or use a quantised base"
     remedy = remedy if fault is Fault.OUT_OF_MEMORY else ""
     return fault_error(fault, text, "while the answer was generated", remedy)
@@ -313,7 +313,7 @@ def answers(
         ends = tokenizer.eos_ids | {each.end for each in batch() if each.end is not None}
         # All that mlx-lm needs of a tokenizer if prompts are already tokenised.
         used = SimpleNamespace(eos_token_ids=ends, decode=lambda ids: text_of(tokenizer.spell(ids)))
-        sampler = _CheckedSampler(sampling.sampler(vocab_size))
+        sampler = CheckedSampler(sampling.sampler(vocab_size))
         try:
             texts = batch_generate(
                 model,
@@ -335,7 +335,7 @@ def answers(
         nonlocal at_once
         if fault.asks_for_less:
             if len(batch()) == 1:
-                raise _fault_error(fault, text)
+                raise fault_error_of(fault, text)
             at_once = len(batch()) // 2
 
     while len(answered) < len(order):

@@ -28,6 +28,34 @@ _EPSILON = 1e-4
 MOST_CORRECTION = 3.0
 
 
+@dataclass(frozen=True)
+class SampleRequest:
+    """A request for one sampled answer to a prompt, of which `prompt` are the tokens.
+
+    `seeds` are the numbers on which the sample depends besides the model and the prompt.
+    """
+
+    prompt: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+    def keys(self, count: int) -> npt.NDArray[np.uint32]:
+        """Return a random key for each of `count` tokens, uint32 (count, 2)."""
+        words = np.random.SeedSequence(self.seeds).generate_state(2 * count)
+        return words.astype(np.uint32).reshape(count, 2)
+
+
+@dataclass(frozen=True)
+class SampledAnswer:
+    """A sampled answer: its tokens as generated, and the log-probability of each.
+
+    A `finished` answer ends with the token that ended it; otherwise, its length was limited.
+    """
+
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    finished: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledExample(Example):
     """A sampled answer behind its prompt; the answer's tokens are the supervised tokens.

@@ -10,8 +10,14 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.text.generate import Sampling
 from mlxtune.config.objective_config import PolicyConfig
-from mlxtune.core.objectives.policy import PolicyObjective, SampledExample, advantages_of
+from mlxtune.core.objectives.policy import (
+    PolicyObjective,
+    SampledExample,
+    SampleRequest,
+    advantages_of,
+)
 from tests.backend.step.executions import (
     PLAIN,
     WAYS,
@@ -22,7 +28,7 @@ from tests.backend.step.executions import (
     model_folder,
 )
 from tests.models import VOCAB_SIZE
-from tests.slow import slow
+from tests.slow import slow, slow_except
 
 OBJECTIVES = {
     "dapo": PolicyObjective(PolicyConfig(kl=0.2, correct=True)),
@@ -129,3 +135,32 @@ def test_initial_model_is_the_reference_after_updates() -> None:
     assert all(map(np.array_equal, before, again))
     assert not any(map(np.array_equal, before, after))
     assert all(map(np.array_equal, after, pipeline.token_logps(step)))
+
+
+@pytest.mark.parametrize("way", slow_except(["packed", "all", "split head"], "packed"))
+def test_samples_have_the_log_probabilities_of_training(way: str) -> None:
+    """The policy that samples is the one that trains, between its updates too."""
+    pipeline, sampling = made("gspo", way), Sampling(max_new_tokens=9, temperature=1.0)
+    prompts = [each.tokens[:9] for each in groups()[::4]]
+    for step in (1, 2):
+        requests = [
+            SampleRequest(tuple(prompt.tolist()), (step, row, number))
+            for row, prompt in enumerate(prompts)
+            for number in range(4)
+        ]
+        answers = pipeline.sample(requests, sampling, frozenset(range(0, VOCAB_SIZE, 9)))
+        examples = [
+            SampledExample(
+                row=i // 4 + 1,
+                tokens=np.array([*request.prompt, *answer.tokens], dtype=np.int32),
+                assistant_mask=np.repeat(np.uint8([0, 1]), [9, len(answer.tokens)]),
+                advantage=float(i % 4 - 1.5),
+                logps=np.array(answer.logps, dtype=np.float32),
+            )
+            for i, (request, answer) in enumerate(zip(requests, answers, strict=True))
+        ]
+        for example, logps in zip(examples, pipeline.token_logps(examples), strict=True):
+            assert example.logps == pytest.approx(logps, abs=1e-4)
+        result = pipeline.train_batch(examples, step=step, learning_rate=0.05)
+        assert result.metrics["ratio/max"] == pytest.approx(1, abs=1e-3)
+        assert result.metrics["clip_ratio/low_mean"] == 0

@@ -1,0 +1,191 @@
+"""Samples several answers to each prompt with mlx-lm's batch generator; the prompt runs once.
+
+Each sample has random numbers of its own, so it does not depend on the samples beside it, as far as
+the device's kernels compute a sequence of a batch like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import apply_top_p
+
+from mlxtune.backend.device.retry import retried
+from mlxtune.backend.models.token_array import TokenArrays
+from mlxtune.backend.text.generate import CheckedSampler, Sampling, fault_error_of
+from mlxtune.core.machine.gpu_faults import Fault
+from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
+from mlxtune.errors import ModelError
+
+# The maximum numbers of samples that are generated together, and of prompt tokens in a pass.
+_AT_ONCE, _PREFILL = 64, 2048
+
+
+def sample(
+    model: nn.Module,
+    requests: Sequence[SampleRequest],
+    sampling: Sampling,
+    ends: frozenset[int],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[SampledAnswer]:
+    """Return a sampled answer for each request, in order; equal prompts run once.
+
+    An answer ends with one of the tokens `ends`, or is cut at `sampling.max_new_tokens`.
+    `on_progress` is called with the number of finished answers and the total. After a fault of the
+    GPU, samples are drawn again, fewer at a time if that helps.
+
+    Raises MemoryLimitError or GpuError if no retry helps, and ModelError if a logit is NaN, the
+    model's embedding has no row for a token, or mlx-lm cannot batch the model's cache.
+    """
+    model.eval()
+    ids, sampled = TokenArrays(model), dict[int, SampledAnswer]()
+    order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), i))
+    at_once = _AT_ONCE
+
+    def chosen() -> list[int]:
+        return order[len(sampled) : len(sampled) + at_once]
+
+    def draw() -> list[SampledAnswer]:
+        return _draw(model, ids, [requests[i] for i in chosen()], sampling, ends)
+
+    def change(fault: Fault, text: str) -> None:
+        nonlocal at_once
+        if fault.asks_for_less:
+            if len(chosen()) == 1:
+                raise fault_error_of(fault, text)
+            at_once = len(chosen()) // 2
+
+    while len(sampled) < len(order):
+        drawn = retried(draw, change)
+        sampled.update(zip(chosen(), drawn, strict=True))
+        on_progress(len(sampled), len(order))
+    return [sampled[i] for i in range(len(requests))]
+
+
+@dataclass
+class _Drawn:
+    """A sample while it is drawn: its keys, one for each token, and what was drawn so far."""
+
+    keys: Any
+    tokens: list[int]
+    logps: list[float]
+    finished: bool = False
+
+
+def _draw(
+    model: nn.Module,
+    ids: TokenArrays,
+    requests: Sequence[SampleRequest],
+    sampling: Sampling,
+    ends: frozenset[int],
+) -> list[SampledAnswer]:
+    """Draw the requested samples together."""
+    samples = [_Drawn(each.keys(sampling.max_new_tokens), [], []) for each in requests]
+    sampler = _KeyedSampler(samples, sampling)
+    checked, count = CheckedSampler(sampler), len(samples)
+    with closing(
+        BatchGenerator(
+            model,
+            max_tokens=sampling.max_new_tokens,
+            stop_tokens=[[token] for token in sorted(ends)],
+            sampler=checked,
+            # All samples start together, so that the sampler knows their order.
+            prefill_batch_size=count,
+            completion_batch_size=count,
+        )
+    ) as generator:
+        caches = _prefilled(model, ids, requests)
+        try:
+            uids = generator.insert([[each.prompt[-1]] for each in requests], caches=caches)
+            drawn_of = dict(zip(uids, samples, strict=True))
+            while responses := generator.next_generated():
+                for response in responses:
+                    one = drawn_of[response.uid]
+                    one.tokens.append(int(response.token))
+                    one.finished = response.finish_reason == "stop"
+                sampler.samples = [
+                    drawn_of[each.uid] for each in responses if each.finish_reason is None
+                ]
+        except ValueError as problem:  # mlx-lm's for a cache without `merge`
+            raise ModelError(
+                f"mlx-lm cannot sample several answers of this architecture together: {problem}"
+            ) from problem
+    checked.finish()
+    sampler.finish()
+    # A sample that ended got one more token, before mlx-lm saw its end.
+    return [
+        SampledAnswer(tuple(one.tokens), tuple(one.logps[: len(one.tokens)]), one.finished)
+        for one in samples
+    ]
+
+
+def _prefilled(
+    model: nn.Module, ids: TokenArrays, requests: Sequence[SampleRequest]
+) -> list[list[Any]]:
+    """Return a cache of all but the last token of each prompt; equal prompts share one.
+
+    mlx-lm copies the caches into those of its batch.
+    """
+    caches: dict[tuple[int, ...], list[Any]] = {}
+    for request in requests:
+        if request.prompt not in caches:
+            cache = make_prompt_cache(model)
+            tokens = ids.array(list(request.prompt))
+            for start in range(0, len(tokens) - 1, _PREFILL):
+                model(tokens[None, start : min(start + _PREFILL, len(tokens) - 1)], cache=cache)
+                mx.eval([each.state for each in cache])
+            caches[request.prompt] = cache
+    return [caches[request.prompt] for request in requests]
+
+
+class _KeyedSampler:
+    """Draws the next token of each sample with the sample's own key.
+
+    `samples` are those of the next call, in order. The log-probabilities of tokens are read a call
+    later, as waiting for them would idle the GPU. They are those at temperature 1.
+    """
+
+    def __init__(self, samples: list[_Drawn], sampling: Sampling) -> None:
+        self.samples = samples
+        self._sampling = sampling
+        self._calls = 0
+        self._waiting: tuple[list[_Drawn], mx.array] | None = None
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        if len(logprobs) != len(self.samples):
+            raise RuntimeError(f"mlx-lm asks for {len(logprobs)} tokens, not {len(self.samples)}")
+        self.finish()
+        tokens = self._sampled(logprobs)
+        chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
+        mx.async_eval(tokens, chosen)  # type: ignore[no-untyped-call]
+        self._waiting = self.samples, chosen
+        self._calls += 1
+        return tokens
+
+    def _sampled(self, logprobs: mx.array) -> mx.array:
+        sampling = self._sampling
+        # The last call samples a token beyond the limit, which is dropped.
+        if sampling.temperature == 0 or self._calls == sampling.max_new_tokens:
+            return mx.argmax(logprobs, axis=-1)
+        if sampling.top_p < 1:
+            logprobs = apply_top_p(logprobs, sampling.top_p)
+        keys = mx.array(np.stack([one.keys[self._calls] for one in self.samples]))
+        draw = mx.vmap(lambda logps, key: mx.random.categorical(logps, key=key))
+        drawn: mx.array = draw(logprobs.astype(mx.float32) / sampling.temperature, keys)
+        return drawn
+
+    def finish(self) -> None:
+        """Read the log-probabilities of the last call."""
+        if self._waiting is not None:
+            samples, chosen = self._waiting
+            for one, logp in zip(samples, np.array(chosen), strict=True):
+                one.logps.append(float(logp))
+            self._waiting = None
