@@ -1,15 +1,16 @@
-"""The backend's interface for the trainer."""
+"""The interfaces of the trainer: the backend's, and the source of the steps' examples."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.encode import Example
-from mlxtune.core.run.metrics import InstructBatchResult, StepRecord
+from mlxtune.core.run.metrics import FileLoss, InstructBatchResult, StepRecord
 from mlxtune.core.run.saving import Snapshot
 from mlxtune.core.training.requests import Requests
 
@@ -45,7 +46,10 @@ class Step:
     learning_rate: float
     row_indices: Sequence[int]
 
-    def record(self, result: InstructBatchResult, seconds: float) -> StepRecord:
+    def record(
+        self, result: InstructBatchResult, seconds: float, metrics: Mapping[str, float]
+    ) -> StepRecord:
+        """Return the record of the step; `metrics` were known before its result."""
         return StepRecord(
             step=self.number,
             epoch=self.epoch,
@@ -61,17 +65,18 @@ class Step:
             micro_batches=result.micro_batches,
             run_tokens=result.run_tokens,
             padding=result.padding,
-            metrics=result.metrics,
+            metrics={**metrics, **result.metrics},
         )
 
 
 @dataclass(frozen=True)
 class RunningStep:
-    """A step in progress, with the `time.perf_counter` at its start."""
+    """A step in progress, with the `time.perf_counter` at its start, and its first metrics."""
 
     step: Step
     started: float
     pending: PendingStep
+    metrics: Mapping[str, float]
 
 
 class Pipeline(Protocol):
@@ -134,3 +139,60 @@ class Pipeline(Protocol):
 
     def describe(self) -> Mapping[str, Any]:
         """Return the adapter's entries in a checkpoint's metadata: lora_rank, targets, …"""
+
+
+# Called with the number of finished examples and the total; an error that it raises propagates.
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class StepData:
+    """The examples of a step, and metrics that were known before its forward pass."""
+
+    examples: Sequence[Example]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class StepSource(Protocol):
+    """Supplies the examples of each step, and evaluates rows."""
+
+    @property
+    def updates(self) -> int:
+        """The number of consecutive steps on the same rows."""
+
+    def draw(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
+        """Return the examples of a step's rows, the same ones whenever it is asked.
+
+        `on_progress` is called if this takes long, before any work and now and then.
+        """
+
+    def evaluate(
+        self, rows: CorpusRows, on_progress: OnProgress
+    ) -> tuple[InstructBatchResult, list[FileLoss]]:
+        """Return the loss and metrics of rows, and those of each file if there are several."""
+
+
+class RowSource:
+    """The examples of a step are those of its rows, whose losses the pipeline computes."""
+
+    updates = 1
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def draw(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
+        return StepData(rows.draw(step.row_indices))
+
+    def evaluate(
+        self, rows: CorpusRows, on_progress: OnProgress
+    ) -> tuple[InstructBatchResult, list[FileLoss]]:
+        examples = [example for row in rows for example in row]
+        logps = self._pipeline.logps(examples, lambda done: on_progress(done, len(examples)))
+        names, files = rows.corpus.paths, np.array([example.file for example in examples])
+        present, losses = np.unique(files).tolist(), []
+        for file in present if len(present) > 1 else ():
+            rows_of_file = np.flatnonzero(files == file).tolist()
+            part = self._pipeline.measure([examples[i] for i in rows_of_file], logps[rows_of_file])
+            name = names[file] if names else f"file {file + 1}"
+            losses.append(FileLoss(name, part.avg_loss, part.metrics))
+        return self._pipeline.measure(examples, logps), losses

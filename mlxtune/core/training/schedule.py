@@ -11,8 +11,9 @@ from mlxtune.config import InstructTrainingConfig
 Schedule = Callable[[int], float]
 
 
-def count_steps(config: InstructTrainingConfig, rows: int) -> tuple[int, int]:
-    per_epoch = math.ceil(rows / config.batch_size)
+def count_steps(config: InstructTrainingConfig, rows: int, updates: int = 1) -> tuple[int, int]:
+    """Return the steps of an epoch and of the run, with `updates` steps on each batch of rows."""
+    per_epoch = math.ceil(rows / config.batch_size) * updates
     steps = config.epochs * per_epoch
     return per_epoch, steps if config.max_steps is None else min(steps, config.max_steps)
 

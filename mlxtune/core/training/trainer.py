@@ -39,7 +39,7 @@ from mlxtune.core.run.saving import Snapshot
 from mlxtune.core.steps import order
 from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import RunStart, TrainingObserver
-from mlxtune.core.training.pipeline import Pipeline, RunningStep, Step
+from mlxtune.core.training.pipeline import Pipeline, RowSource, RunningStep, Step, StepSource
 from mlxtune.core.training.recorder import RunRecorder
 from mlxtune.core.training.requests import RequestExchange, Requests
 from mlxtune.core.training.schedule import count_steps, make_schedule
@@ -58,6 +58,7 @@ class InstructTrainer:
     `should_stop`, called after each step and during validation, returns true, or after step
     `stop_after`. Several workers stop and save together, after a step. The pipeline minimises
     `objective`; the reference's log-probabilities are kept in the run's folder and in `cache`.
+    `source` supplies the examples of the steps, by default those of the rows.
     `progress` has the records of the run so far, and `best_folder` the checkpoint of the best
     validation.
 
@@ -79,6 +80,7 @@ class InstructTrainer:
         surroundings: MachineMonitor | None = None,
         objective: StepObjective = SFT,
         cache: Path | None = None,
+        source: StepSource | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.config = config
@@ -86,11 +88,12 @@ class InstructTrainer:
         self._data_hash = rows.train.corpus.data_hash()
         self.train_rows, self.val_rows = rows.train, rows.validation
         self.objective, self._cache = objective, cache
+        self._source = source or RowSource(pipeline)
         if not objective.is_sft:
             self.train_rows = PreferenceRows.of(self.train_rows, objective)
             self.val_rows = PreferenceRows.of(self.val_rows, objective)
         self.steps_per_epoch, self.total_steps = count_steps(
-            config, len(order.rows_of_epoch(self.train_rows, config.seed, 1))
+            config, len(order.rows_of_epoch(self.train_rows, config.seed, 1)), self._source.updates
         )
         requested_rate = config.lr
         self.learning_rate = pipeline.learning_rate if requested_rate is None else requested_rate
@@ -191,9 +194,10 @@ class InstructTrainer:
                     step = next(remaining)
                     halved = self._respond_to_machine(step)
                     started = time.perf_counter()
+                    data = self._source.draw(self.train_rows, step, self._on_drawn)
                     with self._profiler.step(step.number) if self._profiler else nullcontext():
                         pending = self.pipeline.start_batch(
-                            self.train_rows.draw(step.row_indices),
+                            data.examples,
                             step=step.number,
                             learning_rate=step.learning_rate,
                             requests=self._requests.sent,
@@ -205,7 +209,7 @@ class InstructTrainer:
                                 pending.result()
                     # A step's results are read while the device computes the next step.
                     self._record_running_step()
-                    self._running = RunningStep(step, started, pending)
+                    self._running = RunningStep(step, started, pending, data.metrics)
                     self._stop_or_save(step, halved)
                     over = self._validate_and_end_epoch(step.number)
                 result = self._recorder.finish(self.progress.step < self.total_steps, write_adapter)
@@ -280,8 +284,14 @@ class InstructTrainer:
         steps_of_epoch = lru_cache(1)(partial(in_order, config.seed))
         for number in range(self.progress.step, self.total_steps):
             epoch, place = divmod(number, self.steps_per_epoch)
-            rows = steps_of_epoch(epoch + 1)[place]
+            rows = steps_of_epoch(epoch + 1)[place // self._source.updates]
             yield Step(number + 1, epoch + 1, self._schedule(number + 1), rows)
+
+    def _on_drawn(self, done: int, total: int) -> None:
+        """Show the progress of work before a step, which starts from the running step's update."""
+        self._record_running_step()
+        self._observer.on_evaluated(done, total)
+        self._stop_if_asked()
 
     def _respond_to_machine(self, step: Step) -> bool:
         """Release memory or pause before a step, if the machine's conditions demand it.
@@ -292,7 +302,7 @@ class InstructTrainer:
         if (demand := self._surroundings.check(done)) is None:
             return False
         self._record_running_step()
-        examples = self.train_rows.draw(step.row_indices)
+        examples = self._source.draw(self.train_rows, step, self._on_drawn).examples
         halved = self._surroundings.respond(demand, self.pipeline, examples, done)
         self._stop_if_asked()
         return halved
@@ -373,7 +383,7 @@ class InstructTrainer:
             self._requests.receive(taken.pending.agreed)
         # The step may have waited for the previous step.
         started, self._step_ended = max(taken.started, self._step_ended), taken.pending.ended
-        record = step.record(result, self._step_ended - started)
+        record = step.record(result, self._step_ended - started, taken.metrics)
         self._recorder.add(record)
         self._observer.on_step(record)
         if self._profiler:
@@ -414,21 +424,12 @@ class InstructTrainer:
 
     def _evaluate(self) -> tuple[InstructBatchResult, list[FileLoss]]:
         """Evaluate all validation rows; return the loss of each file too, if there are several."""
-        examples = [example for row in self.val_rows for example in row]
 
-        def evaluated(count: int) -> None:
-            self._observer.on_evaluated(count, len(examples))
+        def evaluated(done: int, total: int) -> None:
+            self._observer.on_evaluated(done, total)
             self._stop_if_asked()
 
-        logps = self.pipeline.logps(examples, evaluated)
-        names, files = self.val_rows.corpus.paths, np.array([example.file for example in examples])
-        present, losses = np.unique(files).tolist(), []
-        for file in present if len(present) > 1 else ():
-            rows_of_file = np.flatnonzero(files == file).tolist()
-            part = self.pipeline.measure([examples[i] for i in rows_of_file], logps[rows_of_file])
-            name = names[file] if names else f"file {file + 1}"
-            losses.append(FileLoss(name, part.avg_loss, part.metrics))
-        return self.pipeline.measure(examples, logps), losses
+        return self._source.evaluate(self.val_rows, evaluated)
 
 
 def _rows_of(
