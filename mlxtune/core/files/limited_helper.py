@@ -45,7 +45,7 @@ def main() -> None:
     if LIMITS_ITSELF:
         _limit_memory(int(memory))
     # Drop what libraries print when memory runs out: the parent reports this fault in one line.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
         functions["serve"](prepared, *arguments)
     except MemoryError:

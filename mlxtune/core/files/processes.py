@@ -1,6 +1,8 @@
 """Helper processes: in separate sessions, limited, and ended with all their descendants."""
 
+import math
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -26,6 +28,12 @@ _POLL_SECONDS = 0.005
 # Seconds between checks of a process's memory, if the process cannot limit it.
 _LOOK_EVERY = 0.2
 _PIECE = 2**16
+# The most pieces of messages to pass on after a reply, because a thread may print forever.
+_LAST_PIECES = 64
+# Seconds in which a process ends after it has closed its output, and its descendants after it.
+_END_SECONDS = 2.0
+# The variable that marks a helper and its descendants.
+_MARK = "MLXTUNE_HELPER"
 
 
 class HelperError(MlxTuneError):
@@ -39,7 +47,7 @@ class HelperTimeoutError(HelperError):
 class ProcessEnded(Exception):
     """A limited process ended before it answered, or its answer or memory is too large.
 
-    `reason` is `time`, `memory`, `length` or an exit status.
+    `reason` is `time`, `memory`, `length`, `closed` for its output, or an exit status.
     """
 
     def __init__(self, reason: str) -> None:
@@ -187,43 +195,66 @@ class LimitedProcess:
     Libraries that read an untrusted file may run forever or exhaust memory, and cannot be
     interrupted in the middle of an operation. A separate process can be killed at any time.
     `limited_helper.py` describes the script. Raises HelperError if the process cannot be started.
+
+    A script that runs a user's code has `on_message`, which gets the output on stderr while a line
+    is read, and adds `variables` to the environment. Its daemons end with it.
     """
 
-    def __init__(self, script: Path, memory: int, *arguments: str) -> None:
+    def __init__(
+        self,
+        script: Path,
+        memory: int,
+        *arguments: str,
+        on_message: Callable[[bytes], None] | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._memory = memory
         self._unread = bytearray()
+        self._unsent = memoryview(b"")
+        self._on_message = on_message
+        # Processes know the time of their start to a hundredth of a second.
+        self._mark, self._since = secrets.token_hex(16), time.time() - 1
         command = python(limited_helper.__file__, str(memory), str(script), *arguments)
         try:
-            self._process = start(command, stdin=PIPE, stdout=PIPE, stderr=None)
+            self._process = start(
+                command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=None if on_message is None else PIPE,
+                environment={**os.environ, **(variables or {}), _MARK: self._mark},
+            )
         except OSError as error:
             raise HelperError(
                 f"a helper process cannot be started: {error.strerror}: close other programs, or "
                 "allow more processes with ulimit -u"
             ) from error
         self.pid = self._process.pid
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self._messages = self._process.stderr
+        self._readable = [each for each in (self._output, self._messages) if each is not None]
 
     def write(self, lines: bytes) -> None:
         """Send lines. They are lost if the process has ended."""
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the next read reports that the process ended
-            self._process.stdin.write(lines)
-            self._process.stdin.flush()
+            self._input.write(lines)
+            self._input.flush()
 
-    def read_line(self, longest: int) -> bytes:
+    def read_line(self, longest: int, *, sending: bytes = b"", seconds: float = math.inf) -> bytes:
         """Return the next line with its line end, of at most `longest` bytes.
 
-        Raises ProcessEnded if there is no such line.
+        Send lines meanwhile, as far as the process reads them. Raises ProcessEnded if there is no
+        such line, or none within `seconds`.
         """
-        assert self._process.stdout is not None
-        output, searched = self._process.stdout.fileno(), 0
+        deadline, searched = time.monotonic() + seconds, 0
+        self._unsent = memoryview(sending)
         while (end := self._unread.find(b"\n", searched)) < 0 and len(self._unread) < longest:
             searched = len(self._unread)
-            while not select.select([output], [], [], _LOOK_EVERY)[0]:
-                if not limited_helper.LIMITS_ITSELF and resident_memory(self.pid) > self._memory:
-                    raise ProcessEnded("memory")
-            if not (piece := os.read(output, _PIECE)):
-                break
-            self._unread += piece
+            if self._has_output(deadline):
+                if not (piece := os.read(self._output.fileno(), _PIECE)):
+                    break
+                self._unread += piece
+        self._pass_on_rest()
         size = min(end + 1 or len(self._unread), longest)
         line = bytes(self._unread[:size])
         del self._unread[:size]
@@ -231,14 +262,97 @@ class LimitedProcess:
             raise ProcessEnded("length" if size == longest else self.why_ended())
         return line
 
+    def _has_output(self, deadline: float) -> bool:
+        """Wait a moment, send and pass messages on; return whether output can be read.
+
+        Raises ProcessEnded.
+        """
+        left = max(deadline - time.monotonic(), 0)
+        sinks = [self._input] if self._unsent else []
+        ready, writable, _ = select.select(self._readable, sinks, [], min(_LOOK_EVERY, left))
+        if writable:
+            self._send()
+        if self._messages in ready:
+            self._pass_on()
+        if self._output in ready:
+            return True
+        if not left:
+            raise ProcessEnded("time")
+        if not ready and not writable:
+            self._check()
+        return False
+
+    def _send(self) -> None:
+        try:
+            # A pipe that is ready takes this many bytes without blocking.
+            piece = self._unsent[: select.PIPE_BUF]
+            self._unsent = self._unsent[os.write(self._input.fileno(), piece) :]
+        except BrokenPipeError:  # reading reports that the process ended
+            self._unsent = memoryview(b"")
+
+    def _pass_on(self) -> None:
+        """Pass on a piece of what the process wrote to stderr."""
+        assert self._messages is not None and self._on_message is not None
+        if piece := os.read(self._messages.fileno(), _PIECE):
+            self._on_message(piece)
+        else:
+            self._readable.remove(self._messages)
+
+    def _pass_on_rest(self) -> None:
+        for _ in range(_LAST_PIECES):
+            if self._messages not in self._readable or not _is_ready(self._messages):
+                return
+            self._pass_on()
+
+    def _check(self) -> None:
+        """Raise ProcessEnded if the process takes too much memory, or has ended.
+
+        Its descendants may keep its output open.
+        """
+        if not limited_helper.LIMITS_ITSELF and resident_memory(self.pid) > self._memory:
+            raise ProcessEnded("memory")
+        if self._process.poll() is not None and not _is_ready(self._output):
+            self._pass_on_rest()
+            raise ProcessEnded(self.why_ended())
+
     def why_ended(self) -> str:
-        """Return the reason why the process has ended: `time`, `memory` or an exit status."""
-        status = self._process.wait()
+        """Return why the process has ended or closed its output; ProcessEnded lists the reasons."""
+        try:
+            status = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed"
         known = {-signal.SIGPROF: "time", limited_helper.OUT_OF_MEMORY: "memory"}
         return known.get(status, f"exit status {status}")
 
     def close(self) -> None:
         end(self._process)
+        if self._on_message is not None:
+            end_marked(self._mark, self._since)
+
+
+def _is_ready(stream: IO[bytes]) -> bool:
+    return bool(select.select([stream], [], [], 0)[0])
+
+
+def end_marked(mark: str, since: float) -> None:
+    """Kill the descendants of a helper, started at `since`, that have left its session."""
+    import psutil
+
+    deadline = time.monotonic() + _END_SECONDS
+    remain = True
+    # Processes may fork while the others are listed.
+    while remain and time.monotonic() < deadline:
+        remain = False
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                environment = process.environ()
+                if environment.get(_MARK) == mark:
+                    process.kill()
+                    remain = True
+                elif not environment and process.create_time() >= since:
+                    # A program that is just being loaded has no environment yet.
+                    remain |= process.status() != psutil.STATUS_ZOMBIE
+        time.sleep(_POLL_SECONDS * remain)
 
 
 def resident_memory(pid: int) -> int:

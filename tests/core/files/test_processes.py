@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from mlxtune.core.files.processes import (
     HelperError,
     Helpers,
     LimitedProcess,
+    ProcessEnded,
     describe_end,
     end,
     own_environment,
@@ -169,3 +171,59 @@ def test_process_that_cannot_start_is_an_error_of_its_own(
         as_output_error(tmp_path, "--cache-dir"),
     ):
         LimitedProcess(tmp_path / "script.py", 2**30)
+
+
+def write_script(folder: Path, serve: str) -> Path:
+    """Write a script of LimitedProcess, whose `serve` has the given lines."""
+    lines = "".join(f"    {line}\n" for line in serve.splitlines())
+    script = folder / "script.py"
+    imports = "import os, subprocess, sys, time\n"
+    script.write_text(f"{imports}def prepare(): return os.dup(2)\ndef serve(stderr):\n{lines}")
+    return script
+
+
+def test_reading_ends_in_time_even_if_the_process_neither_reads_nor_stops_printing(
+    tmp_path: Path,
+) -> None:
+    script = write_script(tmp_path, "while True: os.write(stderr, b'x' * 10_000)")
+    printed: list[bytes] = []
+    with closing(LimitedProcess(script, 2**30, on_message=printed.append)) as process:
+        with pytest.raises(ProcessEnded) as ended:
+            process.read_line(100, sending=b"x" * 2**20, seconds=1)
+        assert ended.value.reason == "time"
+    assert set(printed[0]) == set(b"x")
+
+
+def test_end_of_a_process_is_seen_though_its_descendant_keeps_its_output_open(
+    tmp_path: Path,
+) -> None:
+    serve = "if os.fork():\n    os.write(stderr, b'last words')\n    os._exit(7)\ntime.sleep(60)"
+    printed: list[bytes] = []
+    script = write_script(tmp_path, serve)
+    with closing(LimitedProcess(script, 2**30, on_message=printed.append)) as process:
+        with pytest.raises(ProcessEnded) as ended:
+            process.read_line(100)
+        assert ended.value.reason == "exit status 7"
+    assert b"".join(printed) == b"last words"
+
+
+@pytest.mark.slow
+def test_process_that_closes_its_output_and_stays_is_not_awaited(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "os.close(1)\ntime.sleep(60)")
+    with closing(LimitedProcess(script, 2**30)) as process:
+        with pytest.raises(ProcessEnded) as ended:
+            process.read_line(100)
+        assert ended.value.reason == "closed"
+
+
+def test_daemon_of_a_user_s_code_ends_with_its_process(tmp_path: Path) -> None:
+    serve = (
+        "command = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "print(subprocess.Popen(command, start_new_session=True).pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    script = write_script(tmp_path, serve)
+    with closing(LimitedProcess(script, 2**30, on_message=lambda message: None)) as process:
+        daemon = int(process.read_line(100))
+        assert alive(daemon)
+    wait_until(lambda: not alive(daemon))
