@@ -8,6 +8,8 @@ from mlxtune.config.option import RESULT, TRAINING
 
 # The objectives whose rows are pairs of answers, and the objectives whose rows have a label.
 PAIRED, LABELLED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)
+# The objectives whose rows are prompts, to which the model samples answers.
+REWARDED = ("grpo",)
 OBJECTIVES = ("sft", *PAIRED, *LABELLED)
 # The default peak learning rates: for `sft`, and for all other objectives.
 DEFAULT_RATE, PREFERENCE_RATE = 1e-4, 5e-6

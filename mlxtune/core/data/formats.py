@@ -13,15 +13,16 @@ conversions.py has the conversions, and the keys of preference rows.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from mlxtune.config.data_config import MESSAGE_NAMES, ROW_NAMES
-from mlxtune.config.objective_config import LABELLED, PAIRED
+from mlxtune.config.objective_config import LABELLED, PAIRED, REWARDED
 from mlxtune.core.data.conversation import (
+    SHAREGPT_ROLES,
     Conversation,
     Document,
     Pair,
@@ -53,6 +54,7 @@ from mlxtune.core.data.encode import Row
 from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, shown, where
 from mlxtune.core.data.sources.keys import check_row_is_learned, letters, unread_in_row
 from mlxtune.core.data.sources.rows import read_objects
+from mlxtune.core.data.sources.text_rows import NumberedRow
 from mlxtune.errors import DataError, shorten
 
 # This many bad rows, if they exceed this fraction of all rows, mean a wrong file or format.
@@ -150,21 +152,33 @@ def read_rows(
 
     With `auto`, the first row whose format is recognised decides the file's format. `fields` maps
     field names to the keys that the file uses for them. A preference `objective` accepts only
-    preference rows; `sft` rejects pairs and answers labelled as bad. `split_at` splits files of
-    plain text under the format `text`. Raises DataError if the file
-    cannot be read, if it has rows of two formats under `auto`, or if nearly all of many rows are
-    bad.
+    preference rows; `grpo` accepts rows without an answer; `sft` rejects pairs and answers labelled
+    as bad. `split_at` splits files of plain text under the format `text`. Raises DataError if the
+    file cannot be read, if it has rows of two formats under `auto`, or if nearly all of many rows
+    are bad.
     """
-    fields, formats = fields or {}, formats_of(objective)
+    objects = read_objects(path, texts=format == "text", split_at=split_at)
+    return convert_rows(objects, path, skipped, format, fields or {}, objective)
+
+
+def convert_rows(
+    objects: Iterable[NumberedRow],
+    path: Path,
+    skipped: SkippedRows,
+    format: str,
+    fields: Mapping[str, str],
+    objective: str,
+) -> Iterator[Row]:
+    """Yield the conversation of each good object of a file; `read_rows` describes the others."""
+    formats = formats_of(objective)
     file_format = None if format == "auto" else formats[format]
     name, since, good, bad = format, 0, 0, 0
-    for row, content in read_objects(path, texts=format == "text", split_at=split_at):
+    for row, content in objects:
         try:
             if isinstance(content, BadRow):
                 raise content
             renamed = _rename_row(content, fields) if fields else _with_lists(content)
-            _check_kind(renamed, objective)
-            renamed = _with_our_keys(renamed, formats)
+            renamed = _in_our_keys(renamed, objective, formats)
             if file_format is None or not file_format.fits(renamed):
                 recognised = recognise(renamed, formats) if format == "auto" else None
                 if recognised is None:
@@ -190,7 +204,7 @@ def read_rows(
                 ) from problem
         else:
             good += 1
-            yield converted
+            yield _without_placeholder(converted) if formats is PROMPTS else converted
 
 
 def _in_their_words(problem: BadRow, content: JsonObject, renamed: JsonObject) -> BadRow:
@@ -206,6 +220,8 @@ def _in_their_words(problem: BadRow, content: JsonObject, renamed: JsonObject) -
 
 def formats_of(objective: str) -> Mapping[str, Format]:
     """Return the formats of the rows that an objective accepts, by name."""
+    if objective in REWARDED:
+        return PROMPTS
     return PAIRS if objective in PAIRED else LABELS if objective in LABELLED else FORMATS
 
 
@@ -232,10 +248,52 @@ def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
     return "labelled" if isinstance(label_of(content), bool) and not is_class else None
 
 
+def _in_our_keys(content: JsonObject, objective: str, formats: Mapping[str, Format]) -> JsonObject:
+    """Return a row with our keys. Raises BadRow for a row that belongs to another objective."""
+    if formats is PROMPTS:
+        named = _with_our_keys(content, formats)
+        if (answered := _with_answer(named)) is not named:
+            return answered  # other keys have any meaning
+    _check_kind(content, objective)
+    return _with_our_keys(content, formats)
+
+
+# The answer of rows without one, while they are converted.
+_PLACEHOLDER = "\ue000no answer\ue000"
+
+
+def _with_answer(content: JsonObject) -> JsonObject:
+    """Return a row that ends with an answer: a placeholder if it ends with a question."""
+    turn = {"role": "assistant", "content": _PLACEHOLDER}
+    for key in ("messages", "conversations"):
+        turns = content.get(key)
+        if isinstance(turns, list) and turns and not _is_answer(turns[-1]):
+            return {**content, key: [*turns, turn]}
+        if turns is not None:
+            return content
+    if content.get("prompt") is None or content.get("completion") is not None:
+        return content
+    return {**content, "completion": _PLACEHOLDER}
+
+
+def _is_answer(turn: Any) -> bool:
+    if not isinstance(turn, dict):
+        return False
+    name = turn.get("from") or turn.get("role")
+    role = SHAREGPT_ROLES.get(name.lower(), name) if isinstance(name, str) else name
+    return role_of({"role": role}) == "assistant"
+
+
+def _without_placeholder(row: Row) -> Row:
+    if isinstance(row, Conversation) and row.messages[-1].content == _PLACEHOLDER:
+        return replace(row, messages=row.messages[:-1])
+    return row
+
+
 def _check_kind(content: JsonObject, objective: str) -> None:
     """Raise BadRow for a row that belongs to another objective."""
     kind = preference_kind(content)
-    if objective == "sft":
+    if objective in ("sft", *REWARDED):
         if kind == "pair":
             raise BadRow("a preference pair", f"{_PAIR}: use --objective dpo")
         if (key := next((key for key in content if _rejects(content, key)), None)) is not None:
@@ -460,6 +518,8 @@ FORMATS: Mapping[str, Format] = {
     "chatgpt": Format(("mapping", "current_node"), from_chatgpt, (*_OPTIONAL, *OF_CHATGPT)),
     "gemini": Format(("contents",), from_gemini, (*_OPTIONAL, *GEMINI_SYSTEM)),
 }
+# The formats of prompts, whose last answer, if any, is what a sampled answer is compared with.
+PROMPTS: Mapping[str, Format] = {name: each for name, each in FORMATS.items() if name != "text"}
 
 
 def _labelled(convert: Callable[[int, JsonObject], Conversation]) -> Callable[..., Row]:

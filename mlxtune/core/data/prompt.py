@@ -8,13 +8,14 @@ end                                                                             
 """
 
 import codecs
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.data.conversation import (
     ANSWER,
     CHOSEN,
@@ -27,7 +28,17 @@ from mlxtune.core.data.conversation import (
     turn_marks,
 )
 from mlxtune.core.data.encode import Encoder, Example
-from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows, json_type, parse_json
+from mlxtune.core.data.formats import convert_rows
+from mlxtune.core.data.problems import (
+    BadRow,
+    RowTally,
+    SkippedRows,
+    json_type,
+    parse_json,
+    where,
+)
+from mlxtune.core.data.sources.rows import read_unchanged, without_nulls
+from mlxtune.core.data.sources.text_rows import NumberedRow
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.errors import DataError
 
@@ -59,6 +70,72 @@ class LastTurn:
 
     prompt: Prompt
     answer: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """The prompt of a row: its messages, and the answer to compare with, or None.
+
+    `row` is the row as it is in the file `path`, and `number` its number there. `tools` and
+    `options` are for the template.
+    """
+
+    messages: list[dict[str, Any]]
+    answer: str | None
+    row: Mapping[str, Any]
+    path: Path
+    number: int
+    tools: tuple[dict[str, Any], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """The row's file and line."""
+        return where(self.path, self.number)
+
+    @property
+    def prompt(self) -> str:
+        """The text of the last user turn."""
+        texts = (each["content"] for each in reversed(self.messages) if each["role"] == "user")
+        return str(next(texts, ""))
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The conversation to answer, for `prompt_of`."""
+        options = {"chat_template_kwargs": {**self.options}} if self.options else {}
+        return {**options, "tools": [*self.tools], "messages": self.messages}
+
+
+def read_prompts(
+    path: Path,
+    skipped: SkippedRows,
+    *,
+    format: str = "auto",
+    fields: Mapping[str, str] | None = None,
+) -> Iterator[PromptRow]:
+    """Yield the prompt of each good row of a file, and add bad rows to `skipped`.
+
+    A row has any format of `sft` but text, or only a `prompt`; other keys have any meaning. The
+    answer is the last turn, if that is the assistant's. Raises DataError as `read_rows` does.
+    """
+    unchanged: Mapping[str, Any] = {}
+
+    def objects() -> Iterator[NumberedRow]:
+        nonlocal unchanged
+        for number, content in read_unchanged(path):
+            if isinstance(content, BadRow):
+                yield number, content
+            else:
+                unchanged = content
+                yield number, without_nulls(content)
+
+    for row in convert_rows(objects(), path, skipped, format, fields or {}, REWARDED[0]):
+        assert isinstance(row, Conversation)
+        messages, answer = [{**each.fields} for each in row.messages], None
+        if (last := row.messages[-1]).role == "assistant":
+            messages.pop()
+            answer = None if last.tool_calls else last.content
+        yield PromptRow(messages, answer, unchanged, path, row.row, row.tools, row.options)
 
 
 def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Prompt:

@@ -87,11 +87,11 @@ def read_objects(
     Only arrays are held in memory as a whole. Raises DataError when a file cannot be read, or
     unpacks to far more than its size.
     """
-    for number, row in _read_objects(path, texts, split_at):
-        yield number, row if isinstance(row, BadRow) else _without_nulls(row)
+    for number, row in read_unchanged(path, texts=texts, split_at=split_at):
+        yield number, row if isinstance(row, BadRow) else without_nulls(row)
 
 
-def _without_nulls(row: dict[str, Any]) -> dict[str, Any] | BadRow:
+def without_nulls(row: dict[str, Any]) -> dict[str, Any] | BadRow:
     """Return a row whose nested objects have no nulls; its own nulls name its empty fields."""
     try:
         return {key: None if _is_null(value) else _present(value) for key, value in row.items()}
@@ -110,7 +110,10 @@ def _present(value: Any) -> Any:
     return [_present(item) for item in value] if isinstance(value, list) else value
 
 
-def _read_objects(path: Path, texts: bool, split_at: str | None) -> Iterator[NumberedRow]:
+def read_unchanged(
+    path: Path, *, texts: bool = False, split_at: str | None = None
+) -> Iterator[NumberedRow]:
+    """Yield what `read_objects` yields, with the nulls within rows. Raises DataError."""
     head = _head(path)
     if head.startswith(PARQUET):
         return _parquet_rows(path)
