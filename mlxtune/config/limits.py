@@ -50,6 +50,8 @@ MERGES = Limits(32 * _MB)
 TEMPLATE = Limits(4 * _MB)
 OTHER_JSON = Limits(32 * _MB, values=500_000, entries=100_000, text=4 * _MB)
 OTHER = Limits(64 * _MB)
+# A Python file of the user.
+CODE = Limits(4 * _MB)
 # The header of a safetensors file: each tensor in it is an object with two lists of numbers.
 HEADER = Limits(64 * _MB, values=3_000_000, entries=300_000, text=_MB, depth=4)
 TENSOR_NAME = 1000
@@ -67,6 +69,10 @@ STEP_VALUES, OTHER_VALUES, METRIC_VALUES = 100, 2_000_000, 3_000_000
 HUB_RESPONSE = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
 # A config file: almost no limit on digits or nesting, because each option reports its own errors.
 OPTIONS = Limits(64 * 1024, values=40_000, entries=20_000, digits=100_000, depth=200)
+
+# Patterns of options. Compiling takes memory for each repetition, so counts have four digits.
+_LONGEST_PATTERN = 1000
+_REPEATED = re.compile(r"\{[^}]*\d{5}")
 
 _BY_NAME = {
     "config.json": CONFIG,
@@ -195,3 +201,19 @@ def _walk(value: Any) -> Iterator[tuple[Any, int]]:
             pending += [(part, depth + 1) for part in each.values()]
         elif isinstance(each, list):
             pending += [(part, depth + 1) for part in each]
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise ValueError, with the end of a sentence, for a pattern that `regex` must not compile."""
+    # Import only for a pattern, because the import takes time.
+    import regex
+
+    try:
+        if _REPEATED.search(pattern):
+            raise ValueError("it repeats more than 9,999 times")
+        regex.compile(pattern)
+    except (regex.error, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"is not a pattern: {error}") from error
+    # The time limit of a search does not cover all its steps, so limit the pattern too.
+    if not 0 < len(pattern) <= _LONGEST_PATTERN:
+        raise ValueError(f"must have a pattern of 1 to {_LONGEST_PATTERN:,} characters")

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlxtune.config.data_config import FORMATS, DataConfig, ModelConfig, RowsConfig
 from mlxtune.config.fields import Checked, as_path, same
+from mlxtune.config.limits import check_pattern
 from mlxtune.config.objective_config import ObjectiveConfig
 from mlxtune.config.option import COMMAND, EXPORT, FILES, GENERATION, RUN
 from mlxtune.config.train_config import TrainConfig
@@ -21,9 +22,6 @@ _MAIN_FILES = {
     "gguf": "adapter.gguf",
     "flat": "adapter.safetensors",
 }
-_LONGEST_PATTERN = 1000
-# Repetition counts of five digits or more: compiling takes memory for each repetition.
-_REPEATED = re.compile(r"\{[^}]*\d{5}")
 # llama.cpp's names of types, such as Q4_K_M, IQ2_XXS and BF16.
 _GGUF_TYPE = re.compile(r"[A-Za-z]+[0-9]+(_[A-Za-z0-9]+)*")
 
@@ -103,19 +101,10 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
         if self.match != "exact" and not self.generate:
             yield "--match counts answers: add --generate"
         if self.match.startswith("regex="):
-            # Import only for a pattern, because the import takes time.
-            import regex
-
-            pattern = self.match.removeprefix("regex=")
             try:
-                if _REPEATED.search(pattern):
-                    raise ValueError("it repeats more than 9,999 times")
-                regex.compile(pattern)
-                # The time limit of a search does not cover all its steps, so limit the pattern too.
-                if not 0 < len(pattern) <= _LONGEST_PATTERN:
-                    yield f"--match regex= takes 1 to {_LONGEST_PATTERN:,} characters"
-            except (regex.error, ValueError, RecursionError, MemoryError) as error:
-                yield f"--match {shorten(self.match)} is not a pattern: {error}"
+                check_pattern(self.match.removeprefix("regex="))
+            except ValueError as problem:
+                yield f"--match {shorten(self.match)} {problem}"
         elif self.match not in ("exact", "json", "contains"):
             yield f"--match {shorten(self.match)} must be exact, json, contains or regex=PATTERN"
 

@@ -105,7 +105,9 @@ def _keys(samples: Sequence[Sample]) -> tuple[KeyMatches, ...]:
             given = _json(answer) if answer is not None else _INVALID
             if isinstance(given, dict):
                 pairs = ((key, given[key], value) for key, value in wanted.items() if key in given)
-                counter.update(key for key, own, value in pairs if _text(own) == _text(value))
+                counter.update(
+                    key for key, own, value in pairs if canonical(own) == canonical(value)
+                )
     present = {name: any(getattr(each, name) is not None for each in samples) for name in right}
     return tuple(
         KeyMatches(
@@ -125,11 +127,11 @@ def _json(text: str) -> Any:
     return _INVALID
 
 
-def _text(value: Any) -> str:
+def canonical(value: Any) -> str:
     """Return a value's JSON, because in Python 1 == True."""
     return json.dumps(value, sort_keys=True)
 
 
 def _same_json(answer: str, expected: str) -> bool:
     one, other = _json(answer), _json(expected)
-    return _INVALID not in (one, other) and _text(one) == _text(other)
+    return _INVALID not in (one, other) and canonical(one) == canonical(other)

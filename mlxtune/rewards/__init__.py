@@ -1,0 +1,1 @@
+"""Rewards of sampled answers: built-in ones, and users' functions in a limited process."""

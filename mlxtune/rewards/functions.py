@@ -1,0 +1,439 @@
+"""Rewards: a user's function in a Python file, or a built-in comparison with the row's answer.
+
+reward                 1 if the answer, without its thinking and outer spaces, …
+exact                  is the row's answer
+contains               contains the row's answer
+number, number:0.01    ends with the row's number: their last numbers are equal, or that near
+json                   is JSON with the same values as the row's answer
+json:SCHEMA.json       is JSON that a schema allows
+length, length:200     has at most as many characters as the row's answer, or at most 200; a longer
+                       answer gets the quotient of the two numbers, an empty one 0
+regex=PATTERN          matches anywhere, thinking included; if the pattern has a group, the group
+                       must also find what it finds in the row's answer
+"""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from mlxtune.config.fields import as_path
+from mlxtune.config.limits import CONFIG, RECORD, check_pattern, parse_json
+from mlxtune.core.evaluation.matching import canonical
+from mlxtune.core.files.reading import read_value
+from mlxtune.errors import ConfigError, shorten
+
+FUNCTION = "function"
+# The name of the function in FILE.py, unless the option names another.
+_USUAL = "reward"
+_FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>[^\W\d]\w*))?", re.DOTALL)
+_WEIGHT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?inf|nan")
+_THINKING_ENDS, _THINKING_STARTS = "</think>", "<think>"
+_SEARCH_SECONDS = 0.5
+# Numbers are equal if they differ by this fraction of the larger.
+_PRECISION = 1e-6
+
+# Returns the reward of an answer, given the row's answer.
+Score = Callable[[str, str | None], float]
+
+
+class NoReward(Exception):
+    """A reward has no value for an answer; the message says why."""
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """A reward by its name, with its weight in the sum.
+
+    `kind` is `function` or the name of a built-in reward. `argument` is what follows the name: the
+    name of the function in `file`, a pattern, a tolerance, a schema's file or a length.
+    """
+
+    kind: str
+    argument: str = ""
+    weight: float = 1.0
+    file: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse `FILE.py[:FUNCTION]` or a built-in reward, each with an optional `=WEIGHT`.
+
+        A number after the last `=` is the weight, so a pattern that ends in `=` and a number needs
+        a weight after it. Raises ConfigError.
+        """
+        try:
+            return cls._parse(text)
+        except ValueError as problem:
+            raise ConfigError([f"reward {shorten(text)} {problem}"]) from problem
+
+    @classmethod
+    def _parse(cls, text: str) -> Self:
+        named, equals, number = text.rpartition("=")
+        weight = 1.0
+        if equals and _WEIGHT.fullmatch(number):
+            text, weight = named, float(number)
+        if not math.isfinite(weight):
+            raise ValueError(f"has the weight {weight}: give a finite number")
+        if text.startswith("regex="):
+            kind, argument = "regex", text.removeprefix("regex=")
+        elif found := _FILE.fullmatch(text):
+            return cls(FUNCTION, found["function"] or _USUAL, weight, as_path(found["file"]))
+        else:
+            kind, _, argument = text.partition(":")
+        if kind not in _BUILT_IN:
+            raise ValueError(f"is unknown: name a FILE.py, FILE.py:FUNCTION or {_KNOWN}")
+        spec = cls(kind, argument, weight)
+        spec.built_in()
+        return spec
+
+    @property
+    def name(self) -> str:
+        """The reward's name in tables and records: `check.reward` for a function of check.py."""
+        if self.file is not None:
+            return f"{self.file.stem}.{self.argument}"
+        separator = "=" if self.kind == "regex" else ":"
+        return f"{self.kind}{separator}{self.argument}" if self.argument else self.kind
+
+    def built_in(self) -> Score:
+        """Return the function of a built-in reward. Raises ValueError for a bad argument."""
+        return _BUILT_IN[self.kind](self.argument)
+
+
+def parse_rewards(texts: Iterable[str]) -> tuple[RewardSpec, ...]:
+    """Parse several rewards. Raises ConfigError, which lists every problem."""
+    specs: list[RewardSpec] = []
+    problems: list[str] = []
+    for text in texts:
+        try:
+            specs.append(RewardSpec.parse(text))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return tuple(specs)
+
+
+def without_thinking(text: str) -> str:
+    """Return an answer after its thinking, stripped; thinking that never ends has no answer."""
+    answer = text.rpartition(_THINKING_ENDS)[2]
+    return answer.partition(_THINKING_STARTS)[0].strip()
+
+
+# Built-in rewards
+
+
+def _exact(argument: str) -> Score:
+    _refuse_argument("exact", argument)
+    return lambda text, answer: float(without_thinking(text) == _required(answer))
+
+
+def _contains(argument: str) -> Score:
+    _refuse_argument("contains", argument)
+    return lambda text, answer: float(_required(answer) in without_thinking(text))
+
+
+def _regex(pattern: str) -> Score:
+    if not pattern:
+        raise ValueError(
+            "has no pattern: write regex=PATTERN, and a weight after a pattern that ends in = and "
+            "a number, as regex=a=5=1"
+        )
+    check_pattern(pattern)
+    compiled = _compiled(pattern)
+
+    def score(text: str, answer: str | None) -> float:
+        found = _search(compiled, text)
+        if found is None or not compiled.groups:
+            return float(found is not None)
+        expected = _search(compiled, _required(answer))
+        if expected is None:
+            raise NoReward("the pattern finds nothing in the row's answer")
+        return float(found[1] == expected[1])
+
+    return score
+
+
+def _compiled(pattern: str) -> Any:
+    # Import only for a pattern, because the import takes time.
+    import regex
+
+    return regex.compile(pattern)
+
+
+def _search(pattern: Any, text: str) -> Any:
+    try:
+        return pattern.search(text, timeout=_SEARCH_SECONDS)
+    except TimeoutError:
+        raise NoReward(f"a search takes more than {_SEARCH_SECONDS:g} s") from None
+
+
+def _length(argument: str) -> Score:
+    most = _number_argument(argument, "the number of characters") if argument else None
+    if most is not None and most < 1:
+        raise ValueError("needs a length of at least 1")
+
+    def score(text: str, answer: str | None) -> float:
+        limit = len(_required(answer)) if most is None else most
+        return min(1.0, limit / length) if (length := len(without_thinking(text))) else 0.0
+
+    return score
+
+
+def _number(argument: str) -> Score:
+    tolerance = _number_argument(argument, "the tolerance") if argument else 0.0
+
+    def score(text: str, answer: str | None) -> float:
+        expected = last_number(_required(answer))
+        if expected is None:
+            raise NoReward("the row's answer has no number")
+        found = last_number(without_thinking(text))
+        return float(found is not None and found.equals(expected, tolerance))
+
+    return score
+
+
+def _refuse_argument(name: str, argument: str) -> None:
+    if argument:
+        raise ValueError(f"has an argument, which {name} does not take: leave it out")
+
+
+def _number_argument(argument: str, meaning: str) -> float:
+    if not _WEIGHT.fullmatch(argument) or not 0 <= (number := float(argument)) < math.inf:
+        raise ValueError(f"must have {meaning} after the colon, such as 0.01 or 200")
+    return number
+
+
+def _required(answer: str | None) -> str:
+    expected = without_thinking(answer or "")
+    if not expected:
+        raise NoReward("the row has no answer to compare with")
+    return expected
+
+
+# JSON
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of JSON in the strict sense, without NaN. Raises ValueError."""
+    return parse_json(text.encode(), RECORD, "the answer", constants=False)
+
+
+def _json(argument: str) -> Score:
+    schema = _read_schema(as_path(argument)) if argument else None
+
+    def score(text: str, answer: str | None) -> float:
+        expected = None
+        if not argument:
+            try:
+                expected = canonical(_parsed(_required(answer)))
+            except ValueError:
+                raise NoReward("the row's answer is not JSON") from None
+        try:
+            found = _parsed(without_thinking(text))
+        except ValueError:
+            return 0.0
+        return float(_allows(schema, found) if argument else canonical(found) == expected)
+
+    return score
+
+
+_WITH_SCHEMAS = ("additionalProperties", "items", "anyOf", "allOf")
+_ANNOTATIONS = ("$schema", "$id", "$comment", "title", "description", "default", "examples")
+_NUMBERS = (int, float)
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "object": lambda value: isinstance(value, dict),
+    "array": lambda value: isinstance(value, list),
+    "string": lambda value: isinstance(value, str),
+    "boolean": lambda value: isinstance(value, bool),
+    "null": lambda value: value is None,
+    "number": lambda value: isinstance(value, _NUMBERS) and not isinstance(value, bool),
+    "integer": lambda value: _TYPES["number"](value) and value == int(value),
+}
+# For each keyword, the type of its value, and whether it allows a value; and the keywords that
+# limit values of one type, with what they measure.
+_KEYWORDS: dict[str, tuple[Any, Callable[[Any, Any, dict[str, Any]], bool]]] = {
+    "type": (str | list, lambda given, value, _: any(_TYPES[each](value) for each in _list(given))),
+    "enum": (list, lambda given, value, _: canonical(value) in map(canonical, given)),
+    "const": (object, lambda given, value, _: canonical(value) == canonical(given)),
+    "properties": (
+        dict,
+        lambda given, value, _: all(
+            _allows(given[name], each) for name, each in _entries(value) if name in given
+        ),
+    ),
+    "additionalProperties": (
+        bool | dict,
+        lambda given, value, schema: all(
+            _allows(given, each)
+            for name, each in _entries(value)
+            if name not in schema.get("properties", {})
+        ),
+    ),
+    "required": (
+        list,
+        lambda given, value, _: not isinstance(value, dict) or all(map(value.__contains__, given)),
+    ),
+    "items": (
+        bool | dict,
+        lambda given, value, _: (
+            not isinstance(value, list) or all(_allows(given, each) for each in value)
+        ),
+    ),
+    "anyOf": (list, lambda given, value, _: any(_allows(each, value) for each in given)),
+    "allOf": (list, lambda given, value, _: all(_allows(each, value) for each in given)),
+}
+_LIMITS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any, Any], bool]]] = {
+    "minimum": ("number", float, operator.ge),
+    "maximum": ("number", float, operator.le),
+    "exclusiveMinimum": ("number", float, operator.gt),
+    "exclusiveMaximum": ("number", float, operator.lt),
+    "minLength": ("string", len, operator.ge),
+    "maxLength": ("string", len, operator.le),
+    "minItems": ("array", len, operator.ge),
+    "maxItems": ("array", len, operator.le),
+}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _entries(value: Any) -> Iterable[tuple[str, Any]]:
+    return value.items() if isinstance(value, dict) else ()
+
+
+def _allows(schema: Any, value: Any) -> bool:
+    """Return whether a checked schema allows a value."""
+    if isinstance(schema, bool):
+        return schema
+    for keyword, given in schema.items():
+        if keyword in _LIMITS:
+            kind, measure, compare = _LIMITS[keyword]
+            if _TYPES[kind](value) and not compare(measure(value), given):
+                return False
+        elif keyword in _KEYWORDS and not _KEYWORDS[keyword][1](given, value, schema):
+            return False
+    return True
+
+
+def _read_schema(path: Path) -> Any:
+    """Return a JSON schema of supported keywords. Raises ValueError."""
+    try:
+        schema = read_value(path, CONFIG)
+    except OSError as error:
+        raise ValueError(f"names a schema that cannot be read: {error.strerror}") from error
+    _check_schema(schema)
+    return schema
+
+
+def _check_schema(schema: Any) -> None:
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise ValueError("names a file that is not a JSON schema: write an object")
+    for keyword, given in schema.items():
+        if keyword in _ANNOTATIONS:
+            continue
+        if keyword not in (*_LIMITS, *_KEYWORDS):
+            known = ", ".join([*_KEYWORDS, *_LIMITS])
+            raise ValueError(f"has a schema with {shorten(keyword)}: use only {known}")
+        kind: Any = _KEYWORDS[keyword][0] if keyword in _KEYWORDS else int | float
+        unknown = keyword == "type" and not _TYPES.keys() >= {*map(str, _list(given))}
+        if not isinstance(given, kind) or unknown:
+            raise ValueError(f"has a schema with a wrong value of {keyword}: correct it")
+        if keyword == "properties":
+            parts = [*given.values()]
+        else:
+            parts = _list(given) if keyword in _WITH_SCHEMAS else []
+        for part in parts:
+            _check_schema(part)
+
+
+# Numbers
+
+# 1,234.5 and 1,00,000; 1.234,5 and 1.234.567; 1 234.5, 1'234.5 and 1_234; 1.5, 1,5, 15 and .5
+_DIGITS = (
+    r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?!\d)|[1-9]\d?(?:,\d{2})+,\d{3}(?:\.\d+)?(?!\d)"
+    r"|[1-9]\d{0,2}(?:\.\d{3})+,\d+(?!\d)|[1-9]\d{0,2}(?:\.\d{3}){2,}(?!\d)"
+    r"|[1-9]\d{0,2}(?:[ \u00a0\u2009\u202f'’_]\d{3})+(?:[.,]\d+)?(?!\d)|\d+[.,]\d+|\d+|\.\d+)"
+)
+_POWER = r"\s?(?:[×x*]|\\times|\\cdot)\s?10(?:\^|\*\*)\{?(?P<power>[-+−]?\d{1,4})\}?"
+_NUMBER = re.compile(
+    # Not the digits of a word such as CO2, except after the code of a currency.
+    r"(?:(?<![^\W_])|(?<=\b[A-Z]{3}))"
+    # The minus of -3, -$3 and $-3, but not of 7-3.
+    r"(?P<sign>(?<![\w)\]])[-−–+][$€£¥₹]?)?"
+    rf"(?:\\[dt]?frac\{{(?P<top>\d{{1,30}})\}}\{{(?P<bottom>\d{{1,30}})\}}"
+    rf"|(?P<date>(?<=/))?(?:(?P<whole>\d{{1,30}}) (?=\d+/\d))?(?P<digits>{_DIGITS})"
+    # 3/4, but not the 3/4 of 3/4/2024
+    rf"(?:[eE](?P<exponent>[-+]?\d{{1,4}})(?!\w)|{_POWER}|(?(date)(?!)|/(?P<over>\d{{1,30}})(?![\d/])))?)"
+    r"\s?(?P<percent>\\?%)?"
+)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number in a text, and whether a percent sign follows it."""
+
+    value: float
+    percent: bool
+
+    def equals(self, other: Self, tolerance: float) -> bool:
+        """Return whether the numbers differ by at most a tolerance.
+
+        If only one of them has a percent sign, 12% equals both 12 and 0.12.
+        """
+        readings = [(self.value, other.value)]
+        if self.percent != other.percent:
+            readings.append((self._fraction, other._fraction))
+        return any(
+            abs(one - two) <= max(tolerance, _PRECISION * max(abs(one), abs(two)))
+            for one, two in readings
+        )
+
+    @property
+    def _fraction(self) -> float:
+        return self.value / 100 if self.percent else self.value
+
+
+def last_number(text: str) -> Number | None:
+    """Return the last finite number in a text."""
+    found = None
+    for match in _NUMBER.finditer(text):
+        if math.isfinite(value := _value(match)):
+            found = Number(value, bool(match["percent"]))
+    return found
+
+
+def _value(match: re.Match[str]) -> float:
+    top, bottom = match["top"] or match["digits"], match["bottom"] or match["over"] or "1"
+    power = match["exponent"] or match["power"] or "0"
+    value = float(f"{_plain(top)}e{power.replace('−', '-')}")
+    value = float(match["whole"] or 0) + (value / float(bottom) if float(bottom) else math.nan)
+    return -value if (match["sign"] or "+")[0] in "-−–" else value
+
+
+def _plain(digits: str) -> str:
+    """Return digits without separators, and with a decimal point."""
+    digits = re.sub(r"[^\d.,]", "", digits)
+    if re.fullmatch(r"[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d?(?:,\d{2})+,\d{3}", digits) or (
+        digits.count(".") > 1 and "," not in digits
+    ):
+        return re.sub("[.,]", "", digits)
+    decimal = max(digits.rfind("."), digits.rfind(","))
+    whole, rest = (digits[:decimal], digits[decimal + 1 :]) if decimal >= 0 else (digits, "")
+    return f"{re.sub('[.,]', '', whole)}.{rest}"
+
+
+_BUILT_IN: dict[str, Callable[[str], Score]] = {
+    "exact": _exact,
+    "contains": _contains,
+    "regex": _regex,
+    "number": _number,
+    "json": _json,
+    "length": _length,
+}
+_KNOWN = "exact, contains, regex=PATTERN, number, json or length"

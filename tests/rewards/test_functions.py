@@ -1,0 +1,260 @@
+"""Built-in rewards, and the texts that name rewards."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtune.errors import ConfigError
+from mlxtune.rewards.functions import NoReward, RewardSpec, last_number, parse_rewards
+
+
+def reward(spec: str, text: str, answer: str | None = None) -> float:
+    return RewardSpec.parse(spec).built_in()(text, answer)
+
+
+# Specs
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "weight"),
+    [
+        ("check.py", "check.reward", 1),
+        ("a/check.py:total=0.5", "check.total", 0.5),
+        ("check.py=-2", "check.reward", -2),
+        ("exact", "exact", 1),
+        ("exact=1e-1", "exact", 0.1),
+        ("number:0.01=2", "number:0.01", 2),
+        ("length:200", "length:200", 1),
+        ("regex=a=b", "regex=a=b", 1),
+        ("regex=a=5", "regex=a", 5),
+        ("regex=a=5=1", "regex=a=5", 1),
+    ],
+)
+def test_spec_is_a_name_with_an_optional_weight(text: str, name: str, weight: float) -> None:
+    spec = RewardSpec.parse(text)
+    assert (spec.name, spec.weight) == (name, weight)
+    assert (spec.file is not None) == (".py" in text)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("check", "is unknown: name a FILE.py"),
+        ("exact:1", "has an argument, which exact does not take"),
+        ("exact=nan", "has the weight nan"),
+        ("check.py=inf", "has the weight inf"),
+        ("regex=", "has no pattern"),
+        ("regex=5", "has no pattern"),
+        ("regex=(", "is not a pattern: missing )"),
+        ("regex=a{99999}", "is not a pattern: it repeats"),
+        ("number:x", "must have the tolerance"),
+        ("length:0", "needs a length of at least 1"),
+        ("json:missing.json", "names a schema that cannot be read"),
+    ],
+)
+def test_wrong_spec_is_an_error_with_the_remedy(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        RewardSpec.parse(text)
+    assert problem in str(raised.value)
+
+
+def test_all_wrong_specs_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_rewards(["exact", "exakt", "regex=("])
+    assert len(raised.value.problems) == 2
+
+
+# Comparisons with the answer
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "answer", "value"),
+    [
+        ("exact", " Paris\n", "Paris ", 1),
+        ("exact", "paris", "Paris", 0),
+        ("exact", "<think>\nLyon?\n</think>\n\nParis", "Paris", 1),
+        ("exact", "<think>\nParis", "Paris", 0),
+        ("contains", "It is Paris.", "Paris", 1),
+        ("contains", "<think>Paris</think>Lyon", "Paris", 0),
+        ("regex=^<think>.+</think>", "<think>so</think>x", None, 1),
+        ("regex=^<think>.+</think>", "x", None, 0),
+        (r"regex=total: (\d+)", "total: 12", "the total: 12 euros", 1),
+        (r"regex=total: (\d+)", "total: 13", "the total: 12 euros", 0),
+        (r"regex=total: (\d+)", "none", "the total: 12 euros", 0),
+        ("length", "abcd", "abcd", 1),
+        ("length", "ab", "abcd", 1),
+        ("length", "abcdefgh", "abcd", 0.5),
+        ("length:2", "abcdefgh", None, 0.25),
+        ("length:2", " ", None, 0),
+        ("json", ' {"b": [1], "a": null}', '{"a": null, "b": [1]}', 1),
+        ("json", '{"a": 1}', '{"a": true}', 0),
+        ("json", '```json\n{"a": 1}\n```', '{"a": 1}', 0),
+        ("json", '{"a": 1', '{"a": 1}', 0),
+        ("number", "so it is 1,234.5", "1234.50", 1),
+        ("number", "no number", "3", 0),
+        ("number:0.5", "2.6", "3", 1),
+        ("number", "2.6", "3", 0),
+    ],
+)
+def test_built_in_reward(spec: str, text: str, answer: str | None, value: float) -> None:
+    assert reward(spec, text, answer) == value
+
+
+@pytest.mark.parametrize(
+    ("spec", "answer", "why"),
+    [
+        *((spec, None, "no answer") for spec in ("exact", "contains", "number", "json", "length")),
+        ("regex=(a)", None, "no answer"),
+        ("exact", " ", "no answer"),
+        ("number", "none", "no number"),
+        ("json", "{", "not JSON"),
+        ("json", '{"a": NaN}', "not JSON"),
+        ("regex=(a)", "b", "finds nothing"),
+    ],
+)
+def test_row_that_a_reward_does_not_fit_has_no_reward(
+    spec: str, answer: str | None, why: str
+) -> None:
+    with pytest.raises(NoReward, match=why):
+        reward(spec, "a", answer)
+
+
+def test_search_has_a_limit() -> None:
+    with pytest.raises(NoReward, match="a search takes more than"):
+        reward("regex=(?:a|aa)+$", "a" * 200 + "b")
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234.5", 1234.5),
+        ("1.234,5", 1234.5),
+        ("1.234.567", 1234567),
+        ("1,00,000", 100000),
+        ("1 234,5", 1234.5),
+        ("1\u202f234", 1234),
+        ("1'234.50 francs", 1234.5),
+        ("1_000", 1000),
+        ("1,5", 1.5),
+        ("0,123", 0.123),
+        (".5", 0.5),
+        ("It is 10.", 10),
+        ("2, 3", 3),
+        ("-3", -3),
+        ("\u22123", -3),
+        ("x=-3", -3),
+        ("7-3", 3),
+        ("10 - 3", 3),
+        ("$5.20", 5.2),
+        ("-$3", -3),
+        ("$-3", -3),
+        ("USD12", 12),
+        ("12 €", 12),
+        ("1e5", 1e5),
+        ("2.5E-3", 0.0025),
+        (r"3.2 \times 10^{5}", 3.2e5),
+        ("3 x 10^-2", 0.03),
+        ("3/4", 0.75),
+        ("-1 3/4", -1.75),
+        (r"\frac{3}{4}", 0.75),
+        ("on 03/04/2024", 2024),
+        ("2024-05-03", 3),
+        ("5 g of CO2", 5),
+        ("5kg", 5),
+        ("3/0", None),
+        ("1e9999", None),
+        ("9" * 400, None),
+        ("none", None),
+    ],
+)
+def test_last_number(text: str, value: float | None) -> None:
+    found = last_number(f"Of 17 things: {text}" if value is not None else text)
+    assert (None if found is None else found.value) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "value"),
+    [
+        ("12%", "12 %", 1),
+        ("12%", "0.12", 1),
+        ("12", "12%", 1),
+        (r"12\%", "12", 1),
+        ("12%", "0.12%", 0),
+        ("1,200%", "12", 1),
+        ("0.3333333", "1/3", 1),
+        ("0.333", "1/3", 0),
+    ],
+)
+def test_percentages_and_fractions(text: str, answer: str, value: float) -> None:
+    assert reward("number", text, answer) == value
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from(["", ",", "e"]))
+def test_every_number_equals_itself_as_python_writes_it(number: float, form: str) -> None:
+    text = f"{number:{form}}" if form else repr(number)
+    found = last_number(f"It is {text}.")
+    assert found is not None
+    assert math.isclose(found.value, float(text.replace(",", "")), rel_tol=1e-12)
+
+
+# JSON schemas
+
+SCHEMA = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "required": ["name", "people"],
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string", "minLength": 2, "maxLength": 5},
+        "people": {"type": ["integer", "null"], "minimum": 1, "exclusiveMaximum": 10},
+        "days": {"type": "array", "items": {"enum": ["Monday", 1, None]}, "maxItems": 2},
+        "note": {"anyOf": [{"const": "none"}, {"allOf": [{"type": "object"}, True]}]},
+        "more": False,
+    },
+}
+VALUES: list[Any] = [
+    *({"name": "Ann", "people": people} for people in (1, 9, 10, 0, 1.0, 1.5, True, None, "1")),
+    *({"name": name, "people": 1} for name in ("", "A", "Al", "Albert", None)),
+    *({"name": "Ann", "people": 1, "days": days} for days in ([], ["Monday", 1], [True], [1] * 3)),
+    *({"name": "Ann", "people": 1, "note": note} for note in ("none", "some", {}, [], None)),
+    *({"name": "Ann", "people": 1, key: 1} for key in ("more", "other")),
+    *({"name": "Ann"}, {}, [], "Ann", 1, None),
+]
+
+
+def test_schema_allows_what_jsonschema_allows(tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(SCHEMA))
+    expected = [jsonschema.Draft202012Validator(SCHEMA).is_valid(value) for value in VALUES]
+    score = RewardSpec.parse(f"json:{path}").built_in()
+    assert [score(json.dumps(value), None) for value in VALUES] == expected
+    assert {*expected} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ([], "not a JSON schema"),
+        ({"$ref": "#"}, "has a schema with '[$]ref': use only type, "),
+        ({"properties": {"a": {"format": "date"}}}, "has a schema with 'format'"),
+        ({"anyOf": [{"type": "int"}]}, "a wrong value of type"),
+        ({"items": 3}, "a wrong value of items"),
+        ({"minimum": "1"}, "a wrong value of minimum"),
+    ],
+)
+def test_schema_that_is_not_supported_is_refused(tmp_path: Path, schema: Any, problem: str) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(schema))
+    with pytest.raises(ConfigError, match=problem):
+        RewardSpec.parse(f"json:{path}")
