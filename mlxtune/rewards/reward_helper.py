@@ -1,0 +1,211 @@
+"""Script that scoring.py runs to call users' reward functions; imports nothing from mlxtune.
+
+core/files/limited_helper.py runs it under a memory limit. Functions may print, read stdin, fork,
+close files, handle signals, change folders or end the process. So the pipes to the parent are kept
+apart from the streams that functions see, and every call starts with the same state of these.
+"""
+
+import inspect
+import json
+import math
+import os
+import random
+import signal
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_LONGEST = 500
+CLOSED = 78  # exit status
+
+Function = Callable[..., Any]
+
+
+class _NotANumber(Exception):
+    """A function returned something else."""
+
+
+class Channel:
+    """The parent's requests and this process's replies: JSON lines, on pipes that forks close."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._requests, self._replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
+        os.register_at_fork(after_in_child=self._close)
+
+    def _close(self) -> None:
+        for descriptor in (self._requests.fileno(), self._replies):
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def read(self) -> Any:
+        """Return the next request; None once the parent has closed the pipe."""
+        line = self._requests.readline()
+        return json.loads(line) if line else None
+
+    def reply(self, content: dict[str, Any]) -> None:
+        """Send a reply. A process that a function has forked ends here."""
+        if os.getpid() != self._process:
+            os._exit(0)
+        line = json.dumps(content).encode() + b"\n"
+        try:
+            while line:
+                line = line[os.write(self._replies, line) :]
+        except OSError:
+            os._exit(CLOSED)
+
+
+class State:
+    """The state of the process that every call starts with: streams, folder, signals."""
+
+    def __init__(self) -> None:
+        self._streams = os.open(os.devnull, os.O_RDONLY), os.dup(2), os.dup(2)
+        self._folder = os.open(".", os.O_RDONLY)
+        self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        self.restore()
+
+    def restore(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._handlers.items():
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+        os.fchdir(self._folder)
+        for descriptor, stream in enumerate(self._streams):
+            os.dup2(stream, descriptor)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stdout, sys.stderr = (
+            open(number, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+            for number in (1, 2)
+        )
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function of a file, called by the names of its parameters if they are ours."""
+
+    call: Function
+    path: str
+    by_name: bool
+
+    def reward(self, **given: Any) -> float:
+        value = self.call(**given) if self.by_name else self.call(*given.values())
+        if value is None or isinstance(value, str | bytes | bytearray):
+            kind = "None" if value is None else "text"
+            raise _NotANumber(f"returned {kind}, not a number")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        except (TypeError, ValueError):
+            raise _NotANumber(f"returned {type(value).__name__}, not a number") from None
+        if not math.isfinite(number):
+            raise _NotANumber(f"returned {number}, not a finite number")
+        return number
+
+
+class Server:
+    """Imports the files that the first request lists as [path, source, names], and calls them."""
+
+    def __init__(self) -> None:
+        self._channel, self._state = Channel(), State()
+        self._functions: list[UserFunction] = []
+        path = ""
+        try:
+            for path, source, names in self._channel.read():
+                module = _import(path, source, len(self._functions))
+                self._functions += [_function(module, path, name) for name in names]
+        except BaseException as error:  # noqa: BLE001  a file may fail in any way
+            self._channel.reply({"path": path, "error": _describe(error, path)})
+            os._exit(1)
+
+    def serve(self) -> None:
+        """Answer requests until the parent closes the pipe."""
+        self._state.restore()
+        self._channel.reply({})
+        while (request := self._channel.read()) is not None:
+            reply = self._reply(request["function"], request["seed"], request["given"])
+            self._channel.reply({"id": request["id"], **reply})
+
+    def _reply(self, number: int, seed: int, given: dict[str, Any]) -> dict[str, Any]:
+        function = self._functions[number]
+        self._state.restore()
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            return {"value": function.reward(**given)}
+        except MemoryError:  # the next process starts with free memory
+            raise
+        except BaseException as error:  # noqa: BLE001  a function may fail in any way
+            return {"error": _describe(error, function.path)}
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(Exception):
+                    stream.flush()
+
+
+def _import(path: str, source: str, number: int) -> types.ModuleType:
+    """Run a file as a module, which can import the modules in its folder."""
+    # At the end: a file such as json.py must not take the place of the library's.
+    if (folder := str(Path(path).parent)) not in sys.path:
+        sys.path.append(folder)
+    module = types.ModuleType(f"mlxtune_reward_{number}")
+    module.__file__ = path
+    sys.modules[module.__name__] = module
+    # Latin-1 stands for the bytes of the file, which may declare its encoding.
+    exec(compile(source.encode("latin-1"), path, "exec"), module.__dict__)
+    return module
+
+
+def _function(module: types.ModuleType, path: str, name: str) -> UserFunction:
+    call = getattr(module, name, None)
+    if not callable(call):
+        raise _NotANumber(f"has no function {name}: define {name}(prompt, completion, row)")
+    given: dict[str, Any] = {"prompt": "", "completion": "", "row": {}}
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):
+        return UserFunction(call, path, by_name=False)
+    with suppress(TypeError):
+        signature.bind(**given)
+        return UserFunction(call, path, by_name=True)
+    try:
+        signature.bind(*given.values())
+    except TypeError:
+        raise _NotANumber(
+            f"has the function {name}{signature}: define {name}(prompt, completion, row)"
+        ) from None
+    return UserFunction(call, path, by_name=False)
+
+
+def _describe(error: BaseException, path: str) -> str:
+    """Return the end of a sentence on an error, with its line in the file."""
+    try:
+        message = " ".join(str(error).split())[:_LONGEST]
+    except BaseException:  # noqa: BLE001  a user's class
+        message = ""
+    if isinstance(error, _NotANumber):
+        return message
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == path
+    ]
+    name = type(error).__name__ + f": {message}" * bool(message)
+    return f"raised {name}" + (f" (line {lines[-1]})" if lines else "")
+
+
+def prepare() -> Server:
+    """Import the functions, before memory is limited."""
+    return Server()
+
+
+def serve(server: Server) -> None:
+    """Call the functions."""
+    server.serve()

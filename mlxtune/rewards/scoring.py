@@ -1,0 +1,270 @@
+"""Scores sampled answers: users' functions run in a process that may be ended at any time.
+
+A function that does not return in time, or ends its process, leaves its answer without a reward;
+the process is started again, and the other answers are scored.
+"""
+
+import codecs
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mlxtune.config.limits import CODE
+from mlxtune.core.data.prompt import PromptRow
+from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
+from mlxtune.core.files.reading import read_bytes
+from mlxtune.core.formatting import byte_size
+from mlxtune.errors import ConfigError, one_line
+from mlxtune.rewards import reward_helper
+from mlxtune.rewards.functions import NoReward, RewardSpec
+from mlxtune.views.visible import escape_controls
+
+# The memory that functions may take in addition to the memory of their imports.
+_MEMORY = 4 * 10**9
+# Seconds that the imports of a user's file may take in addition to the time limit.
+_IMPORT_SECONDS = 120.0
+_LONGEST_REPLY = 2**16
+# The most bytes of the functions' own output to print.
+_MOST_OUTPUT = 2**16
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A sampled answer to score.
+
+    `messages` are the prompt, and `prompt` is its last user text. `row` is the row as it was read,
+    and `place` its `FILE:LINE`. `answer` is the row's answer for built-in rewards to compare with.
+    """
+
+    messages: list[dict[str, Any]]
+    prompt: str
+    text: str
+    row: Mapping[str, Any]
+    place: str
+    answer: str | None = None
+
+    @classmethod
+    def of(cls, row: PromptRow, text: str) -> Self:
+        """Return an answer to the prompt of a row."""
+        return cls(row.messages, row.prompt, text, row.row, row.place, row.answer)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The reward of an answer: the unweighted values by name, and their weighted sum.
+
+    A value is None if there is none, and the sum is None if any value is. `problems` has a sentence
+    for each, with the row and the reward.
+    """
+
+    values: dict[str, float | None]
+    total: float | None
+    problems: tuple[str, ...]
+
+
+def print_output(text: str) -> None:
+    """Print what functions print, without control of the terminal."""
+    if sys.stderr is not None:
+        print(escape_controls(text), end="", file=sys.stderr, flush=True)
+
+
+class RewardScorer:
+    """Computes rewards; a function may take `timeout` seconds for an answer.
+
+    `on_output` gets what users' functions print, up to a limit. As a context manager, imports the
+    functions, and ends their process with all that it started. Raises ConfigError for a file that
+    cannot be imported, and for two rewards of one name.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[RewardSpec],
+        timeout: float,
+        on_output: Callable[[str], None] = print_output,
+    ) -> None:
+        self._weights = {spec.name: spec.weight for spec in rewards}
+        if len(self._weights) < len(rewards):
+            raise ConfigError(["two rewards have the same name: rename one, or leave it out"])
+        functions = [spec for spec in rewards if spec.file is not None]
+        self._process = _FunctionProcess(functions, timeout, on_output)
+        self._built_in = {spec.name: spec.built_in() for spec in rewards if spec.file is None}
+
+    def __enter__(self) -> Self:
+        try:
+            self._process.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process of the functions, and all processes that it started."""
+        self._process.close()
+
+    def score(self, completions: Sequence[Completion]) -> list[Reward]:
+        """Return the reward of each answer. Each depends on its answer alone."""
+        return list(map(self._reward, completions))
+
+    def _reward(self, completion: Completion) -> Reward:
+        values: dict[str, float | None] = {}
+        problems: list[str] = []
+        for name in self._weights:
+            try:
+                values[name] = self._value(name, completion)
+            except NoReward as problem:
+                values[name] = None
+                problems.append(f"{completion.place}: reward {name}: {problem}")
+        known = [self._weights[name] * v for name, v in values.items() if v is not None]
+        total = sum(known)
+        if not math.isfinite(total):
+            problems.append(f"{completion.place}: the sum of the rewards is {total}")
+        usable = len(known) == len(values) and math.isfinite(total)
+        return Reward(values, total if usable else None, tuple(problems))
+
+    def _value(self, name: str, completion: Completion) -> float:
+        if (score := self._built_in.get(name)) is not None:
+            return score(completion.text, completion.answer)
+        return self._process.call(name, completion)
+
+
+class _FunctionProcess:
+    """The process that calls users' functions. Files are read once, so that all calls agree."""
+
+    def __init__(
+        self, functions: Sequence[RewardSpec], timeout: float, on_output: Callable[[str], None]
+    ) -> None:
+        self._timeout = timeout
+        self._files = _sources(functions)
+        # The process numbers the functions in the order of the files.
+        names = [f"{Path(path).stem}.{name}" for path, _, own in self._files for name in own]
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._ids = count()
+        self._process: LimitedProcess | None = None
+        self._output = _Output(on_output)
+
+    def start(self) -> None:
+        """Start the process if there is none. Raises ConfigError if a file cannot be imported."""
+        if self._process is not None or not self._files:
+            return
+        # Sets have one order in all processes.
+        self._process = LimitedProcess(
+            Path(reward_helper.__file__),
+            _MEMORY,
+            on_message=self._output,
+            variables={"PYTHONHASHSEED": "0"},
+        )
+        try:
+            reply = self._ask(self._files, _IMPORT_SECONDS + self._timeout)
+        except ProcessEnded as error:
+            self.close()
+            files = " or ".join(path for path, _, _ in self._files)
+            raise ConfigError([f"importing {files} {self._why(error.reason)}"]) from None
+        if reply:
+            self.close()
+            raise ConfigError([f"reward {reply['path']} {reply['error']}"])
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+    def call(self, name: str, completion: Completion) -> float:
+        """Return a function's value. Raises NoReward if it has none."""
+        given = {"prompt": completion.prompt, "completion": completion.text, "row": completion.row}
+        text = json.dumps([name, given], sort_keys=True, default=str)
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+        call = {"function": self._numbers[name], "seed": seed, "given": given}
+        while True:
+            is_new = self._process is None
+            self.start()
+            try:
+                return self._result(call)
+            except ProcessEnded as error:
+                self.close()
+                # An earlier call may have broken an older process: try again in a new one.
+                if is_new or error.reason == "time":
+                    raise NoReward(self._why(error.reason)) from None
+
+    def _result(self, call: dict[str, Any]) -> float:
+        number = next(self._ids)
+        reply = self._ask({"id": number, **call}, self._timeout)
+        if reply.get("id") != number:
+            raise ProcessEnded("reply")
+        if "error" in reply:
+            raise NoReward(reply["error"])
+        return float(reply["value"])
+
+    def _ask(self, request: Any, seconds: float) -> dict[str, Any]:
+        assert self._process is not None
+        sending = json.dumps(request, default=str).encode() + b"\n"
+        line = self._process.read_line(_LONGEST_REPLY, sending=sending, seconds=seconds)
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict):
+            raise ProcessEnded("reply")
+        return reply
+
+    def _why(self, reason: str) -> str:
+        """Return the end of a sentence on a process that ended."""
+        return {
+            "time": f"took more than {self._timeout:g} s: make it faster, or raise "
+            "--reward-timeout",
+            "memory": f"took more than {byte_size(_MEMORY)} of memory",
+            "length": "wrote to the pipe of its results",
+            "reply": "wrote to the pipe of its results",
+            "closed": "closed the pipe of its results",
+            f"exit status {reward_helper.CLOSED}": "closed the pipe of its results",
+        }.get(reason, f"ended its process with {reason}")
+
+
+def _sources(functions: Sequence[RewardSpec]) -> list[tuple[str, str, list[str]]]:
+    """Return the path, the source and the functions of each file. Raises ConfigError."""
+    files: dict[Path, tuple[str, str, list[str]]] = {}
+    problems: list[str] = []
+    for spec in functions:
+        assert spec.file is not None
+        path = spec.file.absolute()
+        try:
+            if path not in files:
+                # Latin-1 stands for bytes, as JSON has none.
+                files[path] = str(path), read_bytes(path, CODE).decode("latin-1"), []
+            files[path][2].append(spec.argument)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or one_line(error)
+            problems.append(f"reward {spec.file} cannot be read: {why}: check its path")
+    if problems:
+        raise ConfigError(problems)
+    return list(files.values())
+
+
+class _Output:
+    """Passes on the first bytes that functions print, and a note on the rest."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show, self._left = show, _MOST_OUTPUT
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def __call__(self, message: bytes) -> None:
+        if self._left <= 0:
+            return
+        self._show(self._decoder.decode(message[: self._left]))
+        self._left -= len(message)
+        if self._left <= 0:
+            self._show(f"\nreward functions print more than {_MOST_OUTPUT:,} bytes: not shown\n")

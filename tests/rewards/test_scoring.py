@@ -1,0 +1,341 @@
+"""Users' reward functions, however they behave: nothing is lost, and the others are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlxtune.core.data.prompt import PromptRow
+from mlxtune.errors import ConfigError
+from mlxtune.rewards.functions import RewardSpec
+from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
+from tests.core.files.test_processes import alive
+from tests.waiting import SECONDS, wait_until
+
+# Each function is the behaviour that a completion names.
+SOURCE = """
+import json, math, os, random, signal, subprocess, sys, threading, time
+import beside
+
+def reward(prompt, completion, row):
+    return globals()[completion](row)
+
+def fine(row): return row["n"]
+def beside_it(row): return beside.VALUE
+def library(row): return hasattr(json, "loads")
+def yes(row): return True
+def numpy(): import numpy; return numpy
+def float32(row): return numpy().float32(0.25)
+def int64(row): return numpy().int64(7)
+def true_of_numpy(row): return numpy().bool_(True)
+def text(row): return "1.0"
+def none(row): return None
+def nan(row): return math.nan
+def infinite(row): return -math.inf
+def huge(row): return 10**400
+def array(row): return numpy().zeros(3)
+def complex_number(row): return 1j
+def raises(row):
+    return row["missing"]
+def exits(row): sys.exit(3)
+def interrupts(row): signal.raise_signal(signal.SIGINT)
+class Bad(Exception):
+    def __str__(self): raise SystemExit
+def bad_error(row): raise Bad
+def recursion(row): return recursion(row)
+def mutates(row): return len(row.pop("list")) + row.pop("n")
+def reads_stdin(row): return len(sys.stdin.read())
+def needs_stdin(row): return float(input())
+def changes_folder(row): os.chdir("/"); return 1
+def sees_folder(row): return os.path.samefile(".", row["folder"])
+def handles_signals(row):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, lambda *_: os._exit(9))
+    signal.setitimer(signal.ITIMER_REAL, 60)
+    return 1
+def sees_signals(row):
+    return signal.getitimer(signal.ITIMER_REAL) == (0, 0) and (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+def closes_streams(row): sys.stdout.close(); sys.stderr.close(); os.close(0); return 1
+def prints(row): print("from reward \\x1b[31m", row["n"], "\\udc80"); return 1
+def prints_megabytes(row):
+    for _ in range(300): os.write(1, b"x" * 10_000)
+    return 1
+def forks(row): os.fork(); return 2
+def forks_and_stays(row):
+    if not os.fork(): time.sleep(600)
+    return 3
+def daemonises(row):
+    if not os.fork():
+        os.setsid()
+        if not os.fork():
+            with open(row["pids"], "a") as file: file.write(f"{os.getpid()}\\n")
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    while not os.path.exists(row["pids"]): time.sleep(0.01)
+    return 4
+def random_number(row): return random.random() + numpy().random.random()
+def order_of_a_set(row): return [*{"a", "b", "c", "d", "e"}].index("a")
+def ends(row): os._exit(3)
+next_call, waits = threading.Event(), False
+def ends_in_the_next_call(row):
+    global waits
+    waits = True
+    threading.Thread(target=lambda: next_call.wait() and os._exit(9), daemon=True).start()
+    return 1
+def follows(row):
+    next_call.set()
+    time.sleep(600 * waits)
+    return 6
+def kills_itself(row): os.kill(os.getpid(), signal.SIGKILL)
+def closes_pipes(row): os.closerange(3, 256); return 1
+def writes_to_pipes(row):
+    for number in range(3, 20):
+        try: os.write(number, b"{}\\n")
+        except OSError: pass
+    return 1
+def allocates(row): return len(bytearray(2**40))
+def hangs(row):
+    while True: pass
+def hangs_printing(row):
+    while True: print("x" * 1000)
+def stops(row): os.kill(os.getpid(), signal.SIGSTOP)
+"""
+RAISING = SOURCE.splitlines().index('    return row["missing"]') + 1
+# The rewards of behaviours that have one, and of the others the reason.
+VALUES: dict[str, float] = {
+    **dict.fromkeys(("fine", "library", "yes", "true_of_numpy", "changes_folder"), 1.0),
+    **dict.fromkeys(("sees_folder", "handles_signals", "sees_signals", "closes_streams"), 1.0),
+    **dict.fromkeys(("prints", "prints_megabytes", "ends_in_the_next_call"), 1.0),
+    **{"follows": 6, "beside_it": 5, "float32": 0.25, "int64": 7, "mutates": 3},
+    **{"reads_stdin": 0, "forks": 2, "forks_and_stays": 3, "daemonises": 4},
+}
+WHY = {
+    "text": "returned text, not a number",
+    "none": "returned None, not a number",
+    "nan": "returned nan, not a finite number",
+    "infinite": "returned -inf, not a finite number",
+    "huge": "returned inf, not a finite number",
+    "array": "returned ndarray, not a number",
+    "complex_number": "returned complex, not a number",
+    "raises": f"raised KeyError: 'missing' (line {RAISING})",
+    "exits": "raised SystemExit: 3",
+    "interrupts": "raised KeyboardInterrupt",
+    "bad_error": "raised Bad",
+    "recursion": "raised RecursionError",
+    "needs_stdin": "raised EOFError",
+    "ends": "ended its process with exit status 3",
+    "kills_itself": "ended its process with exit status -9",
+    "closes_pipes": "closed the pipe of its results",
+    "writes_to_pipes": "wrote to the pipe of its results",
+    "allocates": "took more than 4 GB of memory",
+}
+HANGS = ("hangs", "hangs_printing", "stops")
+REPEATED = ("random_number", "order_of_a_set")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the functions, a module beside them, and files of the library's names."""
+    folder = tmp_path_factory.mktemp("functions")
+    (folder / "check.py").write_text(SOURCE)
+    (folder / "beside.py").write_text("VALUE = 5\n")
+    for name in ("json", "random", "mlxtune", "numpy"):
+        (folder / f"{name}.py").write_text("raise SystemError('takes the place of another')\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def output() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def scorer(folder: Path, output: list[str]) -> Iterator[RewardScorer]:
+    """A scorer whose functions have all the time that they need."""
+    check = RewardSpec.parse(f"{folder}/check.py")
+    with RewardScorer([check, RewardSpec.parse("length:4=2")], SECONDS, output.append) as scorer:
+        yield scorer
+
+
+def completions(folder: Path, *names: str) -> list[Completion]:
+    row = {"n": 1, "list": [1, 2], "folder": str(Path.cwd()), "pids": str(folder / "pids")}
+    return [
+        Completion([], "Do it.", name, row, f"rows.jsonl:{line}")
+        for line, name in enumerate(names, start=1)
+    ]
+
+
+def value(reward: Reward) -> float | None:
+    return reward.values["check.reward"]
+
+
+def test_numbers_are_rewards_whatever_else_a_function_does(
+    scorer: RewardScorer, folder: Path
+) -> None:
+    scored = scorer.score(completions(folder, *VALUES))
+    assert [reward.problems for reward in scored] == [()] * len(VALUES)
+    assert dict(zip(VALUES, map(value, scored), strict=True)) == VALUES
+    for reward in scored:
+        assert reward.total == reward.values["check.reward"] + 2 * reward.values["length:4"]  # type: ignore[operator]
+
+
+def test_anything_else_has_no_reward_and_a_problem_that_names_row_and_function(
+    scorer: RewardScorer, folder: Path
+) -> None:
+    names = [name for behaviour in WHY for name in (behaviour, "fine")]
+    scored = scorer.score(completions(folder, *names))
+    for line, (name, reward) in enumerate(zip(names, scored, strict=True), start=1):
+        if name == "fine":
+            assert (value(reward), reward.problems) == (1, ())
+        else:
+            assert (value(reward), reward.total) == (None, None)
+            assert reward.values["length:4"] == min(1, 4 / len(name))
+            (problem,) = reward.problems
+            assert problem.startswith(f"rows.jsonl:{line}: reward check.reward: {WHY[name]}")
+
+
+def test_function_that_hangs_is_ended_and_the_rest_is_scored(
+    scorer: RewardScorer, folder: Path
+) -> None:
+    process = scorer._process
+    for name in HANGS:
+        process.start()
+        process._timeout = 0.1
+        (reward,) = scorer.score(completions(folder, name))
+        process._timeout = SECONDS
+        assert value(reward) is None
+        assert reward.problems == (
+            "rows.jsonl:1: reward check.reward: took more than 0.1 s: make it faster, or raise "
+            "--reward-timeout",
+        )
+        (reward,) = scorer.score(completions(folder, "fine"))
+        assert value(reward) == 1
+
+
+def test_rewards_depend_on_neither_order_nor_process(folder: Path, scorer: RewardScorer) -> None:
+    names = [*REPEATED, "fine", "changes_folder", "sees_folder", "mutates", "handles_signals"]
+    names += ["sees_signals", "raises", "ends", "nan", "closes_streams", "closes_pipes", "fine"]
+    answers = completions(folder, *names)
+    first = scorer.score(answers)
+    assert 0 < (value(first[0]) or 0) < 2
+    assert scorer.score(answers[::-1])[::-1] == first
+    with RewardScorer([RewardSpec.parse(f"{folder}/check.py")], SECONDS, lambda text: None) as new:
+        assert list(map(value, new.score(answers[:2]))) == list(map(value, first[:2]))
+    (other,) = scorer.score([Completion([], "Other.", REPEATED[0], answers[0].row, "rows.jsonl:1")])
+    assert value(other) != value(first[0])
+
+
+def test_output_is_passed_on_up_to_a_limit(folder: Path) -> None:
+    shown: list[str] = []
+    check = RewardSpec.parse(f"{folder}/check.py")
+    with RewardScorer([check], SECONDS, shown.append) as scorer:
+        scorer.score(completions(folder, "prints"))
+        assert "".join(shown) == "from reward \x1b[31m 1 \\udc80\n"
+        scorer.score(completions(folder, "prints_megabytes", "prints"))
+    assert 2**16 < len("".join(shown)) < 2**16 + 100
+    assert shown[-1] == "\nreward functions print more than 65,536 bytes: not shown\n"
+
+
+def test_output_does_not_control_the_terminal(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with RewardScorer([RewardSpec.parse(f"{folder}/check.py")], SECONDS) as scorer:
+        scorer.score(completions(folder, "prints"))
+    assert capfd.readouterr() == ("", "from reward \\x1b[31m 1 \\udc80\n")
+
+
+def test_processes_of_functions_end_with_the_scorer(folder: Path) -> None:
+    pids = folder / "pids"
+    pids.unlink(missing_ok=True)
+    with RewardScorer([RewardSpec.parse(f"{folder}/check.py")], SECONDS) as scorer:
+        scorer.score(completions(folder, "forks_and_stays", "daemonises"))
+        daemons = list(map(int, pids.read_text().split()))
+        assert all(map(alive, daemons))
+    wait_until(lambda: not any(map(alive, daemons)))
+
+
+def test_file_is_read_once(tmp_path: Path) -> None:
+    """A process that is started again must not call another version."""
+    file = tmp_path / "check.py"
+    file.write_text(
+        "import os\ndef reward(prompt, completion, row): return 1 if row else os.abort()"
+    )
+    with RewardScorer([RewardSpec.parse(str(file))], SECONDS) as scorer:
+        file.write_text("def reward(prompt, completion, row): return 2")
+        rows: list[dict[str, Any]] = [{}, {"n": 1}]
+        scored = scorer.score([Completion([], "", "", row, "") for row in rows])
+    assert [reward.total for reward in scored] == [None, 1]
+
+
+def test_several_functions_of_several_files_are_weighted(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(
+        "def a(prompt, completion, row): return len(completion)\n"
+        "def b(row, completion, prompt): return len(prompt)\n"
+    )
+    (tmp_path / "two.py").write_text("def a(p, c, r): return len(p) + 10 * len(c) + 100 * len(r)\n")
+    texts = ("one.py:a", "two.py:a=0.5", "one.py:b=-1")
+    with RewardScorer(
+        [RewardSpec.parse(f"{tmp_path}/{text}") for text in texts], SECONDS
+    ) as scorer:
+        row = PromptRow([{"role": "user", "content": "abc"}], None, {"k": 1}, tmp_path, 1)
+        (reward,) = scorer.score([Completion.of(row, "de")])
+    assert reward.values == {"one.a": 2, "two.a": 123, "one.b": 3}
+    assert reward.total == 2 + 61.5 - 3
+
+
+def test_sum_that_is_not_finite_is_no_reward(tmp_path: Path) -> None:
+    (tmp_path / "check.py").write_text("def reward(prompt, completion, row): return 1e308")
+    with RewardScorer([RewardSpec.parse(f"{tmp_path}/check.py=10")], SECONDS) as scorer:
+        (reward,) = scorer.score([Completion([], "", "", {}, "rows.jsonl:1")])
+    assert (reward.values, reward.total) == ({"check.reward": 1e308}, None)
+    assert reward.problems == ("rows.jsonl:1: the sum of the rewards is inf",)
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (None, "cannot be read: No such file"),
+        ("def reward(:", "raised SyntaxError: invalid syntax (check.py, line 1)"),
+        ("x = 1\nimport missing", "raised ModuleNotFoundError: No module named 'missing' (line 2)"),
+        ("x = 1", "has no function reward: define reward(prompt, completion, row)"),
+        (
+            "def reward(a): ...",
+            "has the function reward(a): define reward(prompt, completion",
+        ),
+        ("import os\nos._exit(5)", "ended its process with exit status 5"),
+        ("# coding: nothing", "raised SyntaxError: unknown encoding: nothing"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_file_that_cannot_be_used_is_an_error_at_the_start(
+    tmp_path: Path, source: str | None, problem: str
+) -> None:
+    if source is not None:
+        (tmp_path / "check.py").write_text(source)
+    with pytest.raises(ConfigError) as raised:
+        RewardScorer([RewardSpec.parse(f"{tmp_path}/check.py")], SECONDS).__enter__()
+    assert problem in str(raised.value)
+    assert "check.py" in str(raised.value)
+
+
+def test_two_rewards_of_one_name_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="the same name"):
+        RewardScorer([RewardSpec.parse("exact"), RewardSpec.parse("exact=2")], 1)
+
+
+def test_built_in_rewards_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxtune.rewards.scoring.LimitedProcess", None)
+    with RewardScorer([RewardSpec.parse("exact")], 1) as scorer:
+        row = PromptRow([], "5", {}, Path("rows.jsonl"), 3)
+        (right,) = scorer.score([Completion.of(row, "5")])
+        without = SimpleNamespace(**{**vars(row), "answer": None, "prompt": "", "place": "r:3"})
+        (none,) = scorer.score([Completion.of(without, "5")])  # type: ignore[arg-type]
+    assert right.total == 1
+    assert none.problems == ("r:3: reward exact: the row has no answer to compare with",)
