@@ -254,10 +254,10 @@ class LimitedProcess:
                 if not (piece := os.read(self._output.fileno(), _PIECE)):
                     break
                 self._unread += piece
-        self._pass_on_rest()
         size = min(end + 1 or len(self._unread), longest)
         line = bytes(self._unread[:size])
         del self._unread[:size]
+        self._pass_on_rest()
         if not line.endswith(b"\n"):
             raise ProcessEnded("length" if size == longest else self.why_ended())
         return line
