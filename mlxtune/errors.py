@@ -34,8 +34,8 @@ _CHOICE = re.compile(
     "text"
 )
 COMMANDS = (
-    "bench|chat|demo|doctor|eval|export|fuse|generate|import|inspect|plan|push|report|runs|"
-    "serve|train|verify|watch"
+    "bench|chat|demo|doctor|eval|export|fuse|generate|import|inspect|plan|push|report|reward|"
+    "runs|serve|train|verify|watch"
 )
 # A shell command, whose flags stay, or a flag and the word after it.
 _FLAG = re.compile(

@@ -180,9 +180,10 @@ class ConfigCommand(Command):
         self.params = [*fields, *self.params]
         if argument is not None:
             several = options_of(config)[argument].several
+            name = options_of(config)[argument].metavar or "PATH"
             path_argument = click.Argument(
                 [argument],
-                metavar="[PATH]..." if several else "PATH",
+                metavar=f"[{name}]..." if several else name,
                 type=click.Path(),
                 nargs=-1 if several else 1,
                 required=False,

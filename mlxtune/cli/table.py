@@ -185,6 +185,17 @@ COMMANDS: tuple[click.Command, ...] = (
         common=_COMMON,
     ),
     _command(
+        "reward",
+        "mlxtune.rewards.trying:show",
+        "Try rewards on rows and answers before training with them.\n\n"
+        "A reward is a function reward(prompt, completion, row) in a Python file, which runs in a "
+        "separate process with limits, or a built-in comparison with the row's answer. The exit "
+        "code is 1 if an answer has no reward.",
+        "mlxtune reward json contains=0.5 --data data/bookings.jsonl",
+        config=configs.RewardConfig,
+        argument="reward",
+    ),
+    _command(
         "watch",
         "mlxtune.watch.server:show",
         "Watch runs on a live page in the browser.\n\n"

@@ -12,7 +12,13 @@ from mlxtune.config.train_config import (
     InstructTrainingConfig,
     TrainConfig,
 )
-from mlxtune.config.trial_config import BenchConfig, DemoConfig, PlanConfig, demo_file
+from mlxtune.config.trial_config import (
+    BenchConfig,
+    DemoConfig,
+    PlanConfig,
+    RewardConfig,
+    demo_file,
+)
 from mlxtune.config.use_config import (
     AnswerConfig,
     ChatConfig,
@@ -44,6 +50,7 @@ __all__ = [
     "ObjectiveConfig",
     "OutgoingConfig",
     "PlanConfig",
+    "RewardConfig",
     "ServeConfig",
     "TrainConfig",
     "UseConfig",
@@ -55,6 +62,6 @@ __all__ = [
 for _config in (
     *(BenchConfig, ChatConfig, DataConfig, DemoConfig, EvalConfig, ExportConfig, FuseConfig),
     *(GenerateConfig, ImportConfig, InspectConfig, InstructConfig, InstructTrainingConfig),
-    *(PlanConfig, ServeConfig, TrainConfig),
+    *(PlanConfig, RewardConfig, ServeConfig, TrainConfig),
 ):
     document(_config)

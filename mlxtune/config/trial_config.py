@@ -1,13 +1,13 @@
-"""Options of plan, bench and the demo, which predict, time or show a run."""
+"""Options of plan, bench, reward and the demo, which predict, time, prepare or show a run."""
 
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.data_config import DataConfig
+from mlxtune.config.data_config import DataConfig, parse_fields
 from mlxtune.config.fields import Checked, as_path, same
-from mlxtune.config.option import BENCH, COMMAND, PLAN, RUN
+from mlxtune.config.option import BENCH, COMMAND, FILES, PLAN, RUN
 from mlxtune.config.train_config import StepConfig, TrainConfig
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -93,6 +93,55 @@ class BenchConfig(StepConfig):
         """
         own: dict[str, Any] = {"schedule": "constant", "max_grad_norm": 0.0, "no_cache": True}
         return self.part(TrainConfig, dtype=dtype, **own)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig(Checked):
+    """Options of `mlxtune reward`. Raises ConfigError, which lists every problem."""
+
+    reward: tuple[str, ...] = RUN.option(
+        (),
+        "Rewards to try: FILE.py[:FUNCTION], exact, contains, regex=PATTERN, number, json or "
+        "length, each with an optional weight, such as json=0.5.",
+        COMMAND,
+        required=True,
+        several=True,
+        metavar="REWARD",
+    )
+    data: tuple[str, ...] = same(
+        DataConfig,
+        "data",
+        help="Data of prompts: any that train reads, or rows with only a 'prompt' and keys for the "
+        "reward; may be repeated.",
+    )
+    answers: str | None = FILES.option(
+        None,
+        "File of answers to score, as mlxtune generate --data writes it; default: each row's own "
+        "answer, another row's, and none.",
+        COMMAND,
+        path=True,
+    )
+    rows: int = RUN.option(8, "Number of rows to try, from the first.", COMMAND, at_least=1)
+    format: str = same(
+        DataConfig,
+        "format",
+        choices=("auto", "chat", "prompt", "alpaca", "sharegpt", "chatgpt", "gemini"),
+    )
+    field: tuple[str, ...] = same(DataConfig, "field")
+    reward_timeout: float = RUN.option(
+        10.0,
+        "Seconds that a function of a file may take for an answer.",
+        COMMAND,
+        above=0,
+        at_most=1e6,
+    )
+    json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
+
+    def contradictions(self) -> Iterator[str]:
+        try:
+            parse_fields(self.field)
+        except ValueError as problem:
+            yield f"--field {problem}"
 
 
 def demo_file(name: str) -> Path:

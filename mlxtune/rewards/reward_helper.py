@@ -45,7 +45,7 @@ class Channel:
             with suppress(OSError):
                 os.close(descriptor)
 
-    def read(self) -> Any:
+    def request(self) -> Any:
         """Return the next request; None once the parent has closed the pipe."""
         line = self._requests.readline()
         return json.loads(line) if line else None
@@ -118,7 +118,7 @@ class Server:
         self._functions: list[UserFunction] = []
         path = ""
         try:
-            for path, source, names in self._channel.read():
+            for path, source, names in self._channel.request():
                 module = _import(path, source, len(self._functions))
                 self._functions += [_function(module, path, name) for name in names]
         except BaseException as error:  # noqa: BLE001  a file may fail in any way
@@ -129,7 +129,7 @@ class Server:
         """Answer requests until the parent closes the pipe."""
         self._state.restore()
         self._channel.reply({})
-        while (request := self._channel.read()) is not None:
+        while (request := self._channel.request()) is not None:
             reply = self._reply(request["function"], request["seed"], request["given"])
             self._channel.reply({"id": request["id"], **reply})
 
