@@ -138,6 +138,8 @@ class RewardConfig(Checked):
     json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
 
     def contradictions(self) -> Iterator[str]:
+        if self.answers is not None and len(self.data) > 1:
+            yield "--answers belong to one file: give one --data"
         try:
             parse_fields(self.field)
         except ValueError as problem:

@@ -33,17 +33,11 @@ class _NotANumber(Exception):
 
 
 class Channel:
-    """The parent's requests and this process's replies: JSON lines, on pipes that forks close."""
+    """The parent's requests and this process's replies, which are JSON lines."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._requests, self._replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
-        os.register_at_fork(after_in_child=self._close)
-
-    def _close(self) -> None:
-        for descriptor in (self._requests.fileno(), self._replies):
-            with suppress(OSError):
-                os.close(descriptor)
 
     def request(self) -> Any:
         """Return the next request; None once the parent has closed the pipe."""

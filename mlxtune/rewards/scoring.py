@@ -28,7 +28,7 @@ from mlxtune.views.visible import escape_controls
 
 # The memory that functions may take in addition to the memory of their imports.
 _MEMORY = 4 * 10**9
-# Seconds that the imports of a user's file may take in addition to the time limit.
+# Seconds that the imports of users' files may take.
 _IMPORT_SECONDS = 120.0
 _LONGEST_REPLY = 2**16
 # The most bytes of the functions' own output to print.
@@ -169,11 +169,12 @@ class _FunctionProcess:
             variables={"PYTHONHASHSEED": "0"},
         )
         try:
-            reply = self._ask(self._files, _IMPORT_SECONDS + self._timeout)
+            reply = self._ask(self._files, _IMPORT_SECONDS)
         except ProcessEnded as error:
             self.close()
             files = " or ".join(path for path, _, _ in self._files)
-            raise ConfigError([f"importing {files} {self._why(error.reason)}"]) from None
+            why = _why(error.reason, f"{_IMPORT_SECONDS:g} s")
+            raise ConfigError([f"importing {files} {why}"]) from None
         if reply:
             self.close()
             raise ConfigError([f"reward {reply['path']} {reply['error']}"])
@@ -185,7 +186,8 @@ class _FunctionProcess:
 
     def call(self, name: str, completion: Completion) -> float:
         """Return a function's value. Raises NoReward if it has none."""
-        given = {"prompt": completion.prompt, "completion": completion.text, "row": completion.row}
+        prompt, row = completion.prompt, {**completion.row}
+        given = {"prompt": prompt, "completion": completion.text, "row": row}
         text = json.dumps([name, given], sort_keys=True, default=str)
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
         call = {"function": self._numbers[name], "seed": seed, "given": given}
@@ -198,7 +200,8 @@ class _FunctionProcess:
                 self.close()
                 # An earlier call may have broken an older process: try again in a new one.
                 if is_new or error.reason == "time":
-                    raise NoReward(self._why(error.reason)) from None
+                    limit = f"{self._timeout:g} s: make it faster, or raise --reward-timeout"
+                    raise NoReward(_why(error.reason, limit)) from None
 
     def _result(self, call: dict[str, Any]) -> float:
         number = next(self._ids)
@@ -221,17 +224,17 @@ class _FunctionProcess:
             raise ProcessEnded("reply")
         return reply
 
-    def _why(self, reason: str) -> str:
-        """Return the end of a sentence on a process that ended."""
-        return {
-            "time": f"took more than {self._timeout:g} s: make it faster, or raise "
-            "--reward-timeout",
-            "memory": f"took more than {byte_size(_MEMORY)} of memory",
-            "length": "wrote to the pipe of its results",
-            "reply": "wrote to the pipe of its results",
-            "closed": "closed the pipe of its results",
-            f"exit status {reward_helper.CLOSED}": "closed the pipe of its results",
-        }.get(reason, f"ended its process with {reason}")
+
+def _why(reason: str, time_limit: str) -> str:
+    """Return the end of a sentence on a process that ended."""
+    closed, wrote = "closed the pipe of its results", "wrote to the pipe of its results"
+    known = {
+        "time": f"took more than {time_limit}",
+        "memory": f"took more than {byte_size(_MEMORY)} of memory",
+        **{"length": wrote, "reply": wrote, "closed": closed},
+        f"exit status {reward_helper.CLOSED}": closed,
+    }
+    return known.get(reason, f"ended its process with {reason}")
 
 
 def _sources(functions: Sequence[RewardSpec]) -> list[tuple[str, str, list[str]]]:

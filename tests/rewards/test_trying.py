@@ -130,6 +130,7 @@ def test_prompts_without_answers_are_tried_with_empty_ones(
         (["missing.py"], "reward missing.py cannot be read: No such file or directory"),
         (["exact", "exact=2"], "two rewards have the same name"),
         (["exact", "--field", "x"], "--field 'x' is not a pair"),
+        (["exact", "--answers", "a", "--data", "b"], "--answers belong to one file"),
         (["exact", "--reward-timeout", "0"], "--reward-timeout must be above 0"),
     ],
 )
