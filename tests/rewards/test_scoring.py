@@ -26,7 +26,9 @@ def reward(prompt, completion, row):
 
 def fine(row): return row["n"]
 def beside_it(row): return beside.VALUE
-def library(row): return hasattr(json, "loads")
+def library(row):
+    import click, colorsys
+    return hasattr(json, "loads") and hasattr(colorsys, "rgb_to_hls") and hasattr(click, "echo")
 def yes(row): return True
 def numpy(): import numpy; return numpy
 def float32(row): return numpy().float32(0.25)
@@ -146,7 +148,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("functions")
     (folder / "check.py").write_text(SOURCE)
     (folder / "beside.py").write_text("VALUE = 5\n")
-    for name in ("json", "random", "mlxtune", "numpy"):
+    for name in ("json", "colorsys", "click", "numpy"):
         (folder / f"{name}.py").write_text("raise SystemError('takes the place of another')\n")
     return folder
 
@@ -230,6 +232,15 @@ def test_rewards_depend_on_neither_order_nor_process(folder: Path, scorer: Rewar
         assert list(map(value, new.score(answers[:2]))) == list(map(value, first[:2]))
     (other,) = scorer.score([Completion([], "Other.", REPEATED[0], answers[0].row, "rows.jsonl:1")])
     assert value(other) != value(first[0])
+
+
+def test_forks_do_not_answer(folder: Path, scorer: RewardScorer) -> None:
+    """The process need not be replaced, as it must be if replies are confused."""
+    scorer.score(completions(folder, "fine"))
+    process = scorer._process._process
+    scored = scorer.score(completions(folder, *["forks", "fine"] * 3))
+    assert list(map(value, scored)) == [2, 1] * 3
+    assert scorer._process._process is process
 
 
 def test_output_is_passed_on_up_to_a_limit(folder: Path) -> None:
