@@ -8,7 +8,6 @@ import codecs
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -24,7 +23,7 @@ from mlxtune.core.formatting import byte_size
 from mlxtune.errors import ConfigError, one_line
 from mlxtune.rewards import reward_helper
 from mlxtune.rewards.functions import NoReward, RewardSpec
-from mlxtune.views.visible import escape_controls
+from mlxtune.views.output import print_answer
 
 # The memory that functions may take in addition to the memory of their imports.
 _MEMORY = 4 * 10**9
@@ -69,12 +68,6 @@ class Reward:
     problems: tuple[str, ...]
 
 
-def print_output(text: str) -> None:
-    """Print what functions print, without control of the terminal."""
-    if sys.stderr is not None:
-        print(escape_controls(text), end="", file=sys.stderr, flush=True)
-
-
 class RewardScorer:
     """Computes rewards; a function may take `timeout` seconds for an answer.
 
@@ -87,7 +80,7 @@ class RewardScorer:
         self,
         rewards: Sequence[RewardSpec],
         timeout: float,
-        on_output: Callable[[str], None] = print_output,
+        on_output: Callable[[str], None] = lambda text: print_answer(text, stderr=True),
     ) -> None:
         self._weights = {spec.name: spec.weight for spec in rewards}
         if len(self._weights) < len(rewards):

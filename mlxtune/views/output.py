@@ -30,13 +30,12 @@ def print_line(line: str = "", *, stderr: bool = False, flush: bool = False) -> 
     print(printable(line), file=sys.stderr if stderr else sys.stdout, flush=flush)
 
 
-def print_answer(text: str) -> None:
-    """Print a piece of a model's answer as it arrives, with terminal controls escaped."""
+def print_answer(text: str, *, stderr: bool = False) -> None:
+    """Print a piece of an answer, or of other output, as it arrives; escape terminal controls."""
     # This import loads numpy, which doctor does not need.
     from mlxtune.views.visible import escape_controls
 
-    sys.stdout.write(escape_controls(text))
-    sys.stdout.flush()
+    print(escape_controls(text), end="", file=sys.stderr if stderr else sys.stdout, flush=True)
 
 
 class AnswerConsole:

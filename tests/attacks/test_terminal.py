@@ -160,7 +160,6 @@ def test_path_forges_no_line(
 PRINTS = {
     "views/output.py": "the module itself",
     "cli/__init__.py": "the last line, through printable; makes the streams",
-    "core/files/limited_helper.py": "a helper's lines of JSON, for its parent",
     "core/data/sources/parquet_helper.py": "a helper's lines of JSON, for its parent",
     "backend/text/template_helper.py": "a helper's lines of JSON, for its parent",
     "backend/text/tokenizer_helper.py": "a helper's lines of JSON, for its parent",
