@@ -186,7 +186,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "reward",
-        "mlxtune.rewards.trying:show",
+        "mlxtune.commands.reward:show",
         "Try rewards on rows and answers before training with them.\n\n"
         "A reward is a function reward(prompt, completion, row) in a Python file, which runs in a "
         "separate process with limits, or a built-in comparison with the row's answer. The exit "
