@@ -27,6 +27,9 @@ from mlxtune.errors import ModelError
 
 # The maximum numbers of samples that are generated together, and of prompt tokens in a pass.
 _AT_ONCE, _PREFILL = 64, 2048
+# The number of copies of a sample's cache in memory while mlx-lm extends it, and the number of
+# tokens by which it grows.
+_COPIES, _GROWTH = 3, 256
 
 
 def sample(
@@ -65,7 +68,7 @@ def sample(
 
     while len(sampled) < len(order):
         drawn = retried(draw, change)
-        sampled.update(zip(chosen(), drawn, strict=True))
+        sampled.update(zip(chosen()[: len(drawn)], drawn, strict=True))
         on_progress(len(sampled), len(order))
     return [sampled[i] for i in range(len(requests))]
 
@@ -87,7 +90,10 @@ def _draw(
     sampling: Sampling,
     ends: frozenset[int],
 ) -> list[SampledAnswer]:
-    """Draw the requested samples together."""
+    """Draw the requested samples together, or as many of them as fit in memory."""
+    caches = _prefilled(model, ids, requests)
+    fitting = _fitting(caches, requests, sampling)
+    requests, caches = requests[:fitting], caches[:fitting]
     samples = [_Drawn(each.keys(sampling.max_new_tokens), [], []) for each in requests]
     sampler = _KeyedSampler(samples, sampling)
     checked, count = CheckedSampler(sampler), len(samples)
@@ -102,7 +108,6 @@ def _draw(
             completion_batch_size=count,
         )
     ) as generator:
-        caches = _prefilled(model, ids, requests)
         try:
             uids = generator.insert([[each.prompt[-1]] for each in requests], caches=caches)
             drawn_of = dict(zip(uids, samples, strict=True))
@@ -144,6 +149,19 @@ def _prefilled(
                 mx.eval([each.state for each in cache])
             caches[request.prompt] = cache
     return [caches[request.prompt] for request in requests]
+
+
+def _fitting(
+    caches: Sequence[list[Any]], requests: Sequence[SampleRequest], sampling: Sampling
+) -> int:
+    """Return how many samples fit in memory together, at least 1, by the size of their caches."""
+    most = 0.0
+    for request, cache in zip(requests, caches, strict=True):
+        size = sum(each.nbytes for each in cache)
+        longest = len(request.prompt) + sampling.max_new_tokens + _GROWTH
+        most = max(most, size / max(len(request.prompt) - 1, _GROWTH) * longest)
+    free = mx.get_memory_limit() - mx.get_active_memory()
+    return max(int(free // (_COPIES * most)), 1) if most else len(requests)
 
 
 class _KeyedSampler:

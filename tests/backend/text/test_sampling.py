@@ -176,6 +176,17 @@ def test_progress_counts_answers_in_batches(
     assert_same(parts, whole)
 
 
+def test_samples_that_do_not_fit_in_memory_are_drawn_one_by_one(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = sample(model, requests(), RANDOM, ENDS)
+    monkeypatch.setattr(mx, "get_memory_limit", lambda: 0)
+    seen: list[int] = []
+    parts = sample(model, requests(), RANDOM, ENDS, lambda done, total: seen.append(done))
+    assert seen == list(range(1, 13))
+    assert_same(parts, whole)
+
+
 def test_fault_of_memory_halves_the_batch(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
