@@ -25,12 +25,12 @@ from typing import ClassVar
 
 # Options without a value, and words that are values even where a clause continues after them.
 SWITCHES = (
-    "allow_sleep|auto|both|dequantize|dora|double_quant|force|generate|gguf|ignore_ledger|json|"
-    "longest|merge|merge_system|no_cache|other_base|overwrite|pause_on_battery|quiet|rslora|strict|"
+    "allow_sleep|auto|both|correct|dequantize|dora|double_quant|force|generate|gguf|ignore_ledger|"
+    "json|longest|mask_truncated|merge|merge_system|no_cache|other_base|overwrite|pause_on_battery|quiet|rslora|strict|"
     "trust_remote_code|wait"
 )
 _CHOICE = re.compile(
-    "dequantized|dpo|exo_pair|float16|float32|gguf|kto|last|mxfp4|nf4|peft|pissa|quantized|tensor|"
+    "dequantized|dpo|exo_pair|float16|float32|gguf|grpo|kto|last|mxfp4|nf4|peft|pissa|quantized|tensor|"
     "text"
 )
 COMMANDS = (

@@ -100,7 +100,7 @@ def _with_data(
         np.bincount(corpus.row_of_example, weights=values, minlength=corpus.num_rows)[used].sum()
         for values in (corpus.lengths, corpus.supervised)
     )
-    per_epoch, steps = count_steps(config.trainer_config(), len(used))
+    per_epoch, steps = count_steps(config.trainer_config(), len(used), config.updates)
     return replace(
         run_plan,
         rows=len(rows),

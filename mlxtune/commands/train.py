@@ -19,6 +19,7 @@ from mlxtune.backend.device import allocator
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.launch import join_run
 from mlxtune.config import DemoConfig, TrainConfig, as_path
+from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows
@@ -42,6 +43,7 @@ from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserver
+from mlxtune.core.training.pipeline import StepSource
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, OutputError, resume_command
 from mlxtune.session.arguments import ResolvedOptions, takes_options, takes_resolved, with_rows
@@ -143,7 +145,10 @@ def train(
             model_path=config.model_path,
         )
         with stop_requests(session) as should_stop, ConditionsWatch(Sensors()) as watch:
-            trainer = make_trainer(session, parts, should_stop, stop_after, watch, observers, live)
+            source = source_of(session, parts.pipeline, cleanup)
+            trainer = make_trainer(
+                session, parts, source, should_stop, stop_after, watch, observers, live
+            )
             print_plan(session, parts, trainer)
             check_run(session, parts, trainer)
             if resume is not None:
@@ -353,9 +358,22 @@ def stop_requests(session: RunSession) -> Iterator[Callable[[], bool]]:
         yield lambda: interrupted() or asked_by_watch()
 
 
+def source_of(
+    session: RunSession, pipeline: InstructPipeline, cleanup: ExitStack
+) -> StepSource | None:
+    """Return the source of the steps' examples, unless they are the rows' own."""
+    if session.config.objective not in REWARDED:
+        return None
+    # Only these runs import the rewards.
+    from mlxtune.session.rewarding import rollouts_of
+
+    return rollouts_of(session, pipeline, cleanup)
+
+
 def make_trainer(
     session: RunSession,
     parts: RunParts,
+    source: StepSource | None,
     should_stop: Callable[[], bool],
     stop_after: int | None,
     watch: ConditionsWatch,
@@ -397,6 +415,7 @@ def make_trainer(
         surroundings=surroundings,
         objective=pipeline.objective,
         cache=config.cache_path,
+        source=source,
     )
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mlxtune.backend.adapters import checkpoint_tensors
 from mlxtune.backend.device.default_device import on_cpu
@@ -16,7 +17,7 @@ from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.reading import file_hash, read_own
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.files.writing import copy_file, make_folder
-from mlxtune.core.formatting import join_few
+from mlxtune.core.formatting import join_few, pluralise
 from mlxtune.core.run.checkpoint import (
     ADAPTER,
     BEST,
@@ -34,7 +35,7 @@ from mlxtune.core.run.replay_checks import (
     checks_of_files,
     up_to,
 )
-from mlxtune.core.run.run_folder import REFERENCE, ResumePoint
+from mlxtune.core.run.run_folder import REFERENCE, SAMPLED, ResumePoint
 from mlxtune.core.run.stored_run import run_folder_at
 from mlxtune.core.run.verification import Verification, verify_files
 from mlxtune.core.training.schedule import make_schedule
@@ -67,12 +68,14 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
     """
     folder = run_folder_at(as_path(str(run)))
     result, good = verify_files(folder)
+    if (folder / SAMPLED).exists():
+        result.attempt(SAMPLED, partial(_check_samples, folder / SAMPLED))
     if not good:
         return result
     try:
         overrides = {"model_path": model_path} if model_path else {}
-        # Only a replay reads the data.
-        names = ["model_path", *(["data", "val_data"] if replay else [])]
+        # Only a replay reads the data, and runs rewards.
+        names = ["model_path", *(["data", "val_data", "reward"] if replay else [])]
         check_asked_again(folder, good[0], overrides, names)
         config = run_config(folder, good[0], overrides)
         _verify_model(result, config, good)
@@ -85,6 +88,34 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
     except MlxTuneError as problem:
         result.add("model", str(problem), "")
     return result
+
+
+def _check_samples(path: Path) -> str:
+    """Read the record of samples. Raises OSError, or ValueError for a damaged one."""
+    # Only runs that learn from rewards have samples, and import the rewards.
+    from mlxtune.rewards.samples import read_samples
+
+    groups = list(read_samples(path))
+    count = sum(len(group.samples) for group in groups)
+    return f"{count:,} samples of {pluralise(len(groups), 'prompt')}"
+
+
+def _compare_samples(result: Verification, run: Path, again: Path, replay: "_Replay") -> None:
+    """Compare the samples of the steps that were repeated."""
+    if not (run / SAMPLED).exists():
+        return
+    from mlxtune.rewards.samples import read_samples
+
+    def drawn(folder: Path) -> list[Any]:
+        groups = list(read_samples(folder / SAMPLED))
+        return [each for each in groups if replay.start < each.step <= replay.step]
+
+    own, found = drawn(run), drawn(again)
+    differing = (one for one, other in zip(own, found, strict=False) if one != other)
+    problem = None if len(own) == len(found) else "another number of samples"
+    if (first := next(differing, None)) is not None:
+        problem = f"step {first.step} gives other samples for {first.row}"
+    result.add("samples", problem, f"those of {pluralise(len(own), 'prompt')} drawn again")
 
 
 def show(run: str, *, replay: bool, model_path: str, as_json: bool) -> bool:
@@ -255,6 +286,7 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
             _copy_state(run, replay.resumed.checkpoint, scratch / "checkpoints")
         unended = _train_again(replayed, newest, replay)
         _compare(result, good, replay, scratch, unended)
+        _compare_samples(result, run, scratch / "checkpoints", replay)
         rates = partial(_rate, config, newest)
         result.add("learning rates", check_rates(replay.records, rates), "as the options give them")
         if replay.resumed is not None:
@@ -310,6 +342,10 @@ def _copy_state(run: Path, first: Checkpoint, again: Path) -> None:
     make_folder(again)
     with suppress(OSError):  # training reports the error
         copy_file(run / REFERENCE, again / REFERENCE)
+    if (run / SAMPLED).exists():
+        from mlxtune.rewards.samples import copy_samples
+
+        copy_samples(run / SAMPLED, again / SAMPLED, first.step)
     if first.folder.name == BEST:
         make_folder(again / BEST)
         for path in first.folder.iterdir():

@@ -56,6 +56,8 @@ CODE = Limits(4 * _MB)
 HEADER = Limits(64 * _MB, values=3_000_000, entries=300_000, text=_MB, depth=4)
 TENSOR_NAME = 1000
 OWN_JSON = Limits(64 * _MB, values=500_000, entries=200_000, text=8 * _MB)
+# A group of sampled answers.
+SAMPLED = Limits(256 * _MB, values=20_000_000, entries=10_000_000, text=16 * _MB)
 # The reference's log-probabilities: one number per example.
 REFERENCES = Limits(256 * _MB, values=10_000_000, entries=10_000_000)
 MANIFEST = Limits(_MB, values=1000, entries=100, text=1000)

@@ -10,7 +10,7 @@ from mlxtune.config.option import RESULT, TRAINING
 PAIRED, LABELLED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)
 # The objectives whose rows are prompts, to which the model samples answers.
 REWARDED = ("grpo",)
-OBJECTIVES = ("sft", *PAIRED, *LABELLED)
+OBJECTIVES = ("sft", *PAIRED, *LABELLED, *REWARDED)
 # The default peak learning rates: for `sft`, and for all other objectives.
 DEFAULT_RATE, PREFERENCE_RATE = 1e-4, 5e-6
 
@@ -21,7 +21,7 @@ class DefaultRate(float):
 
 def default_rate(objective: object) -> float:
     """Return the default peak learning rate of an objective."""
-    return PREFERENCE_RATE if objective in (*PAIRED, *LABELLED) else DEFAULT_RATE
+    return DEFAULT_RATE if objective == "sft" else PREFERENCE_RATE
 
 
 _BETA, _SIMPO_BETA = 0.1, 2.0
@@ -51,7 +51,8 @@ class RowObjectiveConfig(Checked):
     objective: str = TRAINING.option(
         "sft",
         "Training objective: sft learns answers; dpo, orpo, cpo and simpo learn to prefer a chosen "
-        "answer over a rejected one; kto learns from labelled answers.",
+        "answer over a rejected one; kto learns from labelled answers; grpo learns from rewards of "
+        "answers that the model samples.",
         RESULT,
         encodes=True,
         choices=OBJECTIVES,
@@ -132,8 +133,9 @@ class ObjectiveConfig(RowObjectiveConfig):
                 yield (
                     f"{flag(name)} goes with --objective {' or '.join(objectives)}: leave it out"
                 )
-        if self.beta is not None and self.objective == "sft":
-            yield "--beta goes with a preference objective: leave it out"
+        if self.beta is not None and self.objective in ("sft", *REWARDED):
+            remedy = "use --kl" if self.objective in REWARDED else "leave it out"
+            yield f"--beta goes with a preference objective: {remedy}"
         if self.objective == "dpo" and self.label_smoothing and self.dpo_loss not in _SMOOTHED:
             yield f"--label-smoothing goes with --dpo-loss {', '.join(_SMOOTHED)}: leave it out"
         if self.objective == "dpo" and self.dpo_loss == "exo_pair" and not self.label_smoothing:
@@ -191,5 +193,43 @@ class PolicyConfig(Checked):
         False, "Leave out answers of grpo that --max-new-tokens cut.", RESULT
     )
     max_new_tokens: int = TRAINING.option(
-        256, "Maximum length of a sampled answer in tokens.", RESULT, at_least=1, at_most=10**9
+        256,
+        "Maximum length in tokens of an answer that grpo samples.",
+        RESULT,
+        at_least=1,
+        at_most=10**9,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardedConfig(PolicyConfig):
+    """The rewards of grpo, and how answers are sampled."""
+
+    reward: tuple[str, ...] = TRAINING.option(
+        (),
+        "Reward of grpo: FILE.py[:FUNCTION], exact, contains, regex=PATTERN, number, json or "
+        "length, each with an optional weight, such as json=0.5; may be repeated.",
+        RESULT,
+        several=True,
+        metavar="REWARD",
+    )
+    reward_timeout: float = TRAINING.option(
+        10.0,
+        "Seconds that a reward function may take for an answer.",
+        RESULT,
+        above=0,
+        at_most=1e6,
+    )
+    group_size: int = TRAINING.option(
+        8, "Answers that grpo samples for each row.", RESULT, at_least=2, at_most=10**4
+    )
+    temperature: float = TRAINING.option(
+        1.0, "Temperature at which grpo samples answers.", RESULT, above=0, at_most=100
+    )
+    top_p: float = TRAINING.option(
+        1.0,
+        "Let grpo sample from the likeliest tokens with this total probability.",
+        RESULT,
+        above=0,
+        at_most=1,
     )

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mlxtune.config.data_config import BaseOptions, DataConfig, ModelConfig
-from mlxtune.config.fields import Checked, as_path, former_names, options_of, same
+from mlxtune.config.fields import Checked, as_path, flag, former_names, options_of, same
 from mlxtune.config.lora_config import LoraConfig, LoraShapeConfig
 from mlxtune.config.objective_config import (
     DEFAULT_RATE,
     PREFERENCE_RATE,
+    REWARDED,
     DefaultRate,
     ObjectiveConfig,
+    RewardedConfig,
 )
 from mlxtune.config.option import EXECUTION, FILES, LENGTH, LORA, PLACES, RESULT, RUN, TRAINING
 from mlxtune.errors import shorten
@@ -26,7 +28,7 @@ class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
     lr: float | None = TRAINING.option(
         None,
         f"Peak learning rate of AdamW; default: {DEFAULT_RATE:g}, or "
-        f"{PREFERENCE_RATE:g} for preferences.",
+        f"{PREFERENCE_RATE:g} for preferences and rewards.",
         RESULT,
         above=0,
     )
@@ -130,7 +132,7 @@ class _LoopConfig(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(_LoopConfig, LoraConfig, StepConfig):
+class TrainConfig(_LoopConfig, LoraConfig, RewardedConfig, StepConfig):
     """Options of one run, for `mlxtune train` and `mlxtune.commands.train`.
 
     Strings, as from flags and config files, are converted to the field's type.
@@ -232,17 +234,32 @@ class TrainConfig(_LoopConfig, LoraConfig, StepConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from self._tensor_problems()
+        yield from self._reward_problems()
         if self.schedule == "warmup-cosine" and self.lr_min > self.rate:
             yield (
                 f"--lr-min {self.lr_min:g} is above --lr {self.rate:g}: "
                 "lower it or use another --schedule"
             )
 
+    def _reward_problems(self) -> Iterator[str]:
+        if self.objective not in REWARDED:
+            for field in dataclasses.fields(RewardedConfig):
+                if getattr(self, field.name) != field.default:
+                    yield f"{flag(field.name)} goes with --objective grpo: leave it out"
+            return
+        if not self.reward:
+            yield "--objective grpo needs a --reward, such as json or FILE.py"
+        if self.auto:
+            yield "--auto does not choose the options of grpo: leave it out"
+        if self.format == "text":
+            yield "--format text has no prompts for grpo: leave it out"
+
     def _tensor_problems(self) -> Iterator[str]:
         others = {
             "--dora": self.dora,
             f"--init {self.init}": self.init != "lora",
             "--quantize nf4": self.quantize == "nf4",
+            "--objective grpo": self.objective in REWARDED,
         }
         if self.parallel.startswith("tensor:"):
             yield (

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlxtune.config.data_config import DataConfig, parse_fields
 from mlxtune.config.fields import Checked, as_path, same
+from mlxtune.config.objective_config import REWARDED
 from mlxtune.config.option import BENCH, COMMAND, FILES, PLAN, RUN
 from mlxtune.config.train_config import StepConfig, TrainConfig
 
@@ -76,6 +77,8 @@ class BenchConfig(StepConfig):
     )
 
     def contradictions(self) -> Iterator[str]:
+        if self.objective in REWARDED:
+            yield f"--objective {self.objective}: bench times the other objectives: leave it out"
         if self.objective != "sft" and self.against is not None:
             yield f"--against {self.against} does not support {self.objective}: leave it out"
         if self.quantize == "nf4" and self.against is not None:

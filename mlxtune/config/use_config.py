@@ -9,7 +9,7 @@ from typing import Any
 from mlxtune.config.data_config import FORMATS, DataConfig, ModelConfig, RowsConfig
 from mlxtune.config.fields import Checked, as_path, same
 from mlxtune.config.limits import check_pattern
-from mlxtune.config.objective_config import ObjectiveConfig
+from mlxtune.config.objective_config import REWARDED, ObjectiveConfig
 from mlxtune.config.option import COMMAND, EXPORT, FILES, GENERATION, RUN
 from mlxtune.config.train_config import TrainConfig
 from mlxtune.errors import shorten
@@ -96,6 +96,8 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
 
     def contradictions(self) -> Iterator[str]:
+        if self.objective in REWARDED:
+            yield f"--objective {self.objective}: eval compares losses, without rewards: use sft"
         if self.against is not None and self.adapter is None:
             yield "--against compares two adapters: give --adapter"
         if self.match != "exact" and not self.generate:

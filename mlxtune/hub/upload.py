@@ -20,12 +20,11 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.data_config import is_jinja
 from mlxtune.config.fields import flag
-from mlxtune.config.objective_config import ObjectiveConfig
 from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import Evaluation, Sample
 from mlxtune.core.evaluation.verdict_text import verdict_lines
 from mlxtune.core.formatting import sentence
-from mlxtune.core.objectives.objective import Objective
+from mlxtune.core.objectives.policy import objective_of
 from mlxtune.core.run.stored_run import Run, get_mapping, get_str
 from mlxtune.core.run.summary import RunView, data_name, data_names, hub_data
 from mlxtune.errors import OutputError, one_line
@@ -132,6 +131,8 @@ def model_card(run: Run, view: RunView, *, repository: str, base: str, peft: boo
 def _results(run: Run, evaluation: Evaluation, datasets: list[str]) -> list[EvalResult]:
     """Return the losses on the held-out rows, without and with the adapter."""
     losses = {"base model": evaluation.base, "with the adapter": evaluation.adapted}
+    if evaluation.rewards:  # they have a name of the user's, and no scale
+        return []
     return [
         EvalResult(
             task_type="text-generation",
@@ -175,9 +176,7 @@ def _data_lines(run: Run) -> Iterator[str]:
 
 def _objective(run: Run) -> str:
     """Return a run's objective with its main options; empty for supervised fine-tuning."""
-    names = {field.name for field in dataclasses.fields(ObjectiveConfig)}
-    options = {name: value for name, value in run.config.items() if name in names}
-    objective = Objective(ObjectiveConfig(**options))
+    objective = objective_of(run.config)
     return "" if objective.is_sft else objective.description
 
 

@@ -18,6 +18,7 @@ from mlxtune.backend.text.generate import Sampling, answers
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import EvalConfig, UseConfig
+from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.prompt import LastTurn, TurnEnds, last_turn
 from mlxtune.core.data.text_stream import text_of
@@ -244,9 +245,16 @@ def _judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     path = config.checkpoint_path / EVALUATION
     objective = Objective.of(config)
     try:
-        start = _losses_before_training(session, judged.rows, objective)
+        start = _before_training(session, _measure_of(session, judged.rows, objective))
         loaded = load_model(use, adapter, session.folder, RunConsole(quiet=True), workers)
-        evaluation = compare_losses(loaded, judged, config.seed, console, workers, start, objective)
+        if config.objective in REWARDED:
+            from mlxtune.session.rewarding import compare_rewards
+
+            evaluation = compare_rewards(session, loaded, judged, start)
+        else:
+            evaluation = compare_losses(
+                loaded, judged, config.seed, console, workers, start, objective
+            )
         write_json(path, evaluation.as_dict())
     except MlxTuneError as problem:
         console.warn(f"the adapter was written, but could not be evaluated: {problem}")
@@ -258,7 +266,7 @@ def _judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
         console.say("" if number else "Verdict", line)
     if (problem_line := less_likely_line(evaluation, config.objective)) is not None:
         console.warn(problem_line)
-    if not config.samples:
+    if not config.samples or evaluation.generated is not None:
         return evaluation
     try:
         if drawn := _draw(judged.rows, config.samples, config.seed, session.reader):
@@ -278,8 +286,25 @@ def _judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     return evaluation
 
 
-def _losses_before_training(session: RunSession, rows: CorpusRows, objective: Objective) -> Any:
-    """Return the losses under the adapter from which training started; None if there was none."""
+def _measure_of(
+    session: RunSession, rows: CorpusRows, objective: Objective
+) -> Callable[[LoadedModel], Any]:
+    """Return a function that measures a model with an adapter on rows: losses, or rewards."""
+    if session.config.objective in REWARDED:
+        # Only these runs import the rewards.
+        from mlxtune.session.rewarding import rewards_of
+
+        return partial(rewards_of, session, rows)
+
+    def losses(loaded: LoadedModel) -> Any:
+        (sums,) = _sums(loaded, rows, (True,), session.console, session.workers, objective)
+        return sums
+
+    return losses
+
+
+def _before_training(session: RunSession, measure: Callable[[LoadedModel], Any]) -> Any:
+    """Measure the adapter from which training started; None if there was none."""
     config, initial = session.config, session.initial
     if config.init_adapter is None:
         return None
@@ -290,10 +315,10 @@ def _losses_before_training(session: RunSession, rows: CorpusRows, objective: Ob
     use = config.part(UseConfig, adapter=config.init_adapter, quantize=quantize)
     quiet, workers = RunConsole(quiet=True), session.workers
     loaded = load_model(use, initial, session.folder, quiet, workers)
-    (sums,) = _sums(loaded, rows, (True,), session.console, workers, objective)
+    measured = measure(loaded)
     del loaded
     allocator.release()
-    return sums
+    return measured
 
 
 def _draw(rows: CorpusRows, count: int, seed: int, reader: Reader) -> CorpusRows:

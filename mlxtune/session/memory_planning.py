@@ -6,11 +6,13 @@ Also chooses how to multiply by quantised weights, which takes the largest micro
 import datetime
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mlxtune.backend.device import allocator, default_device
 from mlxtune.backend.forward.operations import best_execution
@@ -21,11 +23,14 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import InstructConfig, TrainConfig, user_cache
+from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.data.cache import key_of
+from mlxtune.core.data.encode import Example
 from mlxtune.core.data.inspection import truncation_loss
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.machine import reservation
 from mlxtune.core.machine.facts import versions
+from mlxtune.core.objectives.policy import expected_samples
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.run.run_folder import ABOUT, ResumePoint
 from mlxtune.core.run.run_plan import LongestFit, read_measured, save_measured, save_speed, speed_of
@@ -59,7 +64,11 @@ def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[StepLength
         return []
     rows, keyed = dataset.rows.train, config.dropout > 0
     epoch = first_epoch(config, dataset)
-    return sample_steps(StepLengths.of(rows.draw(step), keyed=keyed) for step in epoch)
+    drawn: Iterable[list[Example]] = map(rows.draw, epoch)
+    if config.objective in REWARDED:
+        size, longest = config.group_size, config.max_new_tokens
+        drawn = (expected_samples(examples, size, longest) for examples in drawn)
+    return sample_steps(StepLengths.of(examples, keyed=keyed) for examples in drawn)
 
 
 def sampled_work(
@@ -72,8 +81,11 @@ def sampled_work(
     """
     sizes = [size for step in steps for size in zip(step.tokens, step.supervised, strict=True)]
     if dataset is not None:
-        corpus = dataset.corpus
-        sizes = list(zip(corpus.lengths.tolist(), corpus.supervised.tolist(), strict=True))
+        lengths, supervised = dataset.corpus.lengths, dataset.corpus.supervised
+        if config.objective in REWARDED:
+            answers = np.full_like(supervised, config.max_new_tokens)
+            lengths, supervised = lengths - supervised + answers, answers
+        sizes = list(zip(lengths.tolist(), supervised.tolist(), strict=True))
     sizes = sizes or [(config.max_seq_len, config.max_seq_len)]
     extremes = {max(sizes), max(sizes, key=lambda size: size[::-1])}
     return Workload(

@@ -32,7 +32,7 @@ from mlxtune.core.data.inspection import Distribution
 from mlxtune.core.files.hashing import hash_in_background
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.machine.facts import versions
-from mlxtune.core.objectives.objective import Objective
+from mlxtune.core.objectives.policy import objective_of
 from mlxtune.core.run.metrics import InstructTrainResult
 from mlxtune.core.run.run_folder import ABOUT, ResumePoint
 from mlxtune.core.run.stored_run import get_str
@@ -158,7 +158,7 @@ def build_pipeline(
         base_record=loading.base_record(base) | trained,
         warn=console.warn,
         workers=workers,
-        objective=Objective.of(config),
+        objective=objective_of(vars(config)),
     )
     console.say("LoRA", pipeline.lora.describe())
     await_result(console)

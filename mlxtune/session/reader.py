@@ -21,6 +21,7 @@ from mlxtune.backend.text.chat_template import (
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import OPTIONS, DataConfig, as_path
 from mlxtune.config.data_config import is_jinja, parse_fields
+from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation
@@ -36,7 +37,7 @@ from mlxtune.core.data.problems import (
     RowTally,
     SkippedRows,
 )
-from mlxtune.core.data.prompt import Prompt, TurnEnds, prompt_of
+from mlxtune.core.data.prompt import Prompt, TurnEnds, answered, prompt_of
 from mlxtune.core.data.template import END_OF_TURN, PLAIN, TEMPLATES, built_in_jinja
 from mlxtune.core.files.reading import file_hash
 from mlxtune.errors import DataError, ModelError
@@ -89,7 +90,7 @@ class Reader:
             known = _is_token(tokenizer, end)
             always = {} if known else {NO_END_OF_TURN: f"{end}: use {self._fitting()}"}
             return Encoder(
-                lambda row: render(row, config.turns),
+                lambda row: render(row, self._turns),
                 tokenizer,
                 always,
                 trains_prompts=config.orpo_nll == "prompt",
@@ -99,7 +100,7 @@ class Reader:
             chat_template,
             tokenizer.end_tokens,
             "\n".join(self.template_source.values()),
-            turns=config.turns,
+            turns=self._turns,
             thinking=config.thinking,
             merge_system=config.merge_system,
         )
@@ -111,6 +112,11 @@ class Reader:
             source=template.source,
             trains_prompts=prompts,
         )
+
+    @property
+    def _turns(self) -> str:
+        """The assistant turns that carry loss; the last one stands for sampled answers."""
+        return "last" if self._config.objective in REWARDED else self._config.turns
 
     @cached_property
     def template_source(self) -> dict[str, str]:
@@ -270,7 +276,7 @@ class Reader:
         """Yield the readable rows of a file; count the other rows in `skipped`."""
         config = self._config
         fields = parse_fields(config.field)
-        return read_rows(
+        rows = read_rows(
             path,
             skipped,
             format=config.format,
@@ -278,6 +284,7 @@ class Reader:
             objective=config.objective,
             split_at=config.split_at,
         )
+        return map(answered, rows) if config.objective in REWARDED else rows
 
     def _key(self, path: Path) -> str:
         config = self._config

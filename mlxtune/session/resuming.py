@@ -32,8 +32,8 @@ from mlxtune.hub.dataset_name import data_value
 from mlxtune.session.arguments import ResolvedOptions
 from mlxtune.views.console import RunConsole
 
-# Options that another user's run must not set: they choose downloads and trackers.
-_ASKED_AGAIN = ("model_path", "data", "val_data", "track")
+# Options that another user's run must not set: they choose downloads, trackers and code to run.
+_ASKED_AGAIN = ("model_path", "data", "val_data", "track", "reward")
 # Facts that a resumed run must share with its checkpoint, and the error if they differ.
 _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
     "data_hash": (
@@ -45,6 +45,11 @@ _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
         DataError,
         "--val-data gives different examples than the run was validated with: "
         "bring back the run's file, or train on from its adapter: --init-adapter {checkpoint}",
+    ),
+    "reward_hash": (
+        DataError,
+        "--reward: its files differ from those at the start of the run: bring them back, or train "
+        "on from its adapter: --init-adapter {checkpoint}",
     ),
     "base_hash": (
         ModelError,
@@ -98,7 +103,7 @@ def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoin
 def check_asked_again(
     run: Path, checkpoint: Checkpoint, given: Mapping[str, Any], names: Sequence[str] = _ASKED_AGAIN
 ) -> None:
-    """Raise ConfigError if another user's run chooses downloads or trackers.
+    """Raise ConfigError if another user's run chooses downloads, trackers or code to run.
 
     Such options are used only if the caller gives them again.
     """
@@ -109,7 +114,9 @@ def check_asked_again(
         if not value or name in given:
             continue
         values = value if isinstance(value, list) else [value]
-        if name != "track":
+        if name == "reward":
+            values = [each for each in values if ".py" in str(each)]
+        elif name != "track":
             values = [
                 each
                 for each in values

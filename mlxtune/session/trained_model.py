@@ -33,6 +33,7 @@ from mlxtune.config import (
     as_path,
 )
 from mlxtune.config.data_config import TEMPLATES, BaseOptions
+from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.prompt import Prompt
@@ -212,6 +213,8 @@ def trained_as(
     """Return the options of training, and a hash of its rows, that the adapter records."""
     own = ((name, getattr(config, name)) for name in _OBJECTIVE)
     objective = {name: value for name, value in own if value != _OBJECTIVE[name]}
+    if config.objective in REWARDED:  # an evaluation without rewards compares losses
+        objective = {}
     read = {name: getattr(config, name) for name in READING}
     reading = {name: value for name, value in read.items() if value != getattr(TrainConfig, name)}
     records = {"objective": objective, _PLAIN_TEXT: plain_text, "reading": reading}

@@ -20,8 +20,8 @@ def run_figures(view: RunView, limit: float | None = None) -> dict[str, str]:
     figures = {}
     if view.best_val_loss is not None:
         before = view.initial_val_loss
-        improved = f", from {loss_text(before)} before training" if before is not None else ""
-        figures[f"best validation loss{improved}"] = loss_text(view.best_val_loss)
+        improved = f", from {view.measured(before)} before training" if before is not None else ""
+        figures[f"best {view.measure}{improved}"] = view.measured(view.best_val_loss)
     if view.train_loss is not None:
         period = "the last epoch" if view.epoch else "the steps so far"
         figures[f"training loss in {period}"] = loss_text(view.train_loss)

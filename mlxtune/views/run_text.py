@@ -11,7 +11,7 @@ import numpy as np
 
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.config.fields import flag
-from mlxtune.config.objective_config import default_rate
+from mlxtune.config.objective_config import REWARDED, default_rate
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import where
@@ -55,8 +55,11 @@ _TINY_RATE = 0.05
 def loss_and_perplexity(value: float, objective: str = "sft") -> str:
     """Return a loss as text, such as `1.2817 (perplexity 3.603)`.
 
-    The loss of a preference objective has no perplexity, as it is not a loss of text.
+    The loss of a preference objective has no perplexity, as it is not a loss of text. The loss of a
+    validation by rewards is their negative mean.
     """
+    if objective in REWARDED:
+        return f"reward {-value:.4f}"
     if objective != "sft":
         return f"{value:.4f}"
     capped = perplexity(value)
@@ -105,6 +108,8 @@ def tokens_line(ledger: Ledger) -> str:
 def template_line(template: str, config: DataConfig, *, added: bool = False) -> str:
     """Return a line on a run's template; `added` says that the model itself has none."""
     turns = "every assistant turn" if config.turns == "all" else "the last assistant turn"
+    if config.objective in REWARDED:
+        turns = "prompts end before the last assistant turn"
     thinking = "" if config.thinking == "auto" else f", thinking {config.thinking}"
     alone = "; mlx-lm uses the template with a fused model, not with the adapter" if added else ""
     return f"{template}; {turns}{thinking}, up to {config.max_seq_len:,} tokens{alone}"
@@ -137,8 +142,8 @@ def step_state(record: StepRecord, average: float, peak_gb: float, thermal: str 
 
 
 def _preferences(record: StepRecord) -> str:
-    """Return the preference metrics to show in a step's line."""
-    shown = ("rewards/accuracies", "rewards/margins", "kl")
+    """Return the metrics of rewards to show in a step's line."""
+    shown = ("reward", "rewards/accuracies", "rewards/margins", "kl")
     metrics = ((name, record.metrics[name]) for name in shown if name in record.metrics)
     return "".join(f"{name} {value:.3g}  " for name, value in metrics)
 
@@ -205,7 +210,8 @@ def risen_loss_line(
     steps in a row had a far higher loss than the untrained model, whose loss is `before`.
     """
     some, lower = max(len(steps) // 10, _FEWEST_LOSSES), f"lower --lr {config.lr:g}"
-    if len(steps) < 2 * some:
+    # A policy's loss compares answers with each other, and says nothing about their quality.
+    if len(steps) < 2 * some or config.objective in REWARDED:
         return None
     start, end = _mean_loss(steps[:some]), _mean_loss(steps[-some:])
     # Steps have different rows, so a rise within their noise is not significant.
@@ -259,6 +265,8 @@ def next_try_line(
     or its rate tiny; or its last validation was the best, so that it was still learning.
     """
     steps, last = len(result.steps), result.validations[-1:]
+    if evaluation.rewards:
+        return None
     learned = evaluation.verdict == HELPED and not evaluation.hardly
     difference, preference = evaluation.difference, evaluation.preference
     weightless = config.objective == "dpo" and not config.sft_weight and preference is not None
@@ -292,11 +300,13 @@ def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
     yield f"{view.course}{rates}, peak memory {byte_size(view.peak_memory or 0)}{predicted}"
     shown = partial(loss_and_perplexity, objective=config.objective)
     if view.train_loss is not None:
-        yield f"training loss {shown(view.train_loss)} in the last epoch"
+        loss = f"{view.train_loss:.4f}" if config.objective in REWARDED else shown(view.train_loss)
+        yield f"training loss {loss} in the last epoch"
     before, last, best = view.initial_val_loss, view.last_val_loss, view.best_val_loss
     if before is not None and last is not None and best is not None:
+        loss = "" if config.objective in REWARDED else "loss "
         yield (
-            f"validation loss {shown(before)} before, {shown(last)} at the end, {shown(best)} at "
+            f"validation {loss}{shown(before)} before, {shown(last)} at the end, {shown(best)} at "
             f"best, after {view.best_place}"
         )
     if not view.improved:

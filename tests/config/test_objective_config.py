@@ -14,7 +14,7 @@ from tests.configs import config, problems
     [
         (
             {"objective": "dopo"},
-            "--objective must be one of sft, dpo, orpo, cpo, simpo, kto, not 'dopo'",
+            "--objective must be one of sft, dpo, orpo, cpo, simpo, kto, grpo, not 'dopo'",
         ),
         ({"beta": 0.1}, "--beta goes with a preference objective: leave it out"),
         ({"objective": "dpo", "beta": 0.0}, "--beta must be above 0, not 0.0"),

@@ -1,6 +1,7 @@
 """InstructPipeline: one optimizer step at a time, and evaluation."""
 
 import dataclasses
+import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -225,7 +226,18 @@ class InstructPipeline:
     ) -> list[SampledAnswer]:
         """Return an answer of the current model for each request; see `sampling.sample`."""
         self._engine.commit_launched()
+        # The last step may have had dropout.
+        self.lora.dropout_keys.set(None, None)
         return sample(self.model, requests, sampling, ends, on_progress)
+
+    def adapter_hash(self) -> str:
+        """Return the SHA-256 of the LoRA matrices."""
+        self._engine.commit_launched()
+        digest = hashlib.sha256()
+        for name, value in sorted(self.forward.trained.values().items()):
+            digest.update(name.encode())
+            digest.update(np.array(value.astype(mx.float32)).tobytes())
+        return digest.hexdigest()
 
     def reference(self) -> Mapping[str, Any]:
         """Return the JSON values on which the initial model's log-probabilities depend."""

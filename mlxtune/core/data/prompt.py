@@ -9,7 +9,7 @@ end                                                                             
 
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from mlxtune.core.data.conversation import (
     UNDESIRABLE,
     Conversation,
     Document,
+    Message,
     parse_conversation,
     role_of,
     turn_marks,
 )
-from mlxtune.core.data.encode import Encoder, Example
+from mlxtune.core.data.encode import Encoder, Example, Row
 from mlxtune.core.data.formats import convert_rows
 from mlxtune.core.data.problems import (
     BadRow,
@@ -136,6 +137,17 @@ def read_prompts(
             messages.pop()
             answer = None if last.tool_calls else last.content
         yield PromptRow(messages, answer, unchanged, path, row.row, row.tools, row.options)
+
+
+def answered(row: Row) -> Row:
+    """Return a prompt's row for encoding: with an answer, and with keys of any meaning."""
+    if not isinstance(row, Conversation):
+        return row
+    messages = row.messages
+    if messages[-1].role != "assistant":
+        fields = {"role": "assistant", "content": _ANSWER}
+        messages = (*messages, Message("assistant", _ANSWER, fields=fields))
+    return replace(row, messages=messages, unread=())
 
 
 def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Prompt:

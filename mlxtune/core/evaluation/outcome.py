@@ -201,6 +201,22 @@ class PreferenceDifference:
 
 
 @dataclass(frozen=True)
+class RewardChange:
+    """The mean of a reward over answers to the rows, before and after training.
+
+    `name` is empty for the weighted sum of all rewards. The answers are greedy or `sampled`; `low`
+    and `high` are the interval of the difference.
+    """
+
+    name: str
+    sampled: bool
+    before: float
+    after: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The result of an evaluation. Without an adapter, only the base model's values are set.
 
@@ -214,6 +230,9 @@ class Evaluation:
     Under a preference objective, the losses are those of the good answers, the verdict is about
     `preference`, and without an adapter `preferred` is the fraction of pairs whose chosen answer
     the base model prefers.
+
+    If training learned from rewards, the losses are negative mean rewards of greedy answers, by
+    which the verdict goes, before and after training; `rewards` starts with their sum.
 
     `left_out` counts rows that are left out because they were also trained on; with `only_trained`,
     no other rows remained, and all rows were evaluated. `files` has a verdict on each file, if
@@ -243,18 +262,21 @@ class Evaluation:
     candidates: int = 1
     unknown_rows: bool = False
     against: str | None = None
+    rewards: tuple[RewardChange, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-ready values.
 
         They include `matches` only if matches were counted, `files` only for several files,
-        `candidates` only for several adapters, and `against` only if two adapters are compared.
+        `rewards` only if there are any, `candidates` only for several adapters, and `against` only
+        if two adapters are compared.
         """
         values = asdict(self)
         if self.candidates == 1:
             del values["candidates"]
-        if not self.files:
-            del values["files"]
+        for name in ("files", "rewards"):
+            if not values[name]:
+                del values[name]
         if not self.unknown_rows:
             del values["unknown_rows"]
         kept: dict[str, Any] = _without_absent(values)

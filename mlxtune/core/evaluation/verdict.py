@@ -6,7 +6,7 @@ label has no counterpart, so each good answer is compared with all bad answers, 
 more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -32,6 +32,7 @@ from mlxtune.core.evaluation.outcome import (
     FileVerdict,
     Misjudged,
     PreferenceDifference,
+    RewardChange,
     RowLosses,
 )
 from mlxtune.core.evaluation.row_losses import AnswerSums, Sums
@@ -107,6 +108,48 @@ def evaluate_preferences(
     """
     compare = partial(_compare_preferences, seed, objective)
     return _with_verdicts_by_file(judged, compare, base, adapted, start)
+
+
+@dataclass(frozen=True, eq=False)
+class RowRewards:
+    """The rewards of answers to rows, float64 (R,), NaN for a row without one.
+
+    `name` is empty for the weighted sum of all rewards; the answers are greedy or `sampled`.
+    """
+
+    name: str
+    sampled: bool
+    before: Floats
+    after: Floats
+
+
+def evaluate_rewards(
+    judged: JudgedRows, rewards: Sequence[RowRewards], seed: int
+) -> Evaluation | None:
+    """Compare the rewards of answers before and after training; the first one decides.
+
+    Returns None if no row has its reward both times.
+    """
+    first = rewards[0]
+    usable = np.flatnonzero(np.isfinite(first.before) & np.isfinite(first.after))
+    if not len(usable):
+        return None
+    ones = np.ones(len(usable), dtype=np.int64)
+    before, after = (Sums(-each[usable], ones) for each in (first.before, first.after))
+    rows = replace(judged, rows=judged.rows.only(usable))
+    evaluation = _compare_losses(seed, rows, before, after, None)
+    changes = tuple(change for each in rewards if (change := _reward_change(each, seed)))
+    return replace(evaluation, hardly=False, gained=(), lost=(), rewards=changes)
+
+
+def _reward_change(rewards: RowRewards, seed: int) -> RewardChange | None:
+    usable = np.isfinite(rewards.before) & np.isfinite(rewards.after)
+    before, after = rewards.before[usable], rewards.after[usable]
+    if not len(before):
+        return None
+    found = paired_difference(before, after, np.ones(len(before), dtype=np.int64), seed)
+    means = float(before.mean()), float(after.mean())
+    return RewardChange(rewards.name, rewards.sampled, *means, found.low, found.high)
 
 
 def _with_verdicts_by_file(

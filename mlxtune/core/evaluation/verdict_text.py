@@ -1,5 +1,6 @@
 """The result of an evaluation, in sentences."""
 
+from mlxtune.core.evaluation.interval import CONFIDENCE
 from mlxtune.core.evaluation.outcome import (
     CANNOT_TELL,
     FEWEST_ROWS,
@@ -11,6 +12,7 @@ from mlxtune.core.evaluation.outcome import (
     FileVerdict,
     Matches,
     PreferenceDifference,
+    RewardChange,
 )
 from mlxtune.core.formatting import pluralise
 
@@ -26,6 +28,8 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
     The second line compares further training with the base model or, for preferences, describes the
     change in loss. The evaluation must have an adapter.
     """
+    if evaluation.rewards:
+        return _reward_lines(evaluation)
     if evaluation.preference is not None:
         return _preference_lines(evaluation, evaluation.preference)
     difference, further = evaluation.difference, evaluation.base_difference
@@ -58,6 +62,28 @@ def _preferred(file: FileVerdict) -> str:
     if file.preferred_before is None or file.preferred_after is None:
         return ""
     return f"prefers {file.preferred_before:.0%} to {file.preferred_after:.0%}, loss "
+
+
+def _reward_lines(evaluation: Evaluation) -> list[str]:
+    """Return the verdict with the change of the reward, and a line for each further reward."""
+    first, *others = evaluation.rewards
+    rows = pluralise(evaluation.rows, "row")
+    if evaluation.left_out:
+        rows += f" (without {pluralise(evaluation.left_out, 'row')} that training also used)"
+    what = f"greedy answers to {rows} get a mean reward of {_reward_text(first)}"
+    lines = [
+        f"{f'reward {each.name} of ' if each.name else 'reward of '}"
+        f"{'sampled' if each.sampled else 'greedy'} answers: {_reward_text(each)}"
+        for each in others
+    ]
+    return [_verdict_line(evaluation, what), *lines]
+
+
+def _reward_text(change: RewardChange) -> str:
+    return (
+        f"{change.after:.3f}, {change.before:.3f} before ({change.after - change.before:+.3f}, "
+        f"{CONFIDENCE:.0%} interval {change.low:+.3f} to {change.high:+.3f})"
+    )
 
 
 def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> list[str]:

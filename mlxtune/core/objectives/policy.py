@@ -10,14 +10,14 @@ Sources: TRL 1.16 (`GRPOTrainer`), whose names the losses have, and the papers t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.config.objective_config import PolicyConfig
+from mlxtune.config.objective_config import REWARDED, ObjectiveConfig, PolicyConfig
 from mlxtune.core.data.encode import Example, predicted_tokens
 from mlxtune.core.objectives.objective import Objective
 
@@ -75,6 +75,22 @@ class SampledExample(Example):
     @property
     def has_gradient(self) -> bool:
         return not self.masked and (self.advantage != 0 or self.reference_logps is not None)
+
+
+def expected_samples(
+    examples: Sequence[Example], group_size: int, max_new_tokens: int
+) -> list[Example]:
+    """Return the longest samples that a step of these rows may have, to plan its memory."""
+    samples = []
+    for example in examples:
+        prompt = example.tokens[: int(example.assistant_mask.argmax())]
+        mask = np.repeat(np.array([0, 1], dtype=np.uint8), [len(prompt), max_new_tokens])
+        for number in range(group_size):
+            # Answers share no token.
+            answer = np.full(max_new_tokens, number, dtype=np.int32)
+            tokens = np.concatenate([prompt, answer])
+            samples.append(replace(example, tokens=tokens, assistant_mask=mask))
+    return samples
 
 
 def advantages_of(
@@ -291,3 +307,13 @@ class PolicyObjective:
 
 # What a step can minimise.
 StepObjective = Objective | PolicyObjective
+
+
+def objective_of(options: Mapping[str, Any]) -> StepObjective:
+    """Return the objective that the options of a run name."""
+    rewarded = options.get("objective") in REWARDED
+    names = [each.name for each in fields(PolicyConfig if rewarded else ObjectiveConfig)]
+    given = {name: options[name] for name in names if options.get(name) is not None}
+    if rewarded:
+        return PolicyObjective(PolicyConfig(**given))
+    return Objective(ObjectiveConfig(**given))

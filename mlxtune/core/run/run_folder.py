@@ -58,11 +58,13 @@ LOCK = ".mlxtune.lock"
 STOP = ".mlxtune.stop"
 # The reference's log-probabilities, under a preference objective.
 REFERENCE = "reference.json"
+# Sampled answers with their rewards, for an objective that learns from rewards.
+SAMPLED = "samples.jsonl.gz"
 # The run's identity with each tracker, and folders in which trackers keep their files.
 TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
 _OF_A_RUN = (
-    *(METRICS, ABOUT, LEDGER, TRAINED_ROWS, REFERENCE),
+    *(METRICS, ABOUT, LEDGER, TRAINED_ROWS, REFERENCE, SAMPLED),
     *(RESULT, EVALUATION, REPORT, PROFILE, SAMPLES),
 )
 # TRACKING shows that folders of these names belong to the run, so it is moved last.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import flag
-from mlxtune.config.objective_config import default_rate
+from mlxtune.config.objective_config import REWARDED, default_rate
 from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import CANNOT_TELL, HELPED, HURT, Evaluation
 from mlxtune.core.evaluation.verdict_text import verdict_lines
@@ -173,24 +173,35 @@ class RunView:
         return Verdict("good", f"The run {ended}.{chosen}{adapter}", self.adapter)
 
     @property
+    def measure(self) -> str:
+        """The name of what a validation measures."""
+        return "mean reward" if self.objective in REWARDED else "validation loss"
+
+    def measured(self, loss: float | None) -> str:
+        """Return a validation's loss as text; that of rewards is their negative mean."""
+        if loss is not None and self.objective in REWARDED:
+            return loss_text(-loss)
+        return loss_text(loss)
+
+    @property
     def headline(self) -> str:
         model, data = self.model or "The model", " and ".join(self.data[:2]) or "its data"
         if len(self.data) > 2:
             data = f"{self.data[0]} and {len(self.data) - 1} more files"
-        before, best = self.initial_val_loss, self.best_val_loss
+        before, best, shown = self.initial_val_loss, self.best_val_loss, self.measured
         validated = before is not None and best is not None
         if not self.finished:
             total = f" of {self.total_steps:,}" if self.total_steps else ""
             verb = "is at" if self.status == "running" else "stopped at"
-            losses = f"; validation loss {loss_text(before)} before, {loss_text(best)} at best"
+            losses = f"; {self.measure} {shown(before)} before, {shown(best)} at best"
             return f"{model} on {data} {verb} step {self.step:,}{total}{losses * validated}"
         trained = pluralise(self.epoch, "epoch") if self.epoch else pluralise(self.step, "step")
         if before is not None and best is not None:
             if not self.improved:
-                losses = f"{loss_text(before)} before, {loss_text(best)} at best"
-                return f"{trained} on {data} did not improve {model}: validation loss {losses}"
-            losses = f"from {loss_text(before)} to {loss_text(best)}"
-            return f"{trained} on {data} took {model}’s validation loss {losses}"
+                losses = f"{shown(before)} before, {shown(best)} at best"
+                return f"{trained} on {data} did not improve {model}: {self.measure} {losses}"
+            losses = f"from {shown(before)} to {shown(best)}"
+            return f"{trained} on {data} took {model}’s {self.measure} {losses}"
         if self.train_loss is not None:
             loss = loss_text(self.train_loss)
             return f"{trained} on {data} brought {model} to a training loss of {loss}"

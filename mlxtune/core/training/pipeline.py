@@ -160,6 +160,9 @@ class StepSource(Protocol):
     def updates(self) -> int:
         """The number of consecutive steps on the same rows."""
 
+    def describe(self) -> Mapping[str, str]:
+        """Return hashes of what decides the examples besides rows, for checkpoints' metadata."""
+
     def draw(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
         """Return the examples of a step's rows, the same ones whenever it is asked.
 
@@ -179,6 +182,9 @@ class RowSource:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
+
+    def describe(self) -> Mapping[str, str]:
+        return {}
 
     def draw(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
         return StepData(rows.draw(step.row_indices))

@@ -156,8 +156,9 @@ class InstructTrainer:
         return self._data_hash if held_out else corpus.data_hash() if self.val_rows else ""
 
     def data_hashes(self) -> dict[str, str]:
-        """Return both hashes, by their names in a checkpoint's metadata."""
-        return {"data_hash": self.data_hash(), "validation_hash": self.validation_hash()}
+        """Return the data's hashes, by their names in a checkpoint's metadata."""
+        hashes = {"data_hash": self.data_hash(), "validation_hash": self.validation_hash()}
+        return {**hashes, **self._source.describe()}
 
     def describe(self) -> dict[str, Any]:
         """Return the facts in a checkpoint's metadata that a resumed run must share."""

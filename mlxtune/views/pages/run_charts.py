@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 import numpy as np
 
+from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.formatting import byte_size, loss_text, pluralise
 from mlxtune.core.run.extension import extensions_of
 from mlxtune.core.run.stored_run import Run, number
@@ -56,7 +57,8 @@ def _measures(views: Sequence[RunView]) -> tuple[_StepMeasure, ...]:
 
 
 def charts_of(run: Run, view: RunView) -> list[Chart]:
-    rewards = [_rewards_chart(run)] if any(step.metrics for step in run.progress.steps[:1]) else []
+    chart = _sampled_rewards_chart if view.objective in REWARDED else _rewards_chart
+    rewards = [chart(run)] if any(step.metrics for step in run.progress.steps[:1]) else []
     charts = (_chart(run, view, each) for each in _measures([view]))
     return [loss_chart(run, view), *rewards, *charts]
 
@@ -77,6 +79,25 @@ def _rewards_chart(run: Run) -> Chart:
         ]
         last += [f"{name} {values[-1]:.3g} at last"] if values else []
     return Chart("Rewards", "beta times the log-ratio", series, f"Rewards: {'; '.join(last)}")
+
+
+def _sampled_rewards_chart(run: Run) -> Chart:
+    """Return the chart of the rewards of sampled answers by name, and of rows without gradient."""
+    steps, series, last = run.progress.steps, [], []
+    names = {name for step in steps[:1] for name in step.metrics if name.endswith("/mean")}
+    rewards = {
+        name.removeprefix("rewards/").removesuffix("/mean"): name
+        for name in sorted(names)
+        if name.startswith("rewards/")
+    }
+    rewards["fraction of rows without gradient"] = "frac_reward_zero_std"
+    for i, (title, name) in enumerate(rewards.items()):
+        points = [(each.step, each.metrics[name]) for each in steps if name in each.metrics]
+        values = smooth([value for _, value in points])
+        series.append(Series(title, style_of(i), [step for step, _ in points], values))
+        last += [f"{title} {values[-1]:.3g} at last"] if values else []
+    description = f"Rewards: {'; '.join(last)}"
+    return Chart("Rewards", "mean of a step's samples, averaged", series, description)
 
 
 def _chart(run: Run, view: RunView, measure: _StepMeasure) -> Chart:
@@ -118,6 +139,7 @@ def loss_chart(run: Run, view: RunView) -> Chart:
     steps, losses = run.column("step"), run.column("loss")
     both = pairwise(zip(steps, run.column("epoch"), strict=True))
     ends = [step for (step, epoch), (_, following) in both if epoch != following]
+    negative = ", negative mean reward" if view.objective in REWARDED else ""
     description = f"Loss over {pluralise(view.step, 'step')}"
     if losses:
         description += (
@@ -131,7 +153,7 @@ def loss_chart(run: Run, view: RunView) -> Chart:
         unit=_LOSS_UNIT if view.objective == "sft" else f"loss of {view.objective}",
         series=[
             *_averaged("training, each step", "training, averaged", "train", steps, losses),
-            _validation("validation", "val", run),
+            _validation(f"validation{negative}", "val", run),
             *_validation_by_file(run),
         ],
         description=description,

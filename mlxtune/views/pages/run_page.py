@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mlxtune.core.evaluation.outcome import Evaluation
+from mlxtune.core.evaluation.outcome import Evaluation, RewardChange
 from mlxtune.core.files.writing import write_file
 from mlxtune.core.formatting import join_few, loss_text, minute_of, pluralise, signed_loss
 from mlxtune.core.run.run_folder import REPORT
@@ -138,6 +138,8 @@ def evaluation_context(run: Run, view: RunView) -> dict[str, Any]:
 
 
 def _figures(evaluation: Evaluation) -> dict[str, str]:
+    if evaluation.rewards:
+        return _reward_figures(evaluation.rewards)
     adapted, change = evaluation.adapted, evaluation.difference
     figures = {"loss of the base model": loss_text(evaluation.base.loss)}
     if adapted is not None and change is not None:
@@ -160,6 +162,17 @@ def _figures(evaluation: Evaluation) -> dict[str, str]:
         figures[f"of {answers} exact before"] = f"{match.base:,}"
         if match.adapted is not None:
             figures[f"of {answers} exact after"] = f"{match.adapted:,}"
+    return figures
+
+
+def _reward_figures(changes: Sequence[RewardChange]) -> dict[str, str]:
+    figures = {}
+    for each in changes:
+        answers = "sampled" if each.sampled else "greedy"
+        name = f"{each.name or 'reward'} of {answers} answers"
+        figures[f"{name} before"] = f"{each.before:.3f}"
+        interval = f"interval of the change {each.low:+.3f} to {each.high:+.3f}"
+        figures[f"{name} after, {interval}"] = f"{each.after:.3f}"
     return figures
 
 

@@ -204,4 +204,4 @@ def test_first_loss_of_dpo_is_the_logarithm_of_two() -> None:
 def test_every_loss_can_be_chosen() -> None:
     assert OPTIONS["dpo_loss"].choices == tuple(DPO_LOSSES)
     assert OPTIONS["kto_loss"].choices == tuple(KTO_LOSSES)
-    assert {*OPTIONS["objective"].choices} == {"sft", "dpo", "kto", *OTHER_LOSSES}
+    assert {*OPTIONS["objective"].choices} == {"sft", "dpo", "kto", "grpo", *OTHER_LOSSES}

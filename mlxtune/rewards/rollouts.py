@@ -1,0 +1,340 @@
+"""Rollouts: the model answers the prompts of a step, and its answers are rewarded and recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from statistics import fmean
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.config.objective_config import RewardedConfig
+from mlxtune.core.data.corpus import CorpusRows
+from mlxtune.core.data.encode import Example
+from mlxtune.core.data.prompt import PromptRow, last_answer
+from mlxtune.core.data.text_stream import text_of
+from mlxtune.core.evaluation.outcome import perplexity
+from mlxtune.core.objectives.policy import (
+    SampledAnswer,
+    SampledExample,
+    SampleRequest,
+    advantages_of,
+)
+from mlxtune.core.run.metrics import FileLoss, InstructBatchResult
+from mlxtune.core.training.pipeline import OnProgress, Step, StepData
+from mlxtune.errors import NonFiniteLossError, OutputError
+from mlxtune.rewards.samples import GroupRecord, SampleLedger, SampleRecord
+from mlxtune.rewards.scoring import Completion, Reward
+
+_Logps = npt.NDArray[np.float32]
+
+
+class Policy(Protocol):
+    """The model in training, as rollouts need it."""
+
+    def sample(
+        self, requests: Sequence[SampleRequest], *, greedy: bool, on_progress: OnProgress
+    ) -> list[SampledAnswer]:
+        """Return an answer for each request."""
+
+    def token_logps(
+        self, examples: Sequence[Example], *, before_training: bool = False
+    ) -> list[_Logps]:
+        """Return the log-probabilities of each example's supervised tokens, float32 (A,)."""
+
+    def adapter_hash(self) -> str:
+        """Return a hash of the LoRA matrices."""
+
+
+class Scorer(Protocol):
+    """Computes rewards."""
+
+    def score(self, completions: Sequence[Completion]) -> list[Reward]: ...
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a run's rows: their tokens from the corpus, the rest as read.
+
+    `rows` maps the name of a file, and a row's number in it, to the row. `spell` returns the bytes
+    of tokens.
+    """
+
+    rows: Mapping[str, Mapping[int, PromptRow]]
+    spell: Callable[[Sequence[int]], Sequence[bytes]]
+
+    def row(self, rows: CorpusRows, index: int) -> PromptRow:
+        path, number = rows.source(index)
+        return self.rows[path][number]
+
+    def tokens(self, rows: CorpusRows, index: int) -> tuple[int, ...]:
+        """Return the tokens of the prompt: those before the row's last answer."""
+        example = rows[index][-1]
+        return tuple(example.tokens[: last_answer(example)[0]].tolist())
+
+    def text(self, answer: SampledAnswer) -> str:
+        """Return an answer's text, without the token that ended it."""
+        tokens = answer.tokens[: len(answer.tokens) - answer.finished]
+        return text_of(self.spell(tokens))
+
+
+class Rollouts:
+    """Supplies steps with sampled answers, and evaluates rows by the rewards of greedy answers.
+
+    Answers are recorded in `ledger` before they are trained on, and read from there if a resumed
+    run needs them again. `on_problem` gets a sentence on answers without a reward;
+    `reward_hash` identifies the rewards.
+    """
+
+    def __init__(
+        self,
+        config: RewardedConfig,
+        seed: int,
+        policy: Policy,
+        prompts: Prompts,
+        scorer: Scorer,
+        ledger: SampleLedger,
+        on_problem: Callable[[str], None],
+        reward_hash: str = "",
+    ) -> None:
+        self._reward_hash = reward_hash
+        self.updates = config.updates
+        self._config, self._seed = config, seed
+        self._policy, self._prompts, self._scorer = policy, prompts, scorer
+        self._ledger, self._on_problem = ledger, on_problem
+        # The first step of the last rollout, and its groups.
+        self._last: tuple[int, list[GroupRecord]] = 0, []
+
+    def describe(self) -> Mapping[str, str]:
+        return {"reward_hash": self._reward_hash}
+
+    # A step
+
+    def draw(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
+        """Return the samples of a step's rows; several updates use the same samples."""
+        first = (step.number - 1) // self.updates * self.updates + 1
+        if self._last[0] != first:
+            if step.number == first:
+                groups = self._rollout(rows, first, step.row_indices, on_progress)
+            else:
+                groups = self._resumed(first)
+            self._last = first, groups
+        groups = self._last[1]
+        keys = [each[-1] for each in map(rows.__getitem__, step.row_indices)]
+        examples = [
+            self._example(replace(row, draw=group.use), group, sample)
+            for row, group in zip(keys, groups, strict=True)
+            for sample in group.samples
+        ]
+        return StepData(examples, self._metrics(groups))
+
+    def _rollout(
+        self, rows: CorpusRows, step: int, indices: Sequence[int], on_progress: OnProgress
+    ) -> list[GroupRecord]:
+        """Return the groups of a rollout, from the ledger or drawn anew and recorded."""
+        # This also waits for the step that the policy still takes.
+        on_progress(0, len(indices) * self._config.group_size)
+        adapter = self._policy.adapter_hash()
+        if (known := self._ledger.read(step, adapter)) is not None:
+            return known
+        groups = list(self._drawn(rows, step, indices, adapter, on_progress))
+        if self.updates > 1 or self._config.kl:
+            groups = self._with_logps(rows, groups, indices)
+        self._ledger.add(groups)
+        return groups
+
+    def _resumed(self, step: int) -> list[GroupRecord]:
+        """Return the groups of a rollout between whose updates a run stopped."""
+        if (known := self._ledger.read(step, None)) is None:
+            raise OutputError(
+                f"the record of samples has none of step {step}, which the next step trains on: "
+                "bring it back, or start over with --overwrite"
+            )
+        return known
+
+    def _drawn(
+        self,
+        rows: CorpusRows,
+        step: int,
+        indices: Sequence[int],
+        adapter: str,
+        on_progress: OnProgress,
+    ) -> Iterator[GroupRecord]:
+        size, uses = self._config.group_size, _uses(indices)
+        tokens = [self._prompts.tokens(rows, index) for index in indices]
+        requests = [
+            SampleRequest(prompt, (self._seed, step, rows[index][-1].key, use, number))
+            for prompt, index, use in zip(tokens, indices, uses, strict=True)
+            for number in range(size)
+        ]
+        answers = self._policy.sample(requests, greedy=False, on_progress=on_progress)
+        asked = [self._prompts.row(rows, index) for index in indices]
+        scored = self._score([row for row in asked for _ in range(size)], answers)
+        rewards = [
+            [reward.total for reward in scored[start : start + size]]
+            for start in range(0, len(scored), size)
+        ]
+        advantages = chain.from_iterable(advantages_of(rewards, self._config.scale_rewards))
+        samples = [self._record(*each) for each in zip(answers, scored, advantages, strict=True)]
+        for i, row in enumerate(asked):
+            yield GroupRecord(
+                step=step,
+                row=row.place,
+                use=uses[i],
+                seed=self._seed,
+                adapter=adapter,
+                prompt=row.prompt,
+                prompt_tokens=tokens[i],
+                samples=tuple(samples[i * size : (i + 1) * size]),
+            )
+
+    def _score(self, rows: Sequence[PromptRow], answers: Sequence[SampledAnswer]) -> list[Reward]:
+        pairs = zip(rows, map(self._prompts.text, answers), strict=True)
+        scored = self._scorer.score([Completion.of(row, text) for row, text in pairs])
+        problems = [reward.problems[0] for reward in scored if reward.problems]
+        if len(problems) > 1:
+            count = f"{len(problems):,} of {len(scored):,} answers have no reward"
+            self._on_problem(f"{count}; the first: {problems[0]}")
+        elif problems:
+            self._on_problem(problems[0])
+        return scored
+
+    def _record(self, answer: SampledAnswer, reward: Reward, advantage: float) -> SampleRecord:
+        return SampleRecord(
+            tokens=answer.tokens,
+            logps=_shortest(answer.logps),
+            text=self._prompts.text(answer),
+            finished=answer.finished,
+            rewards=reward.values,
+            reward=reward.total,
+            advantage=advantage,
+            problems=reward.problems,
+        )
+
+    def _with_logps(
+        self, rows: CorpusRows, groups: Sequence[GroupRecord], indices: Sequence[int]
+    ) -> list[GroupRecord]:
+        """Add the log-probabilities that later updates and the divergence need."""
+        flat = [
+            self._example(rows[index][-1], group, sample)
+            for index, group in zip(indices, groups, strict=True)
+            for sample in group.samples
+        ]
+        old = self._policy.token_logps(flat) if self.updates > 1 else None
+        before = self._policy.token_logps(flat, before_training=True) if self._config.kl else None
+        at, found = iter(range(len(flat))), []
+        for group in groups:
+            places = [next(at) for _ in group.samples]
+            samples = tuple(
+                replace(
+                    sample,
+                    old_logps=None if old is None else _shortest(old[i].tolist()),
+                    reference_logps=None if before is None else _shortest(before[i].tolist()),
+                )
+                for i, sample in zip(places, group.samples, strict=True)
+            )
+            found.append(replace(group, samples=samples))
+        return found
+
+    def _example(self, row: Example, group: GroupRecord, sample: SampleRecord) -> SampledExample:
+        prompt, answer = len(group.prompt_tokens), len(sample.tokens)
+        cut = self._config.mask_truncated and not sample.finished
+        return SampledExample(
+            row=row.row,
+            tokens=np.array([*group.prompt_tokens, *sample.tokens], dtype=np.int32),
+            assistant_mask=np.repeat(np.array([0, 1], dtype=np.uint8), [prompt, answer]),
+            file=row.file,
+            draw=row.draw,
+            advantage=sample.advantage,
+            logps=np.array(sample.logps, dtype=np.float32),
+            old_logps=_array(sample.old_logps),
+            reference_logps=_array(sample.reference_logps),
+            masked=sample.reward is None or cut,
+        )
+
+    def _metrics(self, groups: Sequence[GroupRecord]) -> dict[str, float]:
+        """Return TRL's metrics of a rollout, and the fraction of samples without a reward."""
+        samples = [sample for group in groups for sample in group.samples]
+        totals = [sample.reward for sample in samples if sample.reward is not None]
+        without = [all(each.advantage == 0 for each in group.samples) for group in groups]
+        lengths = [len(sample.tokens) for sample in samples]
+        return {
+            **_means([sample.rewards for sample in samples]),
+            **({"reward": fmean(totals), "reward_std": _deviation(totals)} if totals else {}),
+            "frac_reward_zero_std": fmean(without),
+            "completions/mean_length": fmean(lengths),
+            "completions/clipped_ratio": fmean(not sample.finished for sample in samples),
+            "completions/without_reward": 1 - len(totals) / len(samples),
+        }
+
+    # An evaluation
+
+    def evaluate(
+        self, rows: CorpusRows, on_progress: OnProgress
+    ) -> tuple[InstructBatchResult, list[FileLoss]]:
+        """Return the negative mean reward of greedy answers as the loss.
+
+        Raises NonFiniteLossError if no answer has a reward.
+        """
+        indices = range(len(rows))
+        requests = [SampleRequest(self._prompts.tokens(rows, index), ()) for index in indices]
+        answers = self._policy.sample(requests, greedy=True, on_progress=on_progress)
+        scored = self._score([self._prompts.row(rows, index) for index in indices], answers)
+        result = _evaluated(scored, answers)
+        names, files = rows.corpus.paths, rows.files.tolist()
+        losses = []
+        by_file = sorted(indices, key=files.__getitem__)
+        for file, members in groupby(by_file, key=files.__getitem__):
+            of_file = list(members)
+            if len(of_file) < len(files):
+                part = _evaluated([scored[i] for i in of_file], [answers[i] for i in of_file])
+                losses.append(FileLoss(names[file], part.avg_loss, part.metrics))
+        return result, losses
+
+
+def _evaluated(scored: Sequence[Reward], answers: Sequence[SampledAnswer]) -> InstructBatchResult:
+    totals = [reward.total for reward in scored if reward.total is not None]
+    if not totals:
+        problems = [problem for reward in scored for problem in reward.problems]
+        raise NonFiniteLossError(f"no answer to a validation row has a reward: {problems[0]}")
+    loss, tokens = -fmean(totals), sum(len(answer.tokens) for answer in answers)
+    metrics = {
+        **_means([reward.values for reward in scored]),
+        "reward": -loss,
+        "completions/mean_length": tokens / len(answers),
+        "completions/clipped_ratio": fmean(not answer.finished for answer in answers),
+        "completions/without_reward": 1 - len(totals) / len(scored),
+    }
+    return InstructBatchResult(loss, tokens, perplexity(loss), metrics=metrics)
+
+
+def _means(values: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Return the mean and the standard deviation of each reward, by TRL's names."""
+    found = {}
+    for name in values[0]:
+        known = [value for each in values if (value := each[name]) is not None]
+        if known:
+            found[f"rewards/{name}/mean"] = fmean(known)
+            found[f"rewards/{name}/std"] = _deviation(known)
+    return found
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def _uses(indices: Sequence[int]) -> list[int]:
+    """Return, for each row of a step, how often an earlier place of the step uses it."""
+    return [list(indices[:i]).count(index) for i, index in enumerate(indices)]
+
+
+def _shortest(values: Sequence[float]) -> tuple[float, ...]:
+    """Return 32-bit numbers with as few digits as tell them apart."""
+    return tuple(float(str(np.float32(value))) for value in values)
+
+
+def _array(values: Sequence[float] | None) -> _Logps | None:
+    return None if values is None else np.array(values, dtype=np.float32)

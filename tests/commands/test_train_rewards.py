@@ -1,0 +1,255 @@
+"""Runs that learn from rewards: what they learn, record, refuse and resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune import TrainConfig, TrainingInterrupted, resume, train
+from mlxtune.commands.verify import verify
+from mlxtune.core.run.run_folder import SAMPLED
+from mlxtune.errors import ConfigError, DataError
+from mlxtune.rewards.rollouts import Rollouts
+from mlxtune.rewards.samples import read_samples
+from tests.configs import problems
+from tests.models import write_model
+from tests.slow import slow
+
+# The number of an answer's ASCII characters, in ninths.
+LOW = "def reward(prompt, completion, row):\n    return sum(map(str.isascii, completion)) / 9\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rewards")
+    write_model(folder / "model", "qwen3")
+    prompts = [{"prompt": f"{a} plus {b}", "sum": a + b} for a in range(5) for b in range(5)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    (folder / "low.py").write_text(LOW)
+    return folder
+
+
+def config(folder: Path, output: Path, **options: Any) -> TrainConfig:
+    given = {
+        "lr": 3e-2,
+        "targets": ("all",),
+        "rank": 4,
+        "samples": 0,
+        "quiet": True,
+        "reward": (f"{folder / 'low.py'}",),
+        "max_new_tokens": 9,
+        "group_size": 4,
+        "batch_size": 2,
+        "max_steps": 4,
+        "val_rows": 5,
+        **options,
+    }
+    data = str(folder / "prompts.jsonl")
+    return TrainConfig(
+        str(folder / "model"), (data,), output=str(output), objective="grpo", **given
+    )
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    lines = (output / "checkpoints" / "metrics.jsonl").read_text().splitlines()
+    return list(map(json.loads, lines))
+
+
+def result_of(output: Path) -> tuple[bytes, bytes, list[Any]]:
+    """Return the bytes of the adapter and of the samples, and the losses and metrics."""
+    kept = ("kind", "step", "loss", "val_loss", "grad_norm", "metrics")
+    found = [{name: each.get(name) for name in kept} for each in records(output)]
+    adapter = (output / "adapters.safetensors").read_bytes()
+    return adapter, (output / "checkpoints" / SAMPLED).read_bytes(), found
+
+
+def test_rewards_rise_and_the_verdict_says_so(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {
+        "max_steps": 16,
+        "group_size": 6,
+        "batch_size": 4,
+        "epochs": 4,
+        "val_split": 0.4,
+        "val_rows": 10,
+    }
+    result = train(config(folder, tmp_path, quiet=False, samples=1, **options))
+    found = records(tmp_path)
+    first, last = (found[i]["metrics"]["rewards/low.reward/mean"] for i in (1, -2))
+    assert last > first + 0.2
+    validations = [each for each in found if each["kind"] == "validation"]
+    assert all(each["val_loss"] == -each["metrics"]["reward"] for each in validations)
+    evaluation = result.evaluation
+    assert evaluation is not None and evaluation.verdict == "helped"
+    greedy, sampled = evaluation.rewards
+    assert (greedy.sampled, sampled.sampled) == (False, True)
+    assert 0 < sampled.low <= sampled.after - sampled.before <= sampled.high
+    assert evaluation.generated is not None and len(evaluation.generated.samples) == 1
+    shown = capsys.readouterr().err
+    assert "grpo (dapo)" in shown
+    assert "the adapter helped: greedy answers to" in shown
+    assert "reward of sampled answers: " in shown
+    assert verify(tmp_path).ok
+    page = (tmp_path / "checkpoints" / "report.html").read_text()
+    assert "mean reward from " in page
+    assert "fraction of rows without gradient" in page
+    assert "beta times the log-ratio" not in page
+
+
+def test_every_sample_is_on_record(folder: Path, tmp_path: Path) -> None:
+    train(config(folder, tmp_path))
+    groups = list(read_samples(tmp_path / "checkpoints" / SAMPLED))
+    assert [each.step for each in groups] == [1, 1, 2, 2, 3, 3, 4, 4]
+    steps = [each for each in records(tmp_path) if each["kind"] == "step"]
+    for step in steps:
+        of_step = [s for g in groups if g.step == step["step"] for s in g.samples]
+        assert len(of_step) == 8
+        mean = sum(s.reward or 0 for s in of_step) / 8
+        assert step["metrics"]["reward"] == pytest.approx(mean)
+        assert step["metrics"]["ratio/max"] == pytest.approx(1, abs=1e-3)
+        assert step["rows"] == 2
+    assert len({each.adapter for each in groups}) == 4
+    assert all(
+        each.row.startswith(str(folder / "prompts.jsonl")[-14:]) or each.row for each in groups
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"updates": 2, "kl": 0.1}, slow({"grpo_loss": "gspo", "correct": True, "dropout": 0.1})],
+)
+def test_resumed_run_ends_like_an_undisturbed_one(
+    folder: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, again, stopped = (tmp_path / name for name in ("whole", "again", "stopped"))
+    for output in (whole, again):
+        train(config(folder, output, **options))
+    assert result_of(whole) == result_of(again)
+    # Stopped after its first step, within the first rollout if it has two updates.
+    with pytest.raises(TrainingInterrupted):
+        train(config(folder, stopped, **options), stop_after=1)
+    drawn: list[int] = []
+    real = Rollouts._drawn
+
+    def counted(self: Rollouts, rows: Any, step: int, *rest: Any) -> Any:
+        drawn.append(step)
+        return real(self, rows, step, *rest)
+
+    monkeypatch.setattr(Rollouts, "_drawn", counted)
+    resume(stopped, quiet=True)
+    assert result_of(stopped) == result_of(whole)
+    assert drawn == ([3] if options.get("updates") else [2, 3, 4])
+
+
+def test_run_that_died_after_sampling_reads_the_samples(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, died = tmp_path / "whole", tmp_path / "died"
+    train(config(folder, whole, save_steps=1))
+    real = Rollouts._metrics
+
+    class Death(BaseException):
+        pass
+
+    def dying(self: Rollouts, groups: Any) -> Any:
+        if groups[0].step == 3:
+            raise Death
+        return real(self, groups)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Rollouts, "_metrics", dying)
+        with pytest.raises(Death):
+            train(config(folder, died, save_steps=1))
+    samples = died / "checkpoints" / SAMPLED
+    # The power went while the next rollout was written.
+    samples.write_bytes(samples.read_bytes() + gzip.compress(b"{}")[:15])
+    drawn: list[int] = []
+    drawing = Rollouts._drawn
+
+    def counted(self: Rollouts, rows: Any, step: int, *rest: Any) -> Any:
+        drawn.append(step)
+        return drawing(self, rows, step, *rest)
+
+    monkeypatch.setattr(Rollouts, "_drawn", counted)
+    resume(died, quiet=True)
+    assert drawn == [4]
+    assert result_of(died) == result_of(whole)
+
+
+@pytest.mark.parametrize("save_steps", [slow(None), 1])
+def test_replay_draws_the_samples_again(
+    folder: Path, tmp_path: Path, save_steps: int | None
+) -> None:
+    train(config(folder, tmp_path, updates=2, save_steps=save_steps, keep=9))
+    result = verify(tmp_path, replay=True)
+    assert result.ok, [each for each in result.checks if not each.ok]
+    checks = {each.name: each.detail for each in result.checks}
+    assert checks[SAMPLED] == "16 samples of 4 prompts"
+    drawn = 4 if save_steps is None else 2
+    assert checks["samples"] == f"those of {drawn} prompts drawn again"
+
+
+def test_new_run_replaces_the_samples_of_an_earlier_one(folder: Path, tmp_path: Path) -> None:
+    train(config(folder, tmp_path))
+    train(config(folder, tmp_path, seed=1, overwrite=True))
+    seeds = {each.seed for each in read_samples(tmp_path / "checkpoints" / SAMPLED)}
+    assert seeds == {1}
+
+
+def test_changed_reward_is_refused_on_resume(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(LOW)
+    made = config(folder, tmp_path / "out", reward=(str(file),))
+    with pytest.raises(TrainingInterrupted):
+        train(made, stop_after=1)
+    file.write_text(LOW.replace("9", "8"))
+    with pytest.raises(DataError, match="--reward: its files differ"):
+        resume(tmp_path / "out", quiet=True)
+
+
+def test_equal_rewards_teach_nothing(folder: Path, tmp_path: Path) -> None:
+    made = config(folder, tmp_path, reward=("length:1000",), weight_decay=0.0)
+    result = train(made)
+    steps = [each for each in records(tmp_path) if each["kind"] == "step"]
+    assert all(each["metrics"]["frac_reward_zero_std"] == 1 for each in steps)
+    assert all((each["loss"], each["grad_norm"], each["run_tokens"]) == (0, 0, 0) for each in steps)
+    assert result.evaluation is not None and result.evaluation.verdict == "cannot tell"
+
+
+def test_other_commands_and_objectives_do_not_import_the_rewards() -> None:
+    import subprocess
+
+    code = (
+        "import sys, mlxtune.commands.train, mlxtune.commands.evaluate, mlxtune.session.judge;"
+        "sys.exit(any(name.startswith('mlxtune.rewards') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_options_that_do_not_fit_are_refused() -> None:
+    assert problems(reward="json") == [
+        "--reward goes with --objective grpo: leave it out",
+    ]
+    assert problems(objective="grpo") == [
+        "--objective grpo needs a --reward, such as json or FILE.py"
+    ]
+    found = problems(objective="grpo", reward="json", beta=0.1, parallel="tensor", auto=True)
+    assert [each.partition(":")[0] for each in found] == [
+        "--beta goes with a preference objective",
+        "--objective grpo does not work with --parallel tensor",
+        "--auto does not choose the options of grpo",
+    ]
+
+
+def test_unknown_reward_is_an_error_before_training(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="reward 'wonder' is unknown"):
+        train(config(folder, tmp_path, reward=("wonder",)))
+    assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())
+    assert dataclasses.asdict(config(folder, tmp_path))["objective"] == "grpo"

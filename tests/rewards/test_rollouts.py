@@ -1,0 +1,277 @@
+"""Rollouts with a fake policy and fake rewards: samples, advantages, records and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxtune.config.objective_config import RewardedConfig
+from mlxtune.core.data.corpus import Corpus, CorpusRows
+from mlxtune.core.data.encode import Example
+from mlxtune.core.data.prompt import PromptRow
+from mlxtune.core.objectives.policy import SampledAnswer, SampledExample, SampleRequest
+from mlxtune.core.training.pipeline import Step
+from mlxtune.errors import NonFiniteLossError, OutputError
+from mlxtune.rewards.rollouts import Prompts, Rollouts
+from mlxtune.rewards.samples import SampleLedger, read_samples
+from mlxtune.rewards.scoring import Completion, Reward
+
+END = 0
+SIZE = 3
+
+
+@dataclass
+class FakePolicy:
+    """A policy whose answer's tokens are digits: the last seed, then the end unless it is 2."""
+
+    asked: list[SampleRequest] = field(default_factory=list)
+    passes: list[bool] = field(default_factory=list)
+    adapter: str = "a"
+
+    def sample(
+        self, requests: Sequence[SampleRequest], *, greedy: bool, on_progress: Any
+    ) -> list[SampledAnswer]:
+        self.asked += requests
+        on_progress(len(requests), len(requests))
+        found = []
+        for request in requests:
+            number = 1 if greedy else request.seeds[-1]
+            tokens = (number + 1,) * (number + 1) + ((END,) if number != 2 else ())
+            logps = tuple(-0.1 * (i + 1) for i in range(len(tokens)))
+            found.append(SampledAnswer(tokens, logps, number != 2))
+        return found
+
+    def token_logps(
+        self, examples: Sequence[Example], *, before_training: bool = False
+    ) -> list[Any]:
+        self.passes.append(before_training)
+        value = -3.0 if before_training else -2.0
+        return [np.full(each.supervised, value, dtype=np.float32) for each in examples]
+
+    def adapter_hash(self) -> str:
+        return self.adapter
+
+
+class FakeScorer:
+    """Rewards the length of an answer, and gives none to a row of the number 3."""
+
+    def __init__(self) -> None:
+        self.scored: list[Completion] = []
+
+    def score(self, completions: Sequence[Completion]) -> list[Reward]:
+        self.scored += completions
+        return [
+            Reward({"length": None}, None, (f"{each.place}: no",))
+            if each.row["number"] == 3 and each.text == "11"
+            else Reward({"length": float(len(each.text))}, float(len(each.text)), ())
+            for each in completions
+        ]
+
+
+def rows() -> CorpusRows:
+    examples = []
+    for row in (1, 2, 3):
+        tokens = np.array([*range(5, 6 + row), 9, 9, END], dtype=np.int32)
+        mask = np.zeros(len(tokens), dtype=np.uint8)
+        mask[-3:] = 1
+        examples.append(Example(row, tokens, mask))
+    return Corpus.of(examples).select()
+
+
+def prompts() -> Prompts:
+    path = Path("rows.jsonl")
+    read = {
+        number: PromptRow(
+            [{"role": "user", "content": f"q{number}"}], "99", {"number": number}, path, number
+        )
+        for number in (1, 2, 3)
+    }
+    # A corpus of examples has no paths.
+    return Prompts({"": read}, lambda ids: [str(i - 1).encode() for i in ids])
+
+
+@dataclass
+class Made:
+    rollouts: Rollouts
+    policy: FakePolicy
+    scorer: FakeScorer
+    problems: list[str]
+
+    def draw(self, number: int, indices: Sequence[int] = (0, 1)) -> tuple[list[Any], Any]:
+        step = Step(number, 1, 0.1, list(indices))
+        data = self.rollouts.draw(rows(), step, lambda done, total: None)
+        return list(data.examples), data.metrics
+
+
+def made(path: Path, **options: Any) -> Made:
+    policy, scorer, problems = FakePolicy(), FakeScorer(), list[str]()
+    config = RewardedConfig(group_size=SIZE, **options)
+    rollouts = Rollouts(
+        config, 42, policy, prompts(), scorer, SampleLedger(path), problems.append, "hash"
+    )
+    return Made(rollouts, policy, scorer, problems)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "samples.jsonl.gz"
+
+
+def test_samples_are_examples_behind_their_prompts(path: Path) -> None:
+    own = made(path)
+    examples, _ = own.draw(1)
+    assert [each.row for each in examples] == [1] * SIZE + [2] * SIZE
+    assert [each.tokens.tolist() for each in examples[:SIZE]] == [
+        [5, 6, 1, END],
+        [5, 6, 2, 2, END],
+        [5, 6, 3, 3, 3],
+    ]
+    assert [each.assistant_mask.tolist() for each in examples[:2]] == [
+        [0, 0, 1, 1],
+        [0, 0, 1, 1, 1],
+    ]
+    assert examples[0].logps.tolist() == np.float32([-0.1, -0.2]).tolist()
+    # Rewards are lengths, so the longest answer has the highest advantage.
+    advantages = [each.advantage for each in examples[:SIZE]]
+    assert advantages == pytest.approx([-1 / 1.0001, 0, 1 / 1.0001])
+    assert examples[0].old_logps is None
+    assert examples[0].reference_logps is None
+    assert own.policy.passes == []
+
+
+def test_reward_gets_the_text_without_the_end_and_the_row(path: Path) -> None:
+    own = made(path)
+    own.draw(1)
+    assert [each.text for each in own.scorer.scored] == ["0", "11", "222"] * 2
+    first = own.scorer.scored[0]
+    assert (first.prompt, first.answer, first.row, first.place) == (
+        *("q1", "99", {"number": 1}),
+        "rows.jsonl:1",
+    )
+
+
+def test_seeds_name_the_step_the_row_its_use_and_the_sample(path: Path) -> None:
+    own = made(path)
+    own.draw(7, [1, 1])
+    seeds = [each.seeds for each in own.policy.asked]
+    key = rows()[1][-1].key
+    assert seeds == [(42, 7, key, use, number) for use in (0, 1) for number in range(SIZE)]
+
+
+def test_row_that_is_used_twice_is_two_groups(path: Path) -> None:
+    examples, _ = made(path).draw(1, [1, 1])
+    assert len({each.key for each in examples}) == 2
+
+
+def test_sample_without_a_reward_is_masked_and_reported(path: Path) -> None:
+    own = made(path)
+    examples, metrics = own.draw(1, [2])
+    assert [each.masked for each in examples] == [False, True, False]
+    assert own.problems == ["rows.jsonl:3: no"]
+    assert metrics["completions/without_reward"] == pytest.approx(1 / 3)
+    assert metrics["reward"] == 2
+
+
+def test_several_samples_without_a_reward_are_reported_together(path: Path) -> None:
+    own = made(path)
+    own.draw(1, [2, 2])
+    assert own.problems == ["2 of 6 answers have no reward; the first: rows.jsonl:3: no"]
+
+
+def test_answer_that_was_cut_is_masked_if_asked(path: Path) -> None:
+    examples, metrics = made(path, mask_truncated=True).draw(1)
+    assert [each.masked for each in examples] == [False, False, True] * 2
+    assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 3)
+
+
+def test_metrics_have_the_names_of_trl(path: Path) -> None:
+    _, metrics = made(path).draw(1)
+    assert metrics == pytest.approx(
+        {
+            "rewards/length/mean": 2.0,
+            "rewards/length/std": np.std([1, 2, 3] * 2, ddof=1),
+            "reward": 2.0,
+            "reward_std": np.std([1, 2, 3] * 2, ddof=1),
+            "frac_reward_zero_std": 0.0,
+            "completions/mean_length": 8 / 3,
+            "completions/clipped_ratio": 1 / 3,
+            "completions/without_reward": 0.0,
+        }
+    )
+
+
+def test_updates_use_the_same_samples_and_the_first_log_probabilities(path: Path) -> None:
+    own = made(path, updates=2, kl=0.1)
+    first, second = own.draw(3)[0], own.draw(4)[0]
+    assert len(own.policy.asked) == 2 * SIZE
+    assert own.policy.passes == [False, True]
+    for one, other in zip(first, second, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert set(other.old_logps.tolist()) == {-2.0}
+        assert set(other.reference_logps.tolist()) == {-3.0}
+    own.draw(5)
+    assert len(own.policy.asked) == 4 * SIZE
+    assert [each.step for each in read_samples(path)] == [3, 3, 5, 5]
+
+
+def same(one: list[SampledExample], other: list[SampledExample]) -> bool:
+    return all(
+        np.array_equal(a.tokens, b.tokens)
+        and a.advantage == b.advantage
+        and np.array_equal(a.logps, b.logps)
+        and np.array_equal(a.old_logps, b.old_logps)
+        and a.key == b.key
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_resumed_run_reads_the_samples_of_a_step(path: Path) -> None:
+    own = made(path, updates=2)
+    own.draw(1)
+    expected, metrics = own.draw(3)
+    resumed = made(path, updates=2)
+    resumed.policy.adapter = "after the first update"
+    found, again = resumed.draw(4)
+    assert same(found, expected)
+    assert again == metrics
+    assert resumed.policy.asked == []
+    assert resumed.scorer.scored == []
+
+
+def test_missing_samples_of_a_step_are_an_error(path: Path) -> None:
+    with pytest.raises(OutputError, match="has none of step 3"):
+        made(path, updates=2).draw(4)
+
+
+def test_samples_of_another_adapter_are_drawn_again(path: Path) -> None:
+    made(path).draw(1)
+    resumed = made(path)
+    resumed.policy.adapter = "b"
+    resumed.draw(1)
+    assert len(resumed.policy.asked) == 2 * SIZE
+    assert {each.adapter for each in read_samples(path)} == {"b"}
+
+
+def test_running_step_ends_before_the_policy_samples(path: Path) -> None:
+    own, calls = made(path), list[tuple[int, int]]()
+    own.rollouts.draw(rows(), Step(1, 1, 0.1, [0]), lambda *each: calls.append(each))
+    assert calls == [(0, SIZE), (SIZE, SIZE)]
+
+
+def test_evaluation_is_the_negative_mean_reward_of_greedy_answers(path: Path) -> None:
+    own = made(path)
+    result, files = own.rollouts.evaluate(rows().only(np.array([0, 1])), lambda *each: None)
+    assert result.avg_loss == -2
+    assert result.metrics["rewards/length/mean"] == 2
+    assert files == []
+    assert [each.text for each in own.scorer.scored] == ["11", "11"]
+
+
+def test_evaluation_without_any_reward_is_an_error(path: Path) -> None:
+    with pytest.raises(NonFiniteLossError, match=r"no answer .*: rows.jsonl:3: no"):
+        made(path).rollouts.evaluate(rows().only(np.array([2])), lambda *each: None)
