@@ -8,6 +8,7 @@ Parent and helper exchange lines. The helper ends with its parent, even while it
 import os
 import resource
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -30,9 +31,11 @@ def _limit_memory(size: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process once its parent has ended, without running any cleanup."""
+    """End this process and its group once its parent has ended, without running any cleanup."""
     while os.getppid() == parent:
         time.sleep(_LOOK_EVERY)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 

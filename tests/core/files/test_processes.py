@@ -100,12 +100,16 @@ def test_interrupt_ends_the_process_and_what_it_started(tmp_path: Path) -> None:
     assert os.getpid() not in processes
 
 
-def test_limited_process_ends_with_its_parent_in_the_middle_of_its_work(tmp_path: Path) -> None:
+def test_limited_process_and_its_forks_end_with_its_parent_in_the_middle_of_its_work(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "def prepare(): pass\n"
         "def serve(prepared):\n"
-        "    print('at work', flush=True)\n"
+        "    import os, time\n"
+        "    if (new := os.fork()) == 0: time.sleep(600)\n"
+        "    print(new, flush=True)\n"
         "    while True: pass\n"
     )
     code = (
@@ -113,12 +117,12 @@ def test_limited_process_ends_with_its_parent_in_the_middle_of_its_work(tmp_path
         "from pathlib import Path\n"
         "from mlxtune.core.files.processes import LimitedProcess\n"
         "child = LimitedProcess(Path(sys.argv[1]), 2**30)\n"
-        "child.read_line(100)\n"
-        "print(child.pid, flush=True)\n"
+        "print(child.pid, int(child.read_line(100)), flush=True)\n"
         "os._exit(1)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, script], stdout=subprocess.PIPE, check=False)
-    wait_until(lambda: not alive(int(done.stdout)))
+    processes = list(map(int, done.stdout.split()))
+    wait_until(lambda: not any(map(alive, processes)))
 
 
 # Files that a downloaded folder may have: each says that it ran.
