@@ -25,7 +25,7 @@ from mlxtune.views.visible import escape
 
 OWN, OTHER, EMPTY, GIVEN = "the row's", "another row's", "empty", "from the file"
 _MOST_PROBLEMS = 10
-_WIDTH = 40
+_WIDTH = 30
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,15 @@ def _print(trial: RewardTrial) -> None:
     console, names = result_console(), [each.name for each in trial.rewards]
     rows = [
         [
-            *(each.completion.place, each.kind, _short(each.completion.text)),
+            *(_file_name(each.completion.place), each.kind, _short(each.completion.text)),
             *map(_number, (*each.reward.values.values(), each.reward.total)),
         ]
         for each in trial.answers
     ]
-    weights = [f"{each.name} × {each.weight:g}" for each in trial.rewards]
+    weights = [
+        each.name if each.weight == 1 else f"{each.name} × {each.weight:g}"
+        for each in trial.rewards
+    ]
     console.print(plain_table(["row", "answer", "text", *weights, "sum"], rows))
     means = [
         [kind, *(_number(mean[name]) for name in (*names, "sum"))]
@@ -142,6 +145,11 @@ def _print(trial: RewardTrial) -> None:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
+
+
+def _file_name(place: str) -> str:
+    """Return `FILE:LINE` without the folder, which would take most of the line."""
+    return place.rpartition("/")[2]
 
 
 def _short(text: str) -> str:

@@ -48,15 +48,15 @@ def test_table_shows_own_other_and_empty_answers(cli: Cli, rows: Path) -> None:
     outcome = cli("reward", "number", "length:1=0.5", "--data", rows, "--rows", 2)
     assert (outcome.code, outcome.err) == (0, "")
     assert cells(outcome.out) == [
-        ["row", "answer", "text", "number", "×", "1", "length:1", "×", "0.5", "sum"],
-        [f"{rows}:1", "the", "row's", "5", "1", "1", "1.5"],
-        [f"{rows}:1", "another", "row's", "6", "0", "1", "0.5"],
-        [f"{rows}:1", "empty", "0", "0", "0"],
-        [f"{rows}:2", "the", "row's", "6", "1", "1", "1.5"],
-        [f"{rows}:2", "another", "row's", "5", "0", "1", "0.5"],
-        [f"{rows}:2", "empty", "0", "0", "0"],
+        ["row", "answer", "text", "number", "length:1", "×", "0.5", "sum"],
+        ["rows.jsonl:1", "the", "row's", "5", "1", "1", "1.5"],
+        ["rows.jsonl:1", "another", "row's", "6", "0", "1", "0.5"],
+        ["rows.jsonl:1", "empty", "0", "0", "0"],
+        ["rows.jsonl:2", "the", "row's", "6", "1", "1", "1.5"],
+        ["rows.jsonl:2", "another", "row's", "5", "0", "1", "0.5"],
+        ["rows.jsonl:2", "empty", "0", "0", "0"],
         [],
-        ["mean", "of", "answers", "number", "×", "1", "length:1", "×", "0.5", "sum"],
+        ["mean", "of", "answers", "number", "length:1", "×", "0.5", "sum"],
         ["the", "row's", "1", "1", "1.5"],
         ["another", "row's", "0", "1", "0.5"],
         ["empty", "0", "0", "0"],
@@ -70,7 +70,7 @@ def test_problems_name_row_and_function_and_fail(cli: Cli, rows: Path, check: Pa
         f"no reward: {rows}:1: reward check.reward: raised ValueError: could not convert string to "
         "float: '' (line 1)\n"
     )
-    assert cells(outcome.out)[2] == [f"{rows}:1", "empty", "–", "0", "–"]
+    assert cells(outcome.out)[2] == ["rows.jsonl:1", "empty", "–", "0", "–"]
 
 
 def test_constant_reward_is_a_warning(cli: Cli, rows: Path, check: Path) -> None:
