@@ -10,6 +10,7 @@ from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.lora.model_facts import ModelFacts
 from mlxtune.backend.workers.shards import PlaceholderGroup, shard_base
 from mlxtune.config import PlanConfig
+from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.run.run_plan import RunPlan, read_speed
 from mlxtune.core.steps import order
 from mlxtune.core.steps.scaling import Scaling, busiest_fraction, busiest_items
@@ -75,7 +76,10 @@ def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
         larger_limit=memory_planning.larger_limit(config, chosen, workload),
         longest=longest,
         free_memory=allocator.free_now(),
-        speed=read_speed(config.cache_path, memory_planning.speed_key(chosen, base.dtype)),
+        # Sampling takes time too, which no run has measured.
+        speed=None
+        if config.objective in REWARDED
+        else read_speed(config.cache_path, memory_planning.speed_key(chosen, base.dtype)),
     )
     if dataset is None:
         return run_plan
@@ -96,9 +100,13 @@ def _with_data(
 ) -> RunPlan:
     corpus, rows = dataset.corpus, dataset.rows.train
     used = np.asarray(rows.indices)[order.rows_of_epoch(rows, config.seed, 1)]
+    lengths, answers = corpus.lengths, corpus.supervised
+    if config.objective in REWARDED:
+        sampled = np.full_like(answers, config.group_size * config.max_new_tokens)
+        lengths, answers = lengths - answers + sampled, sampled
     tokens, supervised = (
         np.bincount(corpus.row_of_example, weights=values, minlength=corpus.num_rows)[used].sum()
-        for values in (corpus.lengths, corpus.supervised)
+        for values in (lengths, answers)
     )
     per_epoch, steps = count_steps(config.trainer_config(), len(used), config.updates)
     return replace(

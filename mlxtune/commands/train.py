@@ -499,7 +499,8 @@ def finish(
     config, console = session.config, session.console
     content = about_result(config, trainer, result)
     write_json(config.checkpoint_path / run_folder.RESULT, content)
-    save_run_speed(config.cache_path, parts.plan, parts.base.dtype, result.steps)
+    if config.objective not in REWARDED:  # the time of those steps includes sampling
+        save_run_speed(config.cache_path, parts.plan, parts.base.dtype, result.steps)
     run = Run(
         config.checkpoint_path,
         about,

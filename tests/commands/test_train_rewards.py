@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from mlxtune import TrainConfig, TrainingInterrupted, resume, train
+from mlxtune.commands.plan import plan
 from mlxtune.commands.verify import verify
+from mlxtune.config import PlanConfig
 from mlxtune.core.run.run_folder import SAMPLED
 from mlxtune.errors import ConfigError, DataError
 from mlxtune.rewards.rollouts import Rollouts
@@ -212,6 +214,26 @@ def test_changed_reward_is_refused_on_resume(folder: Path, tmp_path: Path) -> No
     file.write_text(LOW.replace("9", "8"))
     with pytest.raises(DataError, match="--reward: its files differ"):
         resume(tmp_path / "out", quiet=True)
+
+
+def test_plan_counts_sampled_tokens_and_promises_no_time(folder: Path, tmp_path: Path) -> None:
+    options = {
+        "model_path": str(folder / "model"),
+        "data": (str(folder / "prompts.jsonl"),),
+        "objective": "grpo",
+        "reward": ("length:20",),
+        "group_size": 4,
+        "max_new_tokens": 9,
+        "updates": 2,
+        "quiet": True,
+    }
+    found = plan(PlanConfig(**options))
+    assert found.rows == 20
+    assert found.supervised == 20 * 4 * 9 < found.tokens
+    assert found.steps == 5 * 2
+    assert found.speed is None
+    longer = plan(PlanConfig(**{**options, "max_new_tokens": 90}))
+    assert longer.memory.peak.total > found.memory.peak.total
 
 
 def test_equal_rewards_teach_nothing(folder: Path, tmp_path: Path) -> None:
