@@ -12,7 +12,6 @@ from typing import Any
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, seed
 from mlxtune.config import GenerateConfig, as_path
 from mlxtune.config.limits import RECORD, parse_json
-from mlxtune.core.data.conversation import role_of
 from mlxtune.core.data.problems import BadRow, where
 from mlxtune.core.data.prompt import (
     MAX_BYTES,
@@ -24,6 +23,7 @@ from mlxtune.core.data.prompt import (
 )
 from mlxtune.core.data.sources.datafiles import find_data_files
 from mlxtune.core.data.sources.keys import letters
+from mlxtune.core.data.sources.messages import role_of
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.core.files.reading import file_hash, open_regular, read_start
 from mlxtune.core.files.writing import (

@@ -23,11 +23,10 @@ from mlxtune.config import OPTIONS, DataConfig, as_path
 from mlxtune.config.data_config import is_jinja, parse_fields
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
-from mlxtune.core.data.conversation import Conversation
+from mlxtune.core.data.conversation import Conversation, Row
 from mlxtune.core.data.corpus import TextHash
-from mlxtune.core.data.encode import EncodedRows, Encoder, Row
+from mlxtune.core.data.encode import EncodedRows, Encoder
 from mlxtune.core.data.encoded_file import EncodedFile
-from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import (
     NO_END_OF_TURN,
@@ -37,6 +36,7 @@ from mlxtune.core.data.problems import (
     SkippedRows,
 )
 from mlxtune.core.data.prompt import Prompt, TurnEnds, prompt_of
+from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.core.data.template import END_OF_TURN, PLAIN, TEMPLATES, built_in_jinja
 from mlxtune.core.files.reading import file_hash
 from mlxtune.errors import DataError, ModelError

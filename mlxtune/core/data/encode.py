@@ -4,8 +4,7 @@ tokens          <bos> <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assista
 assistant_mask    0        0        0   0  0      0       0      0           0      0   1   1     1       0
 """  # noqa: E501
 
-import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,8 +20,7 @@ from mlxtune.core.data.conversation import (
     Conversation,
     Document,
     Pair,
-    notes_on,
-    thinking_tag,
+    Row,
     to_json,
 )
 from mlxtune.core.data.problems import (
@@ -30,21 +28,12 @@ from mlxtune.core.data.problems import (
     DOUBLE_BOS,
     RENDERED_CHAT,
     TWO_PROMPTS,
-    UNKNOWN_TAGS,
-    UNREAD_METADATA,
     BadRow,
     RowTally,
     SkippedRows,
     bounded,
-    unread_key,
 )
-from mlxtune.core.data.sources.keys import (
-    is_metadata,
-    kind_of_text,
-    quoted,
-    reads_variable,
-    unread_in_message,
-)
+from mlxtune.core.data.sources.notes import ControlTokens, notes_on, notes_on_keys
 from mlxtune.core.data.template import PendingRendering, Rendered, Rendering, Template
 
 _CHUNK_ROWS = 512
@@ -55,11 +44,8 @@ _MOST_PROMPTS = 2**24
 _STARTED_ROWS = 32
 # Texts before answers are short and recur, so their tokens are cached.
 _CACHED_TAILS, _LONGEST_TAIL = 4096, 1000
-# Longer control tokens do not occur in files.
-_LONGEST_WRITTEN = 1000
 
 T = TypeVar("T")
-Row = Conversation | Document | Pair
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,36 +179,6 @@ def _conversations(row: Row) -> Sequence[Conversation]:
     return [row] if isinstance(row, Conversation) else []
 
 
-class ControlTokens:
-    """Finds control tokens in texts; the time hardly depends on the number of control tokens.
-
-    A regular expression of all control tokens would take quadratic time to compile.
-    """
-
-    def __init__(self, tokens: Sequence[str]) -> None:
-        # If one token starts with another, only the shorter is kept. So a text can start with at
-        # most one of the remaining tokens, which comes right before the text in sorted order.
-        self._tokens: list[str] = []
-        for token in sorted({token for token in tokens if 0 < len(token) <= _LONGEST_WRITTEN}):
-            if not self._tokens or not token.startswith(self._tokens[-1]):
-                self._tokens.append(token)
-        starts = sorted({token[:2] for token in self._tokens})
-        self._starts = re.compile("|".join(map(re.escape, starts)) or "(?!)")
-        self._longest = max(map(len, self._tokens), default=0)
-
-    def search(self, text: str) -> str | None:
-        """Return the first control token in a text, or None."""
-        at = 0
-        while start := self._starts.search(text, at):
-            at = start.start()
-            rest = text[at : at + self._longest]
-            before = bisect_right(self._tokens, rest) - 1
-            if before >= 0 and rest.startswith(self._tokens[before]):
-                return self._tokens[before]
-            at += 1
-        return None
-
-
 @dataclass
 class Encoder:
     """Turns rows into examples.
@@ -279,7 +235,8 @@ class Encoder:
                     skipped.add(row.row, problem)
                     continue
                 said = row.chosen if isinstance(row, Pair) else row
-                noted = dict(rendering.notes) | dict(notes_on(said, text)) | self._unread(row)
+                noted = dict(rendering.notes) | dict(notes_on(said, text))
+                noted |= notes_on_keys(row, self.source)
                 if RENDERED_CHAT not in noted and (written := control.search(text)):
                     noted[CONTROL_TOKEN] = written
                 if not isinstance(row, Document):
@@ -287,38 +244,6 @@ class Encoder:
                 for kind, detail in noted.items():
                     notes.count(row.row, bounded(kind, notes.counts), detail)
                 yield rendering
-
-    def _unread(self, row: Row) -> dict[str, str]:
-        """Return a note for each key of a row and its messages, and each tag, that is not read."""
-        found: dict[str, str] = {}
-        metadata = set()
-        for each in (row,) if isinstance(row, Document) else _conversations(row):
-            for kind, detail in each.unread:
-                if kind == UNREAD_METADATA:
-                    metadata.add(detail)
-                else:
-                    found[kind] = detail
-        for each in _conversations(row):
-            for name in each.options:
-                if not reads_variable(self.source, name):
-                    found[unread_key("the template's options", name)] = ""
-            for position, message in enumerate(each.messages, start=1):
-                if message.trained and (tag := thinking_tag(message)) and tag not in self.source:
-                    found.setdefault(UNKNOWN_TAGS, f"message {position}: {tag}")
-                removed = (("a message", key) for key in message.removed)
-                fields = {k: v for k, v in message.fields.items() if v not in ("", [], {})}
-                unread = unread_in_message(
-                    message.role, fields.keys(), message.tool_calls, self.source
-                )
-                for level, key in chain(removed, unread):
-                    holds = kind_of_text(key, fields.get(key)) if level == "a message" else ""
-                    if is_metadata(key) and not holds:
-                        metadata.add(key)
-                        continue
-                    found.setdefault(unread_key(level, key, holds), f"message {position}")
-        if metadata:
-            found[UNREAD_METADATA] = quoted(metadata)
-        return found
 
     def _started(self, rows: Iterator[Row]) -> Iterator[list[StartedRow]]:
         """Yield a few rows at a time, once the rendering of the next rows has started."""

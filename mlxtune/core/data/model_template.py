@@ -24,7 +24,6 @@ from mlxtune.core.data.conversation import (
     Conversation,
     Message,
     function_name,
-    supervised_turns,
     to_json,
 )
 from mlxtune.core.data.problems import (
@@ -39,6 +38,7 @@ from mlxtune.core.data.problems import (
     BadRow,
 )
 from mlxtune.core.data.sources.keys import THINKING_FIELDS, reads_key, reads_variable
+from mlxtune.core.data.sources.messages import supervised_turns
 from mlxtune.core.data.template import (
     END_OF_TURN,
     PendingRendering,

@@ -22,12 +22,10 @@ from mlxtune.core.data.conversation import (
     UNDESIRABLE,
     Conversation,
     Document,
-    parse_conversation,
-    role_of,
-    turn_marks,
 )
 from mlxtune.core.data.encode import Encoder, Example
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows, json_type, parse_json
+from mlxtune.core.data.sources.messages import parse_conversation, role_of, turn_marks
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.errors import DataError
 

@@ -18,10 +18,10 @@ from mlxtune.core.data.conversation import (
     Conversation,
     Message,
     function_name,
-    supervised_turns,
     to_json,
 )
 from mlxtune.core.data.problems import DROPPED_THINKING, BadRow
+from mlxtune.core.data.sources.messages import supervised_turns
 
 
 @dataclass(frozen=True, slots=True)

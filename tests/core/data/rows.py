@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.core.data.conversation import Conversation, Document
-from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.problems import SkippedRows
+from mlxtune.core.data.sources.recognition import read_rows
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello!"}

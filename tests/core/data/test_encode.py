@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from mlxtune.core.data import problems
-from mlxtune.core.data.conversation import Conversation, Document, Message, Pair
-from mlxtune.core.data.encode import Encoder, Row
+from mlxtune.core.data.conversation import Conversation, Document, Message, Pair, Row
+from mlxtune.core.data.encode import Encoder
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import RowTally, SkippedRows
 from mlxtune.core.data.template import PendingRendering, Rendered, Rendering, render_qwen3

@@ -11,19 +11,12 @@ import pytest
 
 from mlxtune.core.data import encode as encode_module
 from mlxtune.core.data import problems
-from mlxtune.core.data.conversation import (
-    CHOSEN,
-    REJECTED,
-    Conversation,
-    Document,
-    Message,
-    Pair,
-    parse_conversation,
-)
+from mlxtune.core.data.conversation import CHOSEN, REJECTED, Conversation, Document, Message, Pair
 from mlxtune.core.data.encode import Encoder, OffsetEncoding
 from mlxtune.core.data.encoded_file import ExampleArrays
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
 from mlxtune.core.data.prompt import text_prompt
+from mlxtune.core.data.sources.messages import parse_conversation
 from mlxtune.core.data.template import Rendered, Rendering, Template, render_qwen3
 from mlxtune.errors import DataError
 from tests.core.data.encoding import (

@@ -24,9 +24,9 @@ from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import EncodedRows, Encoder, Example
 from mlxtune.core.data.encoded_file import EncodedFile
-from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
+from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.core.data.template import TEMPLATES, Rendering, Template
 from tests.core.data.encoding import NO_LIMIT, TOKENIZERS, SmallTokenizer
 from tests.core.data.own_characters import ENDS, owners, rows, texts

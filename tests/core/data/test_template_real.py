@@ -13,7 +13,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data import template
-from mlxtune.core.data.conversation import Conversation, Message, parse_messages
+from mlxtune.core.data.conversation import Conversation, Message
+from mlxtune.core.data.sources.messages import parse_messages
 from mlxtune.core.data.template import TEMPLATES, render_gemma, render_qwen3
 from tests.core.data.conversations import EMPTY_THINKING, MESSAGES, TOOL, converse, text_of
 

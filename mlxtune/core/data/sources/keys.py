@@ -4,6 +4,7 @@ Whatever stands under another key is noted by name, so that no key is left unrea
 """
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from functools import lru_cache
 from typing import Any
@@ -79,6 +80,9 @@ _IMAGES = frozenset(["inlinedata", "filedata"]) | frozenset(
     for kind in ("image", "audio", "video")
     for form in ("", "s", "url", "urls", "path", "paths", "file", "files")
 )
+MEDIA = "images, audio and video are out of scope"
+# Values that say nothing.
+EMPTY: tuple[Any, ...] = (None, "", [], {})
 # Options of a template in a row: a variable of this name, or all variables in one object.
 TEMPLATE_OPTIONS = (
     *("enable_thinking", "thinking_budget", "reasoning_effort", "preserve_thinking"),
@@ -281,3 +285,8 @@ def is_metadata(key: str) -> bool:
 def quoted(keys: Iterable[str]) -> str:
     """Return a list of keys for a message."""
     return ", ".join(map(shorten, sorted(keys)))
+
+
+def field_option(name: str, key: str) -> str:
+    """Return the option that reads a field from a key, or from KEY if a shell cannot show it."""
+    return f"--field {name}={shlex.quote(key) if key.isprintable() and len(key) <= 200 else 'KEY'}"

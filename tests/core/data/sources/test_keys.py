@@ -13,9 +13,10 @@ import pytest
 from mlxtune.core.data import problems
 from mlxtune.core.data.conversation import Conversation
 from mlxtune.core.data.encode import Encoder
-from mlxtune.core.data.formats import FORMATS, LABELS, PAIRS, read_rows
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import RowTally, SkippedRows
+from mlxtune.core.data.sources.formats import FORMATS, LABELS, PAIRS
+from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.core.data.template import TEMPLATES
 from tests.core.data import renderers
 from tests.core.data.encoding import ByteTokenizer

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.problems import BadRow, SkippedRows, where
 from mlxtune.core.data.sources import rows
 from mlxtune.core.data.sources.datafiles import find_data_files
+from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.core.data.sources.text_rows import encoding_of
 from mlxtune.errors import DataError

@@ -16,8 +16,8 @@ from mlxtune.core.data.conversation import (
     Conversation,
     Pair,
 )
-from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.problems import SkippedRows
+from mlxtune.core.data.sources.recognition import read_rows
 from tests.core.data.rows import ANSWER, CHAT, USER, reason
 from tests.paths import SHARED
 

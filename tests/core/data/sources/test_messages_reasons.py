@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.data.conversation import parse_conversation
 from mlxtune.core.data.problems import BadRow, SkippedRows
-from tests.core.data.test_conversation import ANSWER, USER, refused
+from mlxtune.core.data.sources.messages import parse_conversation
+from tests.core.data.sources.test_messages import ANSWER, USER, refused
 
 # Reasons
 

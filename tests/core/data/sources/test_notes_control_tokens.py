@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtune.core.data.encode import ControlTokens
+from mlxtune.core.data.sources.notes import ControlTokens
 
 TEXTS = st.text("ab<|", max_size=12)
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data import problems
-from mlxtune.core.data.conversation import UNDESIRABLE, Document, notes_on
+from mlxtune.core.data.conversation import UNDESIRABLE, Document
+from mlxtune.core.data.sources.notes import notes_on
 from tests.core.data.encoding import converse
 from tests.core.data.rows import ALPACA, ANSWER, CHAT, PROMPT, TOOL, USER, read
 
