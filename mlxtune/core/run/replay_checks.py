@@ -20,7 +20,7 @@ from mlxtune.core.run.checkpoint import (
     RECORDS,
     Checkpoint,
 )
-from mlxtune.core.run.cross_checks import difference, named
+from mlxtune.core.run.checkpoint_checks import difference, named
 from mlxtune.core.run.metrics import SkippedStep, StepRecord
 from mlxtune.core.run.progress import MEASURED, Record, same_except_measurements
 from mlxtune.core.run.run_folder import ABOUT, EVALUATION, EVALUATION_HASH, LEDGER, RESULT

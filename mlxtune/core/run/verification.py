@@ -11,7 +11,7 @@ from typing import Any
 from mlxtune.core.files.reading import read_json, read_own
 from mlxtune.core.formatting import pluralise
 from mlxtune.core.objectives.preference_rows import check_references
-from mlxtune.core.run import cross_checks
+from mlxtune.core.run import checkpoint_checks, cross_checks
 from mlxtune.core.run.checkpoint import (
     BEST,
     METRICS,
@@ -78,7 +78,7 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
     verification = Verification(str(run), step=newest.step if newest else 0)
     finished = (run / RESULT).exists()
     for each in sorted(good, key=lambda each: each.step):
-        check = partial(cross_checks.check_checkpoint, each, good[0])
+        check = partial(checkpoint_checks.check_checkpoint, each, good[0])
         verification.attempt(each.folder.name, check)
     for folder, problem in sorted(bad.items()):
         verification.add(folder.name, problem, "")
@@ -100,7 +100,7 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
         check = partial(cross_checks.check_about, run, newest, finished=finished)
         verification.attempt(ABOUT, check)
     if newest is not None and get_mapping(newest.metadata, RECORDS):
-        at_end = finished and cross_checks.is_last(newest, progress)
+        at_end = finished and checkpoint_checks.is_last(newest, progress)
         check = partial(cross_checks.check_recorded, run, newest, ended=at_end)
         verification.attempt("files before the first step", check)
     _verify_result(verification, run, progress, good)
@@ -155,7 +155,7 @@ def _check_metrics(
             raise ValueError(
                 f"ends at step {progress.step}, before the newest checkpoint, at step {newest.step}"
             )
-        cross_checks.check_copy(content, newest, finished=finished)
+        checkpoint_checks.check_copy(content, newest, finished=finished)
     cross_checks.check_records(progress)
     taken = f"{pluralise(progress.step, 'step')}, {pluralise(len(epochs), 'epoch')}"
     return f"{taken}, none missing or duplicated"
@@ -180,7 +180,7 @@ def _verify_result(
         return
     except OSError:
         again = "resume it with mlxtune train --resume"
-        ended = progress is not None and good and cross_checks.is_complete(good[0], progress)
+        ended = progress is not None and good and checkpoint_checks.is_complete(good[0], progress)
         missing = f"all steps are taken, but there is no {RESULT}: " if ended else ""
         rest = again if checkpoint_folders(run) else "start it again"
         verification.add("end", None, f"unfinished: {missing}{rest}")
@@ -190,4 +190,4 @@ def _verify_result(
         verification.add(RESULT, None, f"{result.get('steps')} steps")
     else:
         verification.attempt(RESULT, partial(cross_checks.check_result, result, progress, good))
-    verification.attempt("adapter", partial(cross_checks.check_adapter, run, result, good))
+    verification.attempt("adapter", partial(checkpoint_checks.check_adapter, run, result, good))
