@@ -10,7 +10,8 @@ from mlxtune.backend.text.generate import uncompiled_on_cpu
 from mlxtune.config import ServeConfig
 from mlxtune.errors import ConfigError, GpuError
 from mlxtune.serve.answering import Answers
-from mlxtune.serve.api import ApiServer, is_loopback
+from mlxtune.serve.api import ApiHandler
+from mlxtune.serve.api_server import ApiServer, is_loopback
 from mlxtune.serve.served_models import ServedModels
 from mlxtune.session.interrupt import stop_on_interrupt
 from mlxtune.views.console import RunConsole
@@ -53,7 +54,8 @@ def serving(config: ServeConfig, console: RunConsole) -> Iterator[ApiServer]:
 
 def _bound(config: ServeConfig, answers: Answers, key: str | None) -> ApiServer:
     try:
-        return ApiServer((config.host, config.port), answers, key, config.allow_origin)
+        address, origins = (config.host, config.port), config.allow_origin
+        return ApiServer(address, answers, key, origins, ApiHandler)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or str(error)
         place = f"--host {config.host} --port {config.port}"

@@ -23,7 +23,7 @@ from tests.serve.served import (
 )
 
 if TYPE_CHECKING:
-    from mlxtune.serve.api import ApiServer
+    from mlxtune.serve.api_server import ApiServer
 
 KEY = "secret"
 ASKED: Any = messages("A table for two, Sunday at noon. Ida Park")

@@ -30,7 +30,7 @@ from tests.serve.served import (
 from tests.slow import long, slow
 
 if TYPE_CHECKING:
-    from mlxtune.serve.api import ApiServer
+    from mlxtune.serve.api_server import ApiServer
 
 PROMPTS = [
     "A table for two, Sunday at noon. Ida Park",

@@ -17,7 +17,7 @@ from tests.serve.served import CHAT, ask, messages, server_of, write_adapter
 from tests.waiting import SECONDS
 
 if TYPE_CHECKING:
-    from mlxtune.serve.api import ApiServer
+    from mlxtune.serve.api_server import ApiServer
 
 ASKED = messages("A table for two, Sunday at noon. Ida Park")
 JSON = {"Content-Type": "application/json"}
@@ -140,9 +140,9 @@ def test_silent_connections_delay_no_answer(server: ApiServer) -> None:
 def test_too_many_answers_at_once_are_refused(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.serve import api
+    from mlxtune.serve import api_server
 
-    monkeypatch.setattr(api, "_ANSWERS", 0)
+    monkeypatch.setattr(api_server, "_ANSWERS", 0)
     status, _, content = send(server)
     assert (status, content["error"]["type"]) == (503, "server_error")
 

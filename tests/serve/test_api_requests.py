@@ -1,0 +1,43 @@
+"""The entries of requests that reach mlx-lm's thread; test_api.py sends them to a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlxtune.serve.api_requests import RefusedRequest, checked_body, stops_of, tools_of
+
+
+@pytest.mark.parametrize(
+    ("body", "checked"),
+    [
+        ({"temperature": 1e-320}, {"temperature": 0.0}),
+        ({"top_k": 100}, {"top_k": 0}),
+        ({"top_k": 99}, {"top_k": 99}),
+        ({"max_tokens": 10**12}, {"max_tokens": 512}),
+        ({"max_completion_tokens": 7, "max_tokens": 9}, {"max_tokens": 7}),
+        ({"stream_options": {"include_usage": 1}}, {"stream_options": {"include_usage": True}}),
+        ({"adapters": "/etc", "draft_model": "x", "user": "me"}, {}),
+    ],
+    ids=str,
+)
+def test_entries_are_within_the_limits_of_the_model(
+    body: dict[str, Any], checked: dict[str, Any]
+) -> None:
+    found = checked_body(body, 100, 512)
+    assert found == {"stream_options": {"include_usage": False}} | checked
+    assert "max_tokens" not in body or checked_body(body, 100, None)["max_tokens"] >= 7
+
+
+def test_error_names_the_entry() -> None:
+    with pytest.raises(RefusedRequest, match="logit_bias must have numbers") as raised:
+        checked_body({"logit_bias": {"100": 1}}, 100, None)
+    assert (raised.value.status, raised.value.content["error"]["param"]) == (400, "logit_bias")
+
+
+def test_stops_and_tools_are_lists() -> None:
+    assert stops_of({"stop": "a"}) == stops_of({"stop": ["a"]}) == ("a",)
+    tools = [{"type": "function"}]
+    assert tools_of({"tools": tools}) == tools
+    assert tools_of({"tools": tools, "tool_choice": "none"}) is None
