@@ -52,16 +52,19 @@ class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.lr, DefaultRate):  # `dataclasses.replace` passes each field
-            object.__setattr__(self, "lr", None)
+        # `dataclasses.replace` passes the default rate of the copied objective.
+        is_default = self.lr is None or isinstance(self.lr, DefaultRate)
+        if is_default:
+            object.__setattr__(self, "lr", self.default_rate)
         super().__post_init__()
-        # Record a number, even for the objective's default rate.
-        object.__setattr__(self, "lr", DefaultRate(self.rate) if self.lr is None else self.lr)
+        if is_default:
+            object.__setattr__(self, "lr", DefaultRate(self.rate))
 
     @property
     def rate(self) -> float:
-        """The peak learning rate: `lr`, or the objective's default."""
-        return self.default_rate if self.lr is None else self.lr
+        """The peak learning rate, `lr`, which is always a number."""
+        assert self.lr is not None
+        return self.lr
 
     def default_of(self, name: str) -> Any:
         """Return the value of an option that is not given; a rate depends on the objective."""

@@ -11,7 +11,6 @@ import numpy as np
 
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.config.fields import flag
-from mlxtune.config.objective_config import default_rate
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import where
@@ -204,7 +203,7 @@ def risen_loss_line(
     It rose if the last tenth of the steps had a higher loss than the first tenth. It jumped if five
     steps in a row had a far higher loss than the untrained model, whose loss is `before`.
     """
-    some, lower = max(len(steps) // 10, _FEWEST_LOSSES), f"lower --lr {config.lr:g}"
+    some, lower = max(len(steps) // 10, _FEWEST_LOSSES), f"lower --lr {config.rate:g}"
     if len(steps) < 2 * some:
         return None
     start, end = _mean_loss(steps[:some]), _mean_loss(steps[-some:])
@@ -264,7 +263,7 @@ def next_try_line(
     weightless = config.objective == "dpo" and not config.sft_weight and preference is not None
     if weightless and difference is not None and difference.low > 0:
         return "the chosen answers became less likely: try --sft-weight 1"
-    tiny = config.rate < _TINY_RATE * default_rate(config.objective)
+    tiny = config.rate < _TINY_RATE * config.default_rate
     if not learned and not config.auto and (tiny or total_steps < FEWEST_STEPS):
         why = (
             f"--lr {config.rate:g} is tiny"

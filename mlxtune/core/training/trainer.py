@@ -91,8 +91,7 @@ class InstructTrainer:
         self.steps_per_epoch, self.total_steps = count_steps(
             config, len(order.rows_of_epoch(self.train_rows, config.seed, 1))
         )
-        requested_rate = config.lr
-        self.learning_rate = pipeline.learning_rate if requested_rate is None else requested_rate
+        self.learning_rate = pipeline.learning_rate if config.lr is None else config.lr
         self._schedule = make_schedule(
             config.schedule,
             peak=self.learning_rate,
