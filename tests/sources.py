@@ -1,4 +1,4 @@
-"""The modules of the package, each parsed once in a test process."""
+"""The modules of the package, each parsed and walked once in a test process."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ PACKAGE = ROOT / "mlxtune"
 @cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))

@@ -22,7 +22,7 @@ from mlxtune.core.run.checkpoint import OPTIMIZER
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import GpuError, MemoryLimitError
 from tests.backend.conftest import MakePipeline, random_examples
-from tests.paths import ROOT
+from tests.sources import PACKAGE, nodes_of
 
 EXAMPLES = random_examples(6)
 # Messages of MLX on Metal.
@@ -126,9 +126,9 @@ def test_out_of_memory_in_an_evaluation_keeps_the_limit_of_training(
 def test_limit_of_micro_batches_has_one_writer() -> None:
     """The forward's execution holds it; only an evaluation has a limit of its own."""
     writers = [
-        path.relative_to(ROOT / "mlxtune").as_posix()
-        for path in (ROOT / "mlxtune" / "backend").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        path.relative_to(PACKAGE).as_posix()
+        for path in (PACKAGE / "backend").rglob("*.py")
+        for node in nodes_of(path)
         if isinstance(node, ast.keyword) and node.arg == "micro_batch_tokens"
     ]
     assert sorted(writers) == ["backend/forward/forward.py", "backend/step/micro_batches.py"]

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import mlxtune
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.held_out import RunRows, hold_out_rows
 from tests.core.data.corpora import corpus
+from tests.sources import PACKAGE, nodes_of
 
 
 @settings(deadline=None)
@@ -150,7 +150,7 @@ def test_validation_rows_are_counted_in_their_files() -> None:
 
 def mentions(path: Path, *names: str) -> bool:
     """Return whether a file's code uses any of these names; docstrings and comments do not."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Name | ast.Attribute):
             if (node.id if isinstance(node, ast.Name) else node.attr) in names:
                 return True
@@ -161,18 +161,13 @@ def mentions(path: Path, *names: str) -> bool:
 
 def makes_run_rows(path: Path) -> bool:
     """Return whether a file calls `RunRows` or its `of`."""
-    calls = (
-        ast.unparse(node.func)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
-    )
+    calls = (ast.unparse(node.func) for node in nodes_of(path) if isinstance(node, ast.Call))
     return any(call.removesuffix(".of").split(".")[-1] == "RunRows" for call in calls)
 
 
 def test_rows_are_held_out_by_one_module() -> None:
     """A second decision could differ from the first, and train on validation rows."""
-    package = Path(mlxtune.__file__).parent
-    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
 
     assert {name for name, path in files.items() if mentions(path, "hold_out_rows")} == {
         "core/data/held_out.py"
