@@ -508,7 +508,8 @@ def test_two_adapters_are_compared_on_the_same_rows(
     assert all(sample["against"] == sample["base"] for sample in samples)
     assert found["generated"]["exact_match"]["against"] == found["generated"]["exact_match"]["base"]
 
-    back = judged("--adapter", weak, "--against", home / "out", "--generate", "--match", "contains")
+    given = ["--against", home / "out", "--generate", "--match", "contains"]
+    back = judged("--adapter", weak, *given, "--max-new-tokens", 12)
     assert f"the adapter is worse than {home / 'out'}: it adds " in back.out
     assert "\nAgainst     " in back.out
     assert "\nDiffer      " in back.out

@@ -37,7 +37,7 @@ def say(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(command: str, *arguments: object, stdin: str | bytes = "") -> Outcome:
         content = stdin.encode() if isinstance(stdin, str) else stdin
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
-        options = unless_given(arguments, model_path=DEMO, max_new_tokens=20)
+        options = unless_given(arguments, model_path=DEMO, max_new_tokens=8)
         return cli(command, *options, *arguments)
 
     return run
@@ -55,7 +55,7 @@ def expected() -> str:
     model.set_dtype(mx.float32)
     asked = [{"role": "user", "content": PROMPT}]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
-    return str(theirs(model, tokenizer, ids, max_tokens=20))
+    return str(theirs(model, tokenizer, ids, max_tokens=8))
 
 
 def test_prompt_messages_and_standard_input_are_answered_alike(
@@ -80,7 +80,7 @@ def test_prompt_messages_and_standard_input_are_answered_alike(
 def test_json_has_the_text_and_its_figures(say: Any, expected: str) -> None:
     found = json.loads(say("generate", "--prompt", PROMPT, "--json").out)
     assert found["text"] == expected
-    assert (found["tokens"], found["finish_reason"]) == (20, "length")
+    assert (found["tokens"], found["finish_reason"]) == (8, "length")
     assert found["tokens_per_second"] > 0
     ended = json.loads(say("generate", "--prompt", PROMPT, "--json", "--max-new-tokens", 99).out)
     assert ended["finish_reason"] == "stop"
@@ -116,9 +116,9 @@ def test_newline_may_be_a_stop() -> None:
 
 def test_python_receives_the_text_as_a_stream(expected: str) -> None:
     said: list[str] = []
-    config = GenerateConfig(str(DEMO), prompt=PROMPT, max_new_tokens=20, quiet=True)
+    config = GenerateConfig(str(DEMO), prompt=PROMPT, max_new_tokens=8, quiet=True)
     assert generate(config, said.append).text == "".join(said) == expected
-    assert len(said) > 5
+    assert len(said) > 3
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_rows_of_a_file_get_the_answers_of_single_prompts_in_order(
     found = lines_of(output)
     assert [line["row"] for line in found] == [1, 2, 3, 4]
     assert found[2]["error"].endswith("(its keys: 'wrong'): rename one")
-    alone = [str(generate(model_path=DEMO, prompt=each, max_new_tokens=20)) for each in ASKED]
+    alone = [str(generate(model_path=DEMO, prompt=each, max_new_tokens=8)) for each in ASKED]
     assert [line["answer"] for line in found if "answer" in line] == alone
     assert found[3]["messages"][-1]["role"] == "user"
 

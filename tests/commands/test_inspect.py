@@ -18,6 +18,7 @@ from mlxtune.commands.inspect import inspect as run_inspect
 from mlxtune.config import InspectConfig
 from tests.command import ROWS, Cli, files_in, start
 from tests.models import CHATML, THINKING, sums, write_chat, write_tokenizer
+from tests.slow import slow
 
 
 @pytest.fixture
@@ -235,10 +236,10 @@ def test_dump_goes_with_row_and_json_and_holds_every_example(inspect: Cli, tmp_p
 @pytest.mark.parametrize(
     "options",
     [
-        [],
+        slow([]),
         ["--max-seq-len", 40, "--val-split", 0.4, "--seed", 7],
-        ["--val-split", 0, "--turns", "last"],
-        ["--template", "gemma"],
+        slow(["--val-split", 0, "--turns", "last"]),
+        slow(["--template", "gemma"]),
         # The folder's own template makes an example of each turn.
         ["--thinking", "on", "--model-path", "broken", "--max-seq-len", 90],
     ],

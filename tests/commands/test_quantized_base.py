@@ -151,7 +151,8 @@ def test_answers_match_the_trained_model(cli: Cli, home: Path, adapter: Path) ->
 @pytest.mark.parametrize(
     ("adapter", "dequantize"),
     [
-        *(("4", False), slow("4", True), ("nf4", True), slow("nf4", False)),
+        ("nf4", True),
+        *(slow("4", False), slow("4", True), slow("nf4", False)),
         *(slow(name, False) for name in FORMATS if name not in ("4", "nf4")),
         *(long(name, True) for name in FORMATS if name not in ("4", "nf4")),
     ],
@@ -184,7 +185,7 @@ def test_fused_folder_matches_the_quantised_base(
 
 
 @pytest.mark.parametrize("adapter", slow_except(["4", "mxfp4", "nf4"], "nf4"), indirect=True)
-@pytest.mark.parametrize("format", ["mlx-lm", "peft"])
+@pytest.mark.parametrize("format", [slow("mlx-lm"), "peft"])
 def test_export_is_proved_on_the_quantised_base(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:

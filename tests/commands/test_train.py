@@ -43,6 +43,7 @@ from mlxtune.session.dataset import Dataset, DataSource, load_dataset
 from mlxtune.session.reader import Reader
 from tests.command import Cli
 from tests.models import sums, write_chat
+from tests.slow import slow
 
 ROWS, EPOCHS = 20, 3
 ADAPTER = "adapters.safetensors"
@@ -617,7 +618,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-@pytest.mark.parametrize("best", ["last", "first"])
+@pytest.mark.parametrize("best", [slow("last"), "first"])
 def test_adapter_is_written_where_no_checkpoint_fits(
     run: Run,
     worsening_run: Run,

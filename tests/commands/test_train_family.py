@@ -21,7 +21,7 @@ from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, ModelError, TrainingInterrupted
 from tests.command import Cli
 from tests.models import sums, write_chat
-from tests.slow import slow_except
+from tests.slow import slow, slow_except
 
 MEMBERS: dict[str, dict[str, Any]] = {
     "dora": {"dora": True, "rslora": True, "lr_ratio": 4, "target_rank": {"q_proj": 3}},
@@ -63,7 +63,7 @@ def test_run_that_was_stopped_in_an_epoch_writes_what_it_would_have_written(
     assert any(check["name"] == "replay" for check in found["checks"])
 
 
-@pytest.mark.parametrize("member", ["plain", *slow_except(MEMBERS, "dora")])
+@pytest.mark.parametrize("member", [slow("plain"), *slow_except(MEMBERS, "dora")])
 def test_copy_of_the_best_checkpoint_equals_its_adapter_loaded_and_written(
     model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str
 ) -> None:

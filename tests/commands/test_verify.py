@@ -19,6 +19,7 @@ from mlxtune.core.run.checkpoint import _manifest
 from mlxtune.errors import MlxTuneError
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model
+from tests.slow import slow, slow_except
 
 
 @pytest.fixture(scope="module")
@@ -253,8 +254,8 @@ def test_replay_finds_a_run_that_was_not_trained_as_it_says(
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({"max_steps": 6}, {"max_steps": 10}),
-        ({"epochs": 1}, {"epochs": 2}),
+        slow({"max_steps": 6}, {"max_steps": 10}),
+        slow({"epochs": 1}, {"epochs": 2}),
         # The validation at the end of the first stretch stays, because it is the best so far.
         ({"max_steps": 6, "val_steps": 4}, {"max_steps": 8}),
     ],
@@ -744,7 +745,7 @@ FORGED: dict[str, tuple[Callable[[Path], None], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
+@pytest.mark.parametrize("name", slow_except(FORGED, "only trained", "optimizer", "ledger"))
 def test_replay_finds_what_was_hashed_again(run: Path, name: str) -> None:
     change, check, problem = FORGED[name]
     change(run)

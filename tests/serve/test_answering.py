@@ -39,7 +39,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [False, slow(True)])
 def test_served_answers_equal_generated_ones(
     server: ApiServer, adapters: list[Path], streamed: bool
 ) -> None:

@@ -23,6 +23,7 @@ from mlxtune.session.session import RunSession
 from mlxtune.views.console import RunConsole
 from tests.hub_server import Dataset, Hub
 from tests.models import sums, write_chat
+from tests.slow import slow
 
 Calls = Counter[str]
 
@@ -68,7 +69,7 @@ def start(model: Path, data: str, output: Path, **options: Any) -> None:
 OPENED = {"fetch": 1, "encode_file": 1, "open_base": 1}
 
 
-@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("auto", [slow(False), True])
 def test_start_of_a_run_opens_each_input_once(
     model: Path, rows: str, tmp_path: Path, calls: Calls, auto: bool
 ) -> None:

@@ -28,6 +28,7 @@ from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 from tests.backend.conftest import random_examples
 from tests.models import write_model
+from tests.slow import slow_except
 
 TOKENS = mx.array([[5, 17, 3, 99, 250, 31, 8, 77, 120, 6, 14]])
 FAMILY: dict[str, dict[str, Any]] = {
@@ -63,7 +64,7 @@ def near(found: mx.array, expected: mx.array) -> bool:
     return mx.abs(found - expected).max().item() < 2e-5 * mx.abs(expected).max().item()
 
 
-@pytest.mark.parametrize("member", FAMILY)
+@pytest.mark.parametrize("member", slow_except(FAMILY, "PiSSA with ranks", "DoRA with ranks"))
 def test_others_compute_what_was_trained(folder: Path, tmp_path: Path, member: str) -> None:
     pipeline = trained(folder, **FAMILY[member])
     pipeline.write(tmp_path / "adapters.safetensors")

@@ -57,7 +57,7 @@ def test_hidden_states_of_a_sequence_equal_each_examples(architecture: str, tmp_
     assert_close(split.hidden(mx.array([TEXTS[0]]))[0], alone[0], 0)
 
 
-@pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
+@pytest.mark.parametrize("operations", [slow(MLX), CPU], ids=["mlx", "cpu"])
 @pytest.mark.parametrize("prefix", [70, slow(0)])
 def test_gated_delta_rule_restarts_with_each_example(
     prefix: int, operations: Operations, tmp_path: Any

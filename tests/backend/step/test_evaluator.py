@@ -317,7 +317,7 @@ def test_execution_is_chosen_by_the_dtype_of_the_base(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("architecture", "overrides"), [("qwen3", {}), ("gemma2", {}), ("qwen3_moe", EXPERTS)]
+    ("architecture", "overrides"), [("qwen3", {}), slow("gemma2", {}), ("qwen3_moe", EXPERTS)]
 )
 def test_batch_takes_no_more_memory_than_expected(
     architecture: str, overrides: dict[str, Any]

@@ -109,7 +109,7 @@ def test_dropout_of_any_packed_step(examples: list[Example], way: str, architect
     ],
     ids=str,
 )
-@pytest.mark.parametrize("way", ["packed with recompute", "cpu kernels"])
+@pytest.mark.parametrize("way", ["packed with recompute", slow("cpu kernels")])
 def test_trains_for_any_targets(way: str, trained: dict[str, Any]) -> None:
     fast = pipeline("gemma3_text", WAYS[way], tokens=10_000, **trained)
     assert_same(computed(fast, fixed_step()), plain_step("gemma3_text", **trained))
@@ -119,7 +119,7 @@ NAMED = {"packed": WAYS["packed"], "all": ALL, "plain": PLAIN}
 
 
 @pytest.mark.parametrize("how", NAMED.values(), ids=NAMED)
-@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("tokens", [slow(1), 40])
 def test_micro_batches_of_any_size(how: Execution, tokens: int) -> None:
     for fixed_cost in (32, 4):
         fast = pipeline("gemma3_text", how, tokens=tokens, fixed_cost=fixed_cost)

@@ -23,7 +23,7 @@ from mlxtune.core.run.checkpoint import ADAPTER, OPTIMIZER
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 from tests.models import VOCAB_SIZE, write_model
-from tests.slow import long_except, slow
+from tests.slow import long_except, slow, slow_except
 
 STEPS, STOP = 6, 3
 WAYS = {
@@ -85,7 +85,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_folder(request.param, tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_except(WAYS, "layer by layer", "the CPU's own functions"))
 @pytest.mark.parametrize("targets", [("all",), slow(("q_proj", "v_proj"))], ids=str)
 def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
     folder: Path, tmp_path: Path, way: str, targets: tuple[str, ...]

@@ -28,6 +28,7 @@ from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.errors import MemoryLimitError, ModelError
 from tests.models import sums, write_chat, write_model
+from tests.slow import slow
 
 GREEDY = Sampling(max_new_tokens=24)
 
@@ -232,7 +233,7 @@ def test_template_that_rewrites_earlier_turns_runs_from_there(folder: Path, chan
     assert list(second.tokens) == greedy(folder, anew, 5)
 
 
-@pytest.mark.parametrize("count", [3, 12, 20])
+@pytest.mark.parametrize("count", [3, 12, slow(20)])
 def test_same_or_shorter_prompt_after_a_window_was_passed(folder: Path, count: int) -> None:
     made = generator(folder)
     made.answer(Prompt((7, 8, 9, 20), None), Sampling(max_new_tokens=count))

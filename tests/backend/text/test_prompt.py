@@ -15,7 +15,7 @@ from mlxtune.session.dataset import load_dataset
 from mlxtune.session.reader import Reader
 from tests.backend.text.turns import TEMPLATES, Folder, turns_of, write_folders
 from tests.models import CHATML, THINKING, write_chat, write_tokenizer
-from tests.slow import long_except
+from tests.slow import long_except, slow
 
 ROWS = 12
 
@@ -56,7 +56,7 @@ def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) 
     return seen
 
 
-@pytest.mark.parametrize("file", ["gsm8k_train.jsonl", "lf_glaive_toolcall_en.jsonl"])
+@pytest.mark.parametrize("file", [slow("gsm8k_train.jsonl"), "lf_glaive_toolcall_en.jsonl"])
 @pytest.mark.parametrize("name", long_except(TEMPLATES, "qwen3.jinja"))
 def test_models_own_templates_on_real_chats(
     shared: Path, folders: dict[str, Folder], tmp_path: Path, name: str, file: str
@@ -75,7 +75,7 @@ def test_models_own_templates_on_real_chats(
 
 
 @pytest.mark.parametrize("source", [CHATML, THINKING, None], ids=["chatml", "thinking", "built-in"])
-@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("bos", [slow(False), True])
 def test_tiny_templates_and_the_built_in_ones(
     tmp_path: Path, source: str | None, bos: bool
 ) -> None:

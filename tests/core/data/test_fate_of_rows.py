@@ -293,7 +293,7 @@ JINJA = [
 ]
 
 
-@pytest.mark.parametrize("name", slow_except(JINJA, "qwen3", "gemma3"))
+@pytest.mark.parametrize("name", slow_except(JINJA, "qwen3"))
 def test_rows_in_a_real_template(shared: Path, name: str) -> None:
     found = jinja(shared / "templates" / f"{name}.jinja")
 
