@@ -25,7 +25,7 @@ def costs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return dict(json.loads((folder / "costs.json").read_text()))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_costs_of_both_contestants_are_of_the_same_steps(costs: dict[str, Any]) -> None:
     ours, theirs = costs["ours"], costs["theirs"]
     needed = ours["matmul_flops"]["needed"]

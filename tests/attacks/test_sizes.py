@@ -21,7 +21,7 @@ from tests.attacks.limits import limited
 from tests.attacks.sparse import enlarge, list_again, shapes_of, write_tensors
 from tests.command import Cli
 from tests.hub_server import Dataset, Handler, Hub
-from tests.slow import slow, slow_except
+from tests.slow import long, slow, slow_except
 
 GB = 10**9
 
@@ -332,8 +332,7 @@ def test_model_folder_with_sizes_that_no_model_has_is_refused(
     assert len(outcome.err) < 700
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["a group size of 0 in a layer", "a group size of 0"])
+@pytest.mark.parametrize("name", [slow("a group size of 0 in a layer"), long("a group size of 0")])
 def test_group_size_of_0_ends_no_process(broken: Path, name: str) -> None:
     FOLDERS[name][0](broken)
     assert "group_size" in attack("generate", "--model-path", broken, "--prompt", "hi").error

@@ -151,7 +151,7 @@ HOSTS = '[["127.0.0.1:PORT"],["127.0.0.1:NEXT"]]'
         long("-1", HOSTS, "MLX_RANK: '-1' is no number"),
         long("", HOSTS, "MLX_RANK: '' is no number"),
         long("9" * 20, HOSTS, "is not the number of a worker"),
-        ("5", HOSTS, "the other workers cannot be reached: "),
+        long("5", HOSTS, "the other workers cannot be reached: "),
         ("0", "x", "the other workers cannot be reached: "),
         long("0", "[1, 2]", "the other workers cannot be reached: "),
         long("0", "1", "the other workers cannot be reached: "),

@@ -29,7 +29,7 @@ from tests.backend.queued import queued
 from tests.long.memory_table import MODELS, holes_allowed, on_a_gpu, write_headers
 from tests.models import write_model
 from tests.paths import DOCS, SHARED
-from tests.slow import slow
+from tests.slow import long, slow
 
 H200: dict[str, Any] = json.loads((DOCS / "measured" / "h200-memory.json").read_text())
 INFO = {"device_name": H200["device"], "architecture": "sm_90", "total_memory": 150 * 10**9}
@@ -68,7 +68,7 @@ def test_predicted_peak_on_an_h200_is_near_the_measured(
 
 
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize("case", [slow(case) for case in STEPS], ids=IDS)
+@pytest.mark.parametrize("case", [slow(STEPS[0]), *map(long, STEPS[1:])], ids=IDS)
 def test_micro_batches_of_the_measured_steps_come_from_their_data(
     tmp_path: Path, case: dict[str, Any]
 ) -> None:

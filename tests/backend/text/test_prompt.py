@@ -13,7 +13,7 @@ from mlxtune.core.data.prompt import TurnEnds, last_turn, parse_content, prompt_
 from mlxtune.errors import DataError
 from mlxtune.session.dataset import load_dataset
 from mlxtune.session.reader import Reader
-from tests.backend.text.turns import TEMPLATES, Folder, turns_of, write_folders
+from tests.backend.text.turns import TEMPLATES, Folders, turns_of
 from tests.models import CHATML, THINKING, write_chat, write_tokenizer
 from tests.slow import long_except, slow
 
@@ -21,8 +21,8 @@ ROWS = 12
 
 
 @pytest.fixture(scope="module")
-def folders(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Folder]:
-    return write_folders(shared, tmp_path_factory.mktemp("folders"))
+def folders(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(shared, tmp_path_factory.mktemp("folders"))
 
 
 def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) -> int:
@@ -59,7 +59,7 @@ def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) 
 @pytest.mark.parametrize("file", [slow("gsm8k_train.jsonl"), "lf_glaive_toolcall_en.jsonl"])
 @pytest.mark.parametrize("name", long_except(TEMPLATES, "qwen3.jinja"))
 def test_models_own_templates_on_real_chats(
-    shared: Path, folders: dict[str, Folder], tmp_path: Path, name: str, file: str
+    shared: Path, folders: Folders, tmp_path: Path, name: str, file: str
 ) -> None:
     folder, source = folders[name], shared / "chat" / file
     lines = source.read_text(encoding="utf-8").splitlines()

@@ -109,7 +109,7 @@ def test_columns_of_a_matrix_are_made_contiguous(language: Language) -> None:
     np.testing.assert_allclose(kernels.swiglu(gate, up), plain_swiglu(gate, up), 2e-5, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_except(DTYPES, mx.bfloat16))
 def test_a_thread_reads_neighbouring_values(dtype: mx.Dtype, device: FakeDevice) -> None:
     """MLX's Metal kernels read 8 bytes a thread; CUDA's widest load has 16."""
     values = (8 if device.language is METAL else 16) // dtype.size
