@@ -16,6 +16,7 @@ from mlxtune.core.files import remembered
 from mlxtune.core.run import checkpoint
 from tests.command import Cli
 from tests.hub_server import Hub
+from tests.slow import slow
 
 HUB = "evil/model"
 
@@ -237,7 +238,7 @@ def test_strangers_run_with_a_model_folder_resumes_unasked(
     assert downloads == []
 
 
-@pytest.mark.parametrize("damage", ["missing", "folder", "binary", "unwritable"])
+@pytest.mark.parametrize("damage", [slow("missing"), "folder", "binary", slow("unwritable")])
 def test_cache_that_is_damaged_makes_no_run_fail(train: Cli, run: Path, damage: str) -> None:
     cache = user_cache() / "runs"
     before = cache.read_bytes()

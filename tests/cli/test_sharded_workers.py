@@ -41,7 +41,7 @@ def test_workers_that_share_a_model_write_the_adapter_that_one_does(
     model = str(DATA / "demo-qwen3")
     config = TrainConfig(
         model_path=model,
-        data=(str(DATA / "bookings.jsonl"),),
+        data=(str(DATA / "bookings_test.jsonl"),),
         output=str(tmp_path / "adapters.safetensors"),
         quiet=True,
         **options,

@@ -62,7 +62,7 @@ def test_validation_loss_falls_by_more_than_a_third(first_run: tuple[Path, Train
     assert training.best_val_loss < training.initial_val_loss * 2 / 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_same_run_in_another_process_writes_the_same_bytes(
     first_run: tuple[Path, TrainResult], shared: Path, tmp_path: Path
 ) -> None:

@@ -278,7 +278,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter that changes the answers of the demo's model."""
     output = tmp_path_factory.mktemp("adapted") / "adapters.safetensors"
     options: dict[str, Any] = {"targets": ("all",), "lr": 0.05, "max_steps": 2, "val_split": 0.0}
-    data = str(DATA / "bookings.jsonl")
+    data = str(DATA / "bookings_test.jsonl")
     train(TrainConfig(str(DEMO), data, output=str(output), quiet=True, **options))
     return output
 

@@ -79,10 +79,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return what_counts(*run(folder), folder)
 
 
+@pytest.mark.parametrize("every", [3, slow(1)])
 def test_run_stopped_after_any_step_and_resumed_is_the_whole_run(
-    tmp_path: Path, uninterrupted: dict[str, Any]
+    tmp_path: Path, uninterrupted: dict[str, Any], every: int
 ) -> None:
-    for stop_at in range(1, 100):
+    for stop_at in range(1, 100, every):
         folder, asked = tmp_path / str(stop_at), 0
 
         def should_stop(stop_at: int = stop_at) -> bool:
