@@ -1,6 +1,7 @@
 """Problems in rows, with the place of each row: reasons to skip it, or notes on it."""
 
 import json
+import re
 import sys
 import zlib
 from collections import Counter
@@ -225,15 +226,33 @@ def parse_json(
     except UnicodeDecodeError as error:
         raise BadRow("not UTF-8", f"byte {error.start + 1}: save the file in UTF-8") from error
     except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise BadRow(
-            kind, f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
-        ) from error
+        raise BadRow(kind, _syntax_error(error)) from error
     except RecursionError as error:
         raise BadRow("JSON nested too deeply") from error
     except ValueError as error:
         digits = f"{sys.get_int_max_str_digits():,} digits"
         raise BadRow(f"a number of more than {digits}", "write it as text") from error
+
+
+def _syntax_error(error: json.JSONDecodeError) -> str:
+    """Return what is wrong with JSON, and where; what Python or JavaScript would allow is named."""
+    text, at, problem = error.doc, error.pos, error.msg.removesuffix(" at")
+    rest, before = text[at:].lstrip(), text[:at].rstrip()
+    # From Python 3.13 on, the error is at the comma; before, it is at the bracket.
+    comma = at if rest.startswith(",") else len(before) - 1 if before.endswith(",") else -1
+    after = text[comma + 1 :].lstrip()[:1]
+    if comma >= 0 and after in ("]", "}"):
+        at, problem = comma, f"trailing comma before '{after}'"
+    elif comma == at and not after:
+        problem = "comma after the end"
+    elif rest.startswith("'"):
+        at, problem = len(text) - len(rest), "single quotes instead of double quotes"
+    elif constant := re.match(r"(?:True|False|None)\b", rest):
+        right = {"None": "null"}.get(constant[0], constant[0].lower())
+        at, problem = len(text) - len(rest), f"Python's {constant[0]} instead of {right}"
+    lines = text.count("\n", 0, at)
+    line = f"line {lines + 1}, " if lines else ""
+    return f"{problem} at {line}column {at - text.rfind(chr(10), 0, at)}"
 
 
 def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -250,6 +269,15 @@ def _refuse_constant(name: str) -> None:
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_keys_once)
 _STRICT_DECODER = json.JSONDecoder(object_pairs_hook=_keys_once, parse_constant=_refuse_constant)
+
+
+def json_text(value: Any) -> str:
+    """Return the JSON of a value from a row for a message, at most 60 characters of it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return json_type(value)
+    return text if len(text) <= 60 and text.isprintable() else shorten(text)
 
 
 def json_type(value: Any) -> str:

@@ -25,7 +25,7 @@ from mlxtune.core.data.conversation import (
     Document,
     Pair,
 )
-from mlxtune.core.data.problems import MARKED, BadRow, json_type, parse_json
+from mlxtune.core.data.problems import MARKED, BadRow, json_text, json_type, parse_json
 from mlxtune.core.data.sources.keys import is_mark
 from mlxtune.core.data.sources.messages import (
     ROLES,
@@ -36,7 +36,6 @@ from mlxtune.core.data.sources.messages import (
     unknown_role,
 )
 from mlxtune.core.data.sources.tool_calls import parse_tools
-from mlxtune.errors import shorten
 
 JsonObject = Mapping[str, Any]
 # Converts an entry of a conversation to a message; the text names the entry's place in errors.
@@ -187,7 +186,7 @@ _KINDS = ("", "non_")
 def labelled(content: JsonObject, label: Any, conversation: Conversation) -> Conversation:
     """Return a conversation in the role that its label gives. Only the last answer carries loss."""
     if not isinstance(label, bool):
-        written = shorten(str(content.get("label")))
+        written = json_text(content.get("label"))
         raise BadRow("'label' is neither true nor false", f"{written}: write true, false, 1 or 0")
     messages = list(conversation.messages)
     answers = [i for i, message in enumerate(messages) if message.role == "assistant"]

@@ -9,7 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import lru_cache
 from typing import Any
 
-from mlxtune.core.data.problems import MARKED, UNREAD_METADATA, BadRow, parse_json, unread_key
+from mlxtune.core.data.problems import (
+    MARKED,
+    UNREAD_METADATA,
+    BadRow,
+    json_text,
+    parse_json,
+    unread_key,
+)
 from mlxtune.errors import shorten
 
 
@@ -150,7 +157,7 @@ def check_row_is_learned(marks: Mapping[str, Any]) -> None:
         if name in _AMBIGUOUS and verdict is not None:
             raise BadRow(f"{shorten(key)} of a row has two meanings", "write 'weight'")
         if verdict is (name in _MASKED) and name in _LEARNED | _MASKED:
-            raise BadRow(MARKED["row"], f"{shorten(key)}: {value!r}")
+            raise BadRow(MARKED["row"], f"{shorten(key)}: {json_text(value)}")
 
 
 @lru_cache(4096)

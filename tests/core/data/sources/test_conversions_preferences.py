@@ -167,7 +167,7 @@ def test_label_is_for_the_last_answer(tmp_path: Path) -> None:
     [
         (
             LABELLED[0] | {"label": "good"},
-            "'label' is neither true nor false ('good': write true, false, 1 or 0)",
+            "'label' is neither true nor false (\"good\": write true, false, 1 or 0)",
         ),
         (LABELLED[0], "an answer without a preference (prompt format: add a label, or use"),
         (

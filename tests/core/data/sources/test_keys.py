@@ -219,7 +219,7 @@ def test_turn_that_is_marked_is_context(
 @pytest.mark.parametrize("name", FORMATS)
 def test_row_that_is_marked_is_skipped(tmp_path: Path, key: str, name: str) -> None:
     row = EVERY[name][1] | {key: False}
-    assert reason(tmp_path, row).startswith("a row that is marked not to be learned")
+    assert reason(tmp_path, row) == f"a row that is marked not to be learned ('{key}': false)"
     assert notes(tmp_path, row | {key: True}) == {}
 
 
