@@ -222,17 +222,19 @@ def _check_usable(
 ) -> None:
     rows_kept, skipped = int(cut.rows_kept.sum()), file.skipped
     read = rows_kept + skipped.total
+    one = skipped.total == 1
     if skipped.total and config.strict:
+        are, them = ("is", "it") if one else ("are", "them")
         raise DataError(
-            f"{skipped.first()}; {skipped.total} of {read} rows are bad: "
-            "fix them, or leave out --strict to skip them"
+            f"{skipped.first()}; {skipped.total} of {pluralise(read, 'row')} {are} bad: "
+            f"fix {them}, or leave out --strict to skip {them}"
         )
     if not read:
         raise DataError(f"{path} has no rows: it needs {needed}")
     if not rows_kept:
-        every = f"none of its {read:,} rows can be used"
-        every = "its only row cannot be used" if read == 1 else every
-        raise DataError(f"{path}: {every}; the first: {skipped.first()}")
+        every = f"none of its {read:,} rows can be used; the first"
+        every = "its only row cannot be used" if one else every
+        raise DataError(f"{path}: {every}: {skipped.first()}")
 
 
 def _choose_rows(
@@ -254,7 +256,8 @@ def _choose_rows(
         return RunRows(corpus.select(), corpus.select([])), [Finding("error", problem, 0, advice)]
     skipped = [file.skipped for file in files if file.skipped.total]
     total = pluralise(sum(each.total for each in skipped), "other row")
-    others = f"; skipped {total}, the first: {skipped[0].first()}" if skipped else ""
+    first = ": " if total == "1 other row" else ", the first: "
+    others = f"; skipped {total}{first}{skipped[0].first()}" if skipped else ""
     raise DataError(f"{', '.join(map(shown, config.data))}: {problem}: {advice}{others}")
 
 

@@ -29,7 +29,7 @@ packed = functools.partial(gzip.compress, mtime=0)
         (b"\xef\xbb\xbf", "is empty|no rows"),
         (b"\n# a comment\n\n", "no rows|only blank lines and comments"),
         (bytes(range(256)) * 20, "is a binary file"),
-        (packed(b"{}\n"), "its only row cannot .*data.jsonl:1: no known format"),
+        (packed(b"{}\n"), "its only row cannot be used: .*data.jsonl:1: no known format"),
         (packed(b"{}\n" * 99)[:-9], "is a damaged gzip file .*copy or compress it again"),
         (packed(bytes(range(256)) * 20), "is a binary file"),
         (b'[\n{"messages": []}\n]\n', "its only row cannot .*data.jsonl\\[1\\]: no assist"),
@@ -39,7 +39,10 @@ packed = functools.partial(gzip.compress, mtime=0)
             "data.jsonl:1: a JSON object over several lines",
         ),
         (b"PAR1 and nothing else", "is a damaged parquet file"),
-        (b"\x80\x81\n\xfe\n", "none of its 2 rows .*data.jsonl:1: not UTF-8"),
+        (
+            b"\x80\x81\n\xfe\n",
+            "none of its 2 rows can be used; the first: .*:1: not UTF-8",
+        ),
         (
             b'{"messages": []}\n{"txt": "x"}\n3\n',
             "none of its 3 rows .*data.jsonl:1: no assist",

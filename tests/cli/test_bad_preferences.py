@@ -76,7 +76,7 @@ def test_pairs_of_one_prompt_cannot_be_split(train: Cli, tmp_path: Path) -> None
 def test_strict_names_the_first_bad_pair(train: Cli, tmp_path: Path) -> None:
     path = write(tmp_path, [*PAIRS, PAIRS[0] | {"rejected": "2"}])
     assert train("--data", path, *DPO, "--strict").error.startswith(
-        f"{path}:11: chosen and rejected are the same; 1 of 11 rows are bad"
+        f"{path}:11: chosen and rejected are the same; 1 of 11 rows is bad"
     )
 
 
