@@ -4,6 +4,7 @@ Other tools' keys are renamed to ours if they have one reading; if not, the reas
 that read them.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -52,12 +53,12 @@ def read_rows(
     field names to the keys that the file uses for them. A preference `objective` accepts only
     preference rows; `sft` rejects pairs and answers labelled as bad. `split_at` splits files of
     plain text under the format `text`. Raises DataError if the file
-    cannot be read, if it has rows of two formats under `auto`, or if nearly all of many rows are
-    bad.
+    cannot be read, if it has rows of two formats under `auto`, if its rows are all messages, or if
+    nearly all of many rows are bad.
     """
     fields, formats = fields or {}, formats_of(objective)
     file_format = None if format == "auto" else formats[format]
-    name, since, good, bad = format, 0, 0, 0
+    name, since, good, bad, bare = format, 0, 0, 0, 0
     for row, content in read_objects(path, texts=format == "text", split_at=split_at):
         try:
             if isinstance(content, BadRow):
@@ -83,6 +84,7 @@ def read_rows(
         except BadRow as problem:
             skipped.add(row, problem)
             bad += 1
+            bare += isinstance(content, dict) and _is_message(content)
             if bad % _MANY == 0 and bad > _MOST_BAD * (bad + good):
                 raise DataError(
                     f"{shown(path)}: {bad:,} of its first {bad + good:,} rows cannot be used; "
@@ -91,6 +93,13 @@ def read_rows(
         else:
             good += 1
             yield converted
+    if bare and bare == bad and not good:
+        wrap = 'wrap those of each conversation, as in [{"messages": […]}]'
+        raise DataError(f"{shown(path)} is a list of messages: {wrap}")
+
+
+def _is_message(content: JsonObject) -> bool:
+    return role_of(content) is not None or {"from", "value"} <= content.keys()
 
 
 def _in_their_words(problem: BadRow, content: JsonObject, renamed: JsonObject) -> BadRow:
@@ -124,13 +133,16 @@ def _with_our_keys(content: JsonObject, formats: Mapping[str, Format]) -> JsonOb
     asks, answers_as = ("instruction", "output") if alpaca else ("prompt", "completion")
     if len(answers) == 1 and not contexts and (alpaca or len(prompts) == 1):
         return _rename(content, {asks: prompts[0], answers_as: answers[0]})
-    beside = f" --field input={(texts or contexts)[0]}" if contexts and alpaca else ""
     readings = [f"--field {asks}={ask} --field {answers_as}={answers[0]}" for ask in prompts]
     readings += [f"--field {asks}={prompts[0]} --field {answers_as}={one}" for one in answers[1:]]
-    raise BadRow(
-        f"two readings of {', '.join(map(repr, (*prompts, *contexts, *answers)))}",
-        f"use {readings[0]}{beside}" if beside else f"use {' or '.join(readings[:2])}",
-    )
+    use = " or ".join(readings[:2])
+    if texts and alpaca:
+        use = f"{readings[0]} --field input={texts[0]} or {readings[0]} without {texts[0]!r}"
+    elif len(readings) == 1:
+        left = repr(contexts[0])
+        use = f"{readings[0]} without {left}, or write {left} into {prompts[0]!r}"
+    kind = f"two readings of {', '.join(map(repr, (*prompts, *contexts, *answers)))}"
+    raise BadRow(kind, f"use {use}")
 
 
 def _missing_keys(
@@ -169,6 +181,11 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
             return f"the rows are under {shorten(key)}: save that list as the file"
         if isinstance(first, dict) and role_of(first) is not None and formats is FORMATS:
             return f"use {field_option('messages', key)}"
+        if isinstance(value, dict) and recognise(value, formats) not in (None, "text"):
+            return f"the row is under {shorten(key)}: save that object in place of this one"
+        if isinstance(value, dict) and _holds_turns(value):
+            layout = '{"role": "user", "content": …}, {"role": "assistant", "content": …}'
+            return f"the turns are under {shorten(key)}: write them as 'messages': [{layout}]"
     if options := preference_options(content, formats):
         return options
     if content and not named and any(map(_looks_like_a_value, content)):
@@ -181,6 +198,12 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
             ("use", field_option("prompt", keys[0]), field_option("completion", keys[1]))
         )
     return "if your keys have other names, use --field NAME=KEY"
+
+
+def _holds_turns(value: JsonObject) -> bool:
+    """Return whether an object holds turns by number, such as `{"turn_1": {…}}`."""
+    numbered = all(re.fullmatch(r"\D{0,20}\d{1,6}", key) for key in value)
+    return bool(value) and numbered and all(isinstance(turn, dict) for turn in value.values())
 
 
 def _looks_like_a_value(key: str) -> bool:
@@ -220,8 +243,11 @@ def _with_prompt(content: JsonObject) -> JsonObject:
         return content
     others = [key for key in _BESIDE if content.get(key)]
     if others or len(candidates) > 2 or (len(candidates) == 2 and candidates[1] != "input"):
-        keys = ", ".join(map(repr, (*candidates, *others)))
-        raise BadRow(f"two readings of {keys}", "put all of the prompt into 'prompt'")
+        keys = list(map(repr, (*candidates, *others)))
+        both = f"{keys[0]} alone, or all together"
+        raise BadRow(
+            f"two readings of {', '.join(keys)}", f"{both}: put the whole prompt into 'prompt'"
+        )
     renamed = {key: value for key, value in content.items() if key not in candidates}
     return renamed | {"prompt": "\n".join(str(content[key]) for key in candidates)}
 

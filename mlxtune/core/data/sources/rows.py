@@ -198,7 +198,12 @@ def _parse(line: bytes) -> dict[str, Any] | BadRow:
 
 
 def _object(content: Any) -> dict[str, Any] | BadRow:
-    return content if isinstance(content, dict) else BadRow("not a JSON object", json_type(content))
+    if isinstance(content, dict):
+        return content
+    first = content[0] if isinstance(content, list) and content else None
+    is_chat = isinstance(first, dict) and ("role" in first or "from" in first)
+    remedy = ': write {"messages": […]} around it' * is_chat
+    return BadRow("not a JSON object", f"{json_type(content)}{remedy}")
 
 
 def _array_rows(path: Path) -> Iterator[NumberedRow]:

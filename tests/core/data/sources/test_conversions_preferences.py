@@ -97,7 +97,10 @@ def test_tools_and_system_belong_to_both_answers(tmp_path: Path) -> None:
             PAIRS["whole"] | {"prompt": "Hi", "rejected": [BAD]},
             "answers that do not begin with the",
         ),
-        (PAIRS["texts"] | {"context": "C"}, "two readings of 'prompt', 'context'"),
+        (
+            PAIRS["texts"] | {"context": "C"},
+            "two readings of 'prompt', 'context' ('prompt' alone, or all together: put the",
+        ),
         (
             {"chosen": "Hello!", "rejected": "No."},
             "no prompt (name its key with --field prompt=KEY)",

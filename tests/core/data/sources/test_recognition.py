@@ -83,11 +83,18 @@ def test_keys_known_elsewhere_are_recognised(
         ),
         (
             {"question": "a", "context": "b", "answer": "c"},
-            "use --field instruction=question --field output=answer --field input=context",
+            "use --field instruction=question --field output=answer --field input=context or "
+            "--field instruction=question --field output=answer without 'context'",
         ),
         (
             {"instruction": "a", "context": "b", "response": "c"},
-            "use --field instruction=instruction --field output=response --field input=context",
+            "use --field instruction=instruction --field output=response --field input=context or "
+            "--field instruction=instruction --field output=response without 'context'",
+        ),
+        (
+            {"question": "a", "choices": ["b", "c"], "answer": "b"},
+            "use --field prompt=question --field completion=answer without 'choices', or write "
+            "'choices' into 'question'",
         ),
     ],
 )
@@ -100,8 +107,10 @@ def test_keys_with_two_readings_are_named_with_the_field_that_reads_them(
     ((kind, detail),) = [(problem.kind, problem.detail) for problem in skipped.problems.values()]
     assert kind == f"two readings of {', '.join(map(repr, row))}"
     assert detail == advice
-    pairs = re.findall(r"--field (\S+)", advice.split(" or ")[0])
-    assert read(tmp_path, row, fields=parse_fields(pairs))[1].total == 0
+    readings = [re.findall(r"--field (\S+)", part) for part in advice.split(" or ")]
+    assert len(readings) == 2
+    read_as = [read(tmp_path, row, fields=parse_fields(pairs))[0] for pairs in readings if pairs]
+    assert all(read_as) and read_as[1:] != read_as[:1]
 
 
 def test_first_recognised_row_decides_the_format(tmp_path: Path) -> None:
@@ -171,6 +180,15 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
             "'answers' is an object: write the answer as text under 'answer')",
         ),
         (
+            {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT},
+            "the row is under 'body': save that object in place of this one)",
+        ),
+        (
+            {"chat": {"turn_1": {"Human": "Hi", "MOSS": "Hello!"}}, "num_turns": 1},
+            "the turns are under 'chat': write them as 'messages': "
+            '[{"role": "user", "content": …}, {"role": "assistant", "content": …}])',
+        ),
+        (
             {"reply": "It is Ada.", "context": "Who is it?"},
             "if your keys have other names, use --field NAME=KEY)",
         ),
@@ -186,6 +204,34 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
 )
 def test_unknown_keys_are_answered(tmp_path: Path, row: dict[str, Any], advice: str) -> None:
     assert reason(tmp_path, row).endswith(f"; {advice}")
+
+
+@pytest.mark.parametrize("turns", [CHAT["messages"], SHAREGPT["conversations"]])
+@pytest.mark.parametrize("as_array", [True, False])
+def test_bare_messages_are_wrapped_and_not_skipped_one_by_one(
+    tmp_path: Path, turns: list[Any], as_array: bool
+) -> None:
+    path = tmp_path / "data.json"
+    lines = "\n".join(map(json.dumps, turns))
+    path.write_text(json.dumps(turns, indent=2) if as_array else lines)
+
+    with pytest.raises(DataError) as raised:
+        list(read_rows(path, SkippedRows(path)))
+
+    wrap = 'wrap those of each conversation, as in [{"messages": […]}]'
+    assert str(raised.value) == f"{path} is a list of messages: {wrap}"
+    good, skipped = read(tmp_path, *turns, CHAT)
+    assert (len(good), skipped.total) == (1, len(turns))
+
+
+def test_list_of_messages_in_an_array_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([CHAT["messages"], [3]]))
+    assert list(read_rows(path, skipped := SkippedRows(path))) == []
+    assert [str(problem) for problem in skipped.problems.values()] == [
+        'not a JSON object (a list: write {"messages": […]} around it)',
+        "not a JSON object (a list)",
+    ]
 
 
 def test_key_of_another_spelling_is_named(tmp_path: Path) -> None:
@@ -277,7 +323,7 @@ def test_list_may_be_json_text(tmp_path: Path, name: str, row: dict[str, Any], k
 
     assert isinstance(found, Conversation)
     assert found.messages == converted(tmp_path, row, fields=fields).messages
-    assert "is text that is not JSON (Expecting property name" in skipped.first()
+    assert "is text that is not JSON (single quotes instead of double" in skipped.first()
 
 
 def test_reason_names_the_key_that_the_file_lacks(tmp_path: Path) -> None:
