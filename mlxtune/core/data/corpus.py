@@ -30,6 +30,8 @@ _KEPT = re.compile(
     r"""|[^\w\s.\-!,;:?'"`¡¿‘’‚“”„‹›«»、。「」『』《》،؛؟।]"""
 )
 _DASHES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-")
+# The bytes of ASCII that are neither letters nor digits.
+_NO_LETTERS = bytes(byte for byte in range(128) if not chr(byte).isalnum())
 # The separator of control tokens, a byte that UTF-8 never has.
 _CONTROL = b"\xff"
 _SYSTEM_ROLES = ("system", "developer")
@@ -42,11 +44,22 @@ def _unmasked(example: Example) -> Example:
     return replace(example, assistant_mask=np.zeros_like(example.assistant_mask), role=ANSWER)
 
 
+def _until(example: Example, end: int) -> Example:
+    mask = example.assistant_mask[:end]
+    return replace(example, tokens=example.tokens[:end], assistant_mask=mask, role=ANSWER)
+
+
 def _prompt(example: Example) -> Example:
     """Return an example of the tokens before the first token that carries loss."""
-    start = int(example.assistant_mask.argmax())
-    mask = example.assistant_mask[:start]
-    return replace(example, tokens=example.tokens[:start], assistant_mask=mask, role=ANSWER)
+    return _until(example, int(example.assistant_mask.argmax()))
+
+
+def first_turn(example: Example) -> tuple[Example, Example]:
+    """Return the prompt of an example's first answer, and the prompt with this answer."""
+    prompt = _prompt(example)
+    after = example.assistant_mask[len(prompt) :] == 0
+    end = len(prompt) + int(after.argmax()) if after.any() else len(example)
+    return prompt, _until(example, end)
 
 
 def rows_used(rows: int, weight: float) -> tuple[int, int]:
@@ -343,13 +356,20 @@ class TextHash:
         self._spelled: dict[int, bytes] = {}
 
     def __call__(self, example: Example) -> int:
-        tokens, spelled = example.tokens.tolist(), self._spelled
-        if new := {token for token in tokens if token not in spelled}:
-            self._spell(sorted(new))
-        parts = b"".join([spelled[token] for token in tokens]).split(_CONTROL)
+        parts = self._bytes(example).split(_CONTROL)
         kept = _without_system([part.decode(errors="replace") for part in parts])
         content = "\n".join(filter(None, map(normalise, kept))).encode(errors="replace")
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+    def of_letters(self, example: Example) -> int:
+        """Return a quick hash that nearly all near copies share, but also other texts."""
+        return hash(self._bytes(example).lower().translate(None, _NO_LETTERS))
+
+    def _bytes(self, example: Example) -> bytes:
+        tokens, spelled = example.tokens.tolist(), self._spelled
+        if new := {token for token in tokens if token not in spelled}:
+            self._spell(sorted(new))
+        return b"".join([spelled[token] for token in tokens])
 
     def _spell(self, tokens: list[int]) -> None:
         tokenizer = self._load_tokenizer()

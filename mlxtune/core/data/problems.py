@@ -17,6 +17,7 @@ from mlxtune.core.files.reading import open_regular, open_zipped
 from mlxtune.core.formatting import pluralise
 from mlxtune.errors import shorten
 
+ANOTHER_ANSWER = "prompt that another row answers differently"
 CONTROL_TOKEN = "control token written in content"
 DOUBLE_BOS = "BOS twice at the start"
 DROPPED_CONTENT = "text beside a tool call left out by the template"
@@ -51,6 +52,7 @@ UNREAD_METADATA = "keys beside the conversation that are not read"
 UNDECLARED_TOOL = "call of a tool that is not declared"
 
 ADVICE = {
+    ANOTHER_ANSWER: "the model learns a mix of the answers: keep one, unless several are intended",
     CONTROL_TOKEN: "the model reads it as a real control token: remove it from the text",
     DOUBLE_BOS: "the model's template writes it twice: fix the template",
     DROPPED_CONTENT: "it is not trained on: remove it, or split the turn in two",
@@ -107,7 +109,7 @@ MARKED = {
     "last turn": "the last assistant turn has weight 0",
 }
 # Kinds of notes for which `train` refuses the data, and kinds that need no attention.
-ERRORS, REMARKS = (DOUBLE_BOS,), (UNREAD_METADATA,)
+ERRORS, REMARKS = (DOUBLE_BOS,), (ANOTHER_ANSWER, UNREAD_METADATA)
 # The ends of the kinds of notes on keys, each with the kind that has its advice.
 _UNREAD = {
     " of the template's options is not read": UNREAD_OPTION,

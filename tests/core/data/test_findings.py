@@ -125,6 +125,72 @@ def test_duplicates_and_leaks_match_a_row_comparison(
     assert places == {kind: tuple(places[:5]) for kind, places in expected.items() if places}
 
 
+def answered(name: str, *rows: Sequence[int]) -> EncodedFile:
+    """Encode a prompt of two tokens, an answer of two tokens, and another turn, for each row."""
+    mask = np.array([0, 0, 1, 1, 0, 1], np.uint8)
+    examples = [
+        Example(number, np.array(row, np.int32), mask) for number, row in enumerate(rows, start=1)
+    ]
+    return EncodedFile(ExampleArrays.of(examples), SkippedRows(Path(name)), RowTally())
+
+
+def test_prompt_with_another_answer_is_noted() -> None:
+    one, other = (1, 5, 7, 7, 2, 8), (1, 5, 7, 9, 2, 8)
+    files = [
+        answered("a.jsonl", one, (1, 6, 7, 9, 2, 8), other),
+        answered("b.jsonl", other, (1, 5, 7, 7, 3, 9)),
+    ]
+
+    found = {each.kind: each for each in find(files)}
+
+    assert found.pop(problems.DUPLICATE).rows == 1
+    assert [*found] == [problems.ANOTHER_ANSWER]
+    note = found[problems.ANOTHER_ANSWER]
+    assert (note.level, note.rows) == ("note", 2)
+    assert note.places == (
+        Place("a.jsonl", 3, "same prompt as a.jsonl:1"),
+        Place("b.jsonl", 1, "same prompt as a.jsonl:1"),
+    )
+
+
+def test_near_copies_of_a_prompt_count_and_near_copies_of_an_answer_do_not_differ() -> None:
+    file = answered(
+        "a.jsonl",
+        (1, 5, 7, 7, 2, 8),
+        (1, 15, 17, 17, 2, 8),
+        (1, 15, 7, 9, 2, 8),
+        (2, 4, 7, 9, 2, 8),
+    )
+    corpus = Corpus([file.arrays.truncate()])
+    rows = RunRows(corpus.select(), corpus.select([]))
+    hashed = Counter[int]()
+
+    # Tokens with the same last digit count as near copies, and their sum as a quick hash.
+    def text_hash(example: Example) -> int:
+        hashed[len(example)] += 1
+        return hash(tuple((example.tokens % 10).tolist()))
+
+    def quick_hash(example: Example) -> int:
+        return int((example.tokens % 10).sum())
+
+    (finding,) = findings.row_findings([file], rows, text_hash, quick_hash)
+
+    assert [place.row for place in finding.places] == [3]
+    assert hashed == {2: 4, 4: 4}
+    file = answered("a.jsonl", (1, 5, 7, 7, 2, 8), (2, 5, 7, 9, 2, 8))
+    corpus, hashed = Corpus([file.arrays.truncate()]), Counter()
+    rows = RunRows(corpus.select(), corpus.select([]))
+    assert findings.row_findings([file], rows, text_hash, quick_hash) == []
+    assert not hashed
+
+
+def test_first_token_of_plain_text_is_no_prompt() -> None:
+    examples = [
+        Example(row, np.array([1, row], np.int32), np.array([0, 1], np.uint8)) for row in (1, 2)
+    ]
+    assert find([EncodedFile(ExampleArrays.of(examples), SkippedRows(Path("a")), RowTally())]) == []
+
+
 def test_nothing_is_found_where_all_rows_differ_or_there_are_none() -> None:
     assert find([encoded("a.jsonl", [1, 2, 3])]) == []
     assert find([encoded("a.jsonl", [1, 2, 3])], []) == []
