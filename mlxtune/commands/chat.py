@@ -45,7 +45,7 @@ def chat(config: ChatConfig) -> None:
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    with closing(RunConsole(quiet=config.quiet)) as console:
+    with closing(RunConsole(quiet=config.quiet, brief=True)) as console:
         session = trained_model.UseSession(config, console)
         session.reader.require_template()
         session.reader.warn_of_thinking(config.thinking, console)

@@ -60,7 +60,7 @@ def generate(
     config = options.config
     if config.data is not None:
         raise ConfigError(["--data: call mlxtune.commands.generate.answer_rows"])
-    with closing(RunConsole(quiet=config.quiet)) as console:
+    with closing(RunConsole(quiet=config.quiet, brief=True)) as console:
         session = trained_model.UseSession(config, console)
         reader = session.reader
         content, where = _content(config)

@@ -292,12 +292,12 @@ def load_model(
     """
     if adapter is not None:
         attach.check_model(adapter, folder)
-    console.say("Memory", allocator.set_limits(config.memory_limit).describe())
+    console.describe("Memory", allocator.set_limits(config.memory_limit).describe())
     base = loading.open_base(folder, config.dtype, _base_options(config, adapter, folder))
     if workers.shards_model:
         base = shard_base(base, workers.group)
     loading.read_weights(base)
-    console.say("Model", base.describe())
+    console.describe("Model", base.describe())
     await_result(console)
     if adapter is None:
         return LoadedModel(base, None)

@@ -62,14 +62,16 @@ class BestEffortStream:
 class RunConsole(TrainingObserver):
     """Prints each stage of a run on a line, and shows a live bar during training.
 
-    `peak_gb` returns the peak memory so far. With `quiet`, only warnings are printed. `start_timer`
-    starts the timer of `await_result`.
+    `peak_gb` returns the peak memory so far. With `quiet`, only warnings are printed. With `brief`,
+    for a command that gives a single answer and not one for each row of a file, the machine and the
+    model are described only on a terminal. `start_timer` starts the timer of `await_result`.
     """
 
     def __init__(
         self,
         *,
         quiet: bool = False,
+        brief: bool = False,
         log_every: int = 10,
         peak_gb: Callable[[], float] = lambda: 0.0,
         console: Console | None = None,
@@ -81,7 +83,7 @@ class RunConsole(TrainingObserver):
         terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         # The stream of a notebook's kernel claims to be a terminal.
         self._wraps = terminal and not self._notebook
-        self._quiet = quiet
+        self._quiet, self._brief = quiet, brief
         self._log_every = log_every
         self._peak_gb = peak_gb
         # The line of the current activity, until another line is printed, and the bar of a run.
@@ -120,6 +122,11 @@ class RunConsole(TrainingObserver):
         if self._quiet:
             return
         self._line(Text(f"{stage:<{_STAGE_WIDTH}}", "bold"), message, wrap=not copyable)
+
+    def describe(self, stage: str, message: str) -> None:
+        """Print a line about the machine or the model."""
+        if self.is_live or not self._brief:
+            self.say(stage, message)
 
     def warn(self, message: str) -> None:
         self._line(Text("warning: ", "yellow"), message, wrap=True)

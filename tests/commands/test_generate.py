@@ -152,6 +152,7 @@ def test_model_without_a_template_completes_text_and_takes_no_messages(
     model = ["--model-path", folder]
     outcome = cli("generate", *model, "--prompt", "Once", "--max-new-tokens", 1)
     assert "completed as plain text: the model has no chat template" in outcome.err
+    assert not re.search("^(Memory|Model) ", outcome.err, re.MULTILINE)
     for command in (["generate", "--prompt", "Once", "--system", "Be brief."], ["chat"]):
         error = cli(*command, *model).error
         assert "complete plain text with mlxtune generate --prompt alone" in error
@@ -460,6 +461,7 @@ def test_empty_prompts_are_named_and_counted(
     outcome = say("generate", "--data", data, "--output", output, "--max-new-tokens", 1)
     assert outcome.err.count("'prompt' is empty: write a prompt, or remove the row") == 2
     assert f"1 answer in {output}, 2 rows not answered" in outcome.err
+    assert len(re.findall("^(?:Memory|Model) ", outcome.err, re.MULTILINE)) == 2
 
 
 def test_answers_to_rows_are_resumed_and_the_file_is_the_same(say: Any, tmp_path: Path) -> None:

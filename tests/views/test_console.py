@@ -127,6 +127,17 @@ def test_control_characters_of_a_message_are_escaped(text: str, shown: str) -> N
         assert printable(message) in output.getvalue()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("brief", [True, False])
+def test_model_is_described_on_a_terminal_or_before_long_work(terminal: bool, brief: bool) -> None:
+    stream = io.StringIO()
+    console = RunConsole(brief=brief, console=Console(file=stream, force_terminal=terminal))
+    console.describe("Model", "qwen3")
+    assert ("qwen3" in stream.getvalue()) == (terminal or not brief)
+    console.say("Done", "1 token")
+    assert "1 token" in stream.getvalue()
+
+
 def test_thermal_state_is_in_each_line_while_it_lasts_and_on_the_bar() -> None:
     console, output = run_console(log_every=1)
     for step, state in enumerate(["", "serious", ""], 1):
