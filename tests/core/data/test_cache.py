@@ -266,10 +266,14 @@ def test_entry_that_another_process_wrote_meanwhile_is_not_in_the_way(tmp_path: 
         def __call__(self, skipped: SkippedRows, told: RowTally) -> Iterator[EncodedRows]:
             yield from super().__call__(skipped, told)
             encode(tmp_path, Encoding())
+            self.stored = (tmp_path / "key").stat().st_ino
 
-    assert content(encode(tmp_path, Overtaken())) == EXPECTED
+    overtaken = Overtaken()
+    assert content(encode(tmp_path, overtaken)) == EXPECTED
     assert content(encode(tmp_path, Encoding())) == EXPECTED
     assert names_in(tmp_path) == ["key"]
+    # The entry of the first stays: a third process may be reading it.
+    assert (tmp_path / "key").stat().st_ino == overtaken.stored
 
 
 def test_least_recently_used_entries_go_first_and_never_the_new_one(
