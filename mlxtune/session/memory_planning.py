@@ -134,13 +134,7 @@ def confirm(
     into one sequence. Memory is measured once and cached; a resumed run uses its `recorded` memory.
     Worker 0 decides for all workers. Raises MemoryLimitError if not even one example fits.
     """
-    allowed = pipeline.forward.execution
-    execution = replace(
-        plan.execution,
-        operations=allowed.operations,
-        head_apart=allowed.head_apart,
-        packs=allowed.packs,
-    )
+    execution = pipeline.forward.supported(plan.execution)
     plain = plan.shapes.plain_head and pipeline.forward.plain_head
     shapes = replace(plan.shapes, plain_head=plain)
     known = _agreed(recorded or plan.shapes.measured, workers)

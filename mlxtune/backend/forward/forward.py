@@ -99,22 +99,16 @@ class Forward:
         self._undo_sharing = share_inputs(model) if joins else lambda: None
         self._trunk_and_head = parts = TrunkAndHead(model)
         self.operations = operations if operations.serves(parts.dtype) else MLX
-        head_apart = execution.head_apart and parts.is_separable
         self.mixers = Mixers(
             model,
             by_segments=self.operations.by_segments,
             kernels=self.operations.attention_kernels(parts.dtype),
         )
         self._should_pack = execution.packs
-        self.execution = replace(
-            execution,
-            operations=self.operations,
-            head_apart=head_apart,
-            packs=self._should_pack and head_apart and parts.try_packing(self.mixers),
-        )
-        self.layerwise: Layerwise | None = None
-        if trains:
-            self.set_recompute(execution.recompute)
+        head_apart = execution.head_apart and parts.is_separable
+        self._can_pack = execution.packs and head_apart and parts.try_packing(self.mixers)
+        self.execution, self._trains = self.supported(execution), trains
+        self.layerwise = self._layerwise()
         weight = parts.weight
         self._linear_head = None if weight is None else self.operations.linear_head(parts.dtype)
         self._vocabulary: dict[str, Any] = {}
@@ -134,23 +128,35 @@ class Forward:
         self.trained = TrainedParameters(model)
         self.gradients = mx.value_and_grad(self.scaled_loss)
 
-    def set_recompute(self, value: bool) -> None:
-        """Recompute layers' activations in backward passes if `value`; otherwise, keep them."""
-        if self.layerwise is not None:
-            self.layerwise.restore()
-        self.execution = replace(self.execution, recompute=value)
-        passes = self.operations.layer_passes(value)
-        self.layerwise = None if passes is None else Layerwise(self.model, self._dropout, passes)
+    def supported(self, execution: Execution) -> Execution:
+        """Return an execution with this model's operations, and only the features it supports."""
+        return replace(
+            execution,
+            operations=self.operations,
+            head_apart=execution.head_apart and self._trunk_and_head.is_separable,
+            packs=execution.packs and self._can_pack,
+        )
 
     def run_as(self, execution: Execution) -> None:
-        """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
-        self.execution = replace(self.execution, loss_chunk=execution.loss_chunk)
-        self.limit(execution.micro_batch_tokens)
-        self.set_recompute(execution.recompute)
+        """Use an execution's loss chunks and recomputation from now on."""
+        if self.layerwise is not None:
+            self.layerwise.restore()
+        self.execution = self.supported(execution)
+        self.layerwise = self._layerwise()
 
-    def limit(self, max_tokens: int) -> None:
-        """Run at most `max_tokens` tokens together from now on."""
-        self.execution = replace(self.execution, micro_batch_tokens=max_tokens)
+    @contextmanager
+    def running_as(self, execution: Execution) -> Iterator[None]:
+        """Use an execution inside the block, and the present one again after it."""
+        present = self.execution
+        try:
+            self.run_as(execution)
+            yield
+        finally:
+            self.run_as(present)
+
+    def _layerwise(self) -> Layerwise | None:
+        passes = self.operations.layer_passes(self.execution.recompute) if self._trains else None
+        return None if passes is None else Layerwise(self.model, self._dropout, passes)
 
     def restore_model(self) -> None:
         """Undo all changes to the model."""

@@ -62,17 +62,16 @@ def measure(
     """
     if shapes.graphs is not None:
         return None
-    began, measured = pipeline.forward.execution.recompute, Measured()
+    forward, measured = pipeline.forward, Measured()
     try:
         with allocator.peaks_kept():
             for recompute in modes:
-                pipeline.forward.set_recompute(recompute)
-                measured = _measured(pipeline, replace(shapes, measured=None), measured)
+                with forward.running_as(replace(forward.execution, recompute=recompute)):
+                    measured = _measured(pipeline, replace(shapes, measured=None), measured)
     # Any error may occur: layers may need unusual arguments, or not fit in memory.
     except Exception:  # noqa: BLE001
         return None
     finally:
-        pipeline.forward.set_recompute(began)
         allocator.release()
     return measured
 

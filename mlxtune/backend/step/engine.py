@@ -27,6 +27,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.metrics import InstructBatchResult
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
@@ -90,14 +91,21 @@ class Engine:
         self.optimizer.adopt(self.forward.model)
         self.optimizer.take_from_file(state)
         self.committed_steps = steps
-        self.batches.limit(min(max_tokens, self.batches.max_tokens))
+        self.batches.max_tokens = min(max_tokens, self.batches.max_tokens)
 
-    def halve(self, examples: Sequence[Example]) -> int | None:
+    def run_as(self, execution: Execution) -> None:
+        """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
+        self.forward.run_as(execution)
+        self.batches.max_tokens = execution.micro_batch_tokens
+
+    def halve(self, lengths: StepLengths) -> int | None:
         """Halve the limit of micro-batches in tokens, for a step's examples, and return it.
 
         Returns None if it cannot be halved.
         """
-        return self.batches.halve(self.new_step(examples).lengths)
+        half = self.batches.half(lengths)
+        self.batches.max_tokens = half or self.batches.max_tokens
+        return half
 
     # The states of a step
 
@@ -157,7 +165,7 @@ class Engine:
 
     def _attempts(self, step: OptimizerStep) -> Iterator[Attempt]:
         """Yield a context for each attempt at work on a step; see `GraphRunner.attempts`."""
-        return self.runner.attempts(step.lengths, self.batches.halve)
+        return self.runner.attempts(step.lengths, self.halve)
 
     def accumulate(self, step: OptimizerStep, after: OptimizerStep | None = None) -> None:
         """Build a step: the gradients of its micro-batches, then the update.

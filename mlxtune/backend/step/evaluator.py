@@ -107,30 +107,32 @@ class LossEvaluator:
         for start in range(0, len(examples), AT_ONCE):
             chosen = examples[start : start + AT_ONCE]
             lengths = self._training.lengths(chosen)
-            batches = self._batches_of(lengths)
-            allowed = batches.max_tokens
             show = lambda done, start=start: on_progress(start + done)  # noqa: E731
-            try:
-                for attempt in self._runner.attempts(lengths, batches.halve):
-                    with attempt:
-                        self._compute(batches.iterate(chosen, lengths), losses[start:], show, keys)
-            finally:
-                if batches.max_tokens < allowed:
-                    self._most = self._lowered = batches.max_tokens
+            for attempt in self._runner.attempts(lengths, self._halve):
+                with attempt:
+                    batches = self._batches_of(lengths).iterate(chosen, lengths)
+                    self._compute(batches, losses[start:], show, keys)
         return losses
+
+    def _halve(self, lengths: StepLengths) -> int | None:
+        """Halve the limit of an evaluation's batches, and return it; training's stays."""
+        half = self._batches_of(lengths).half(lengths)
+        if half is not None:
+            self._most = self._lowered = half
+        return half
 
     def _batches_of(self, lengths: StepLengths) -> MicroBatches:
         """Return larger micro-batches than training's, if they fit in memory."""
         tokens, least = self._most, min(self._training.max_tokens, self._lowered)
         while tokens > least:
-            batches = replace(self._training, own_limit=tokens)
+            batches = replace(self._training, max_tokens=tokens)
             micro_batches = batches.divided(lengths)
             if all(
                 self._memory.fits(load_of(micro_batch, lengths)) for micro_batch in micro_batches
             ):
                 return batches
             tokens //= 2
-        return replace(self._training, own_limit=least)
+        return replace(self._training, max_tokens=least)
 
     def _compute(
         self,
@@ -252,7 +254,13 @@ def passes_of(
     micro-batches or tries again on its own.
     """
     alone = not workers.shards_model
-    batches = MicroBatches(forward, keyed=keyed, keeps_limit=not alone, whole_rows=whole_rows)
+    batches = MicroBatches(
+        forward,
+        forward.execution.micro_batch_tokens,
+        keyed=keyed,
+        keeps_limit=not alone,
+        whole_rows=whole_rows,
+    )
     runner = GraphRunner(forward, parameters, remedy=remedy, warn=warn, retries=alone)
     losses = LossEvaluator(forward, batches, runner, parameters, workers, other_bytes)
     return Passes(batches, runner, losses)

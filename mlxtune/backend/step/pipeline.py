@@ -103,7 +103,7 @@ class InstructPipeline:
 
         Evaluations then take at most the `peak` of training in bytes, if it is known.
         """
-        self.forward.run_as(execution)
+        self._engine.run_as(execution)
         if peak is not None:
             self._engine.losses.limit_memory(peak)
 
@@ -206,12 +206,13 @@ class InstructPipeline:
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
         """Free the memory that MLX keeps for later arrays.
 
-        Given the examples of a step, also set the micro-batches' `max_tokens` to half the size of
-        the step's largest micro-batch, and return the new value. If each micro-batch has only one
+        Given the examples of a step, also limit micro-batches to half the size of the step's
+        largest, and return the new limit in tokens. If each micro-batch has only one
         example, or if workers share the model, halve nothing and return None.
         """
         mx.clear_cache()
-        return None if halve_for is None else self._engine.halve(halve_for)
+        engine = self._engine
+        return None if halve_for is None else engine.halve(engine.new_step(halve_for).lengths)
 
     def write(self, weights: Path) -> None:
         """Write the adapter file, and adapter_config.json next to it. Raises OutputError."""

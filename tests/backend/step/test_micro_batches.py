@@ -123,24 +123,30 @@ def test_out_of_memory_in_an_evaluation_keeps_the_limit_of_training(
         assert file.metadata()["micro_batch_tokens"] == str(LARGE)
 
 
-def test_limit_of_micro_batches_has_one_writer() -> None:
-    """The forward's execution holds it; only an evaluation has a limit of its own."""
-    writers = [
-        path.relative_to(PACKAGE).as_posix()
-        for path in (PACKAGE / "backend").rglob("*.py")
+def test_only_the_engine_changes_an_execution_and_the_limit_of_micro_batches() -> None:
+    writers = {
+        (path.relative_to(PACKAGE).as_posix(), node.attr)
+        for path in PACKAGE.rglob("*.py")
         for node in nodes_of(path)
-        if isinstance(node, ast.keyword) and node.arg == "micro_batch_tokens"
-    ]
-    assert sorted(writers) == ["backend/forward/forward.py", "backend/step/micro_batches.py"]
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and node.attr in ("max_tokens", "micro_batch_tokens", "execution")
+        and not path.is_relative_to(PACKAGE / "benchmark")
+    }
+    assert writers == {
+        ("backend/step/engine.py", "max_tokens"),
+        ("backend/forward/forward.py", "execution"),
+    }
 
 
-def test_halved_limit_is_the_executions(make: Any) -> None:
+def test_size_of_micro_batches_is_half_of_the_largest_until_an_execution_sets_it(make: Any) -> None:
     pipeline, _ = make(80)
-    tokens = pipeline.relieve_memory(EXAMPLES)
-    execution = pipeline.forward.execution
-    assert tokens == execution.micro_batch_tokens == pipeline._engine.batches.max_tokens < 80
-    pipeline.run_as(replace(execution, micro_batch_tokens=20))
-    assert pipeline._engine.batches.max_tokens == 20
+    batches = pipeline._engine.batches
+    half = batches.half(batches.lengths(EXAMPLES))
+    assert batches.max_tokens == 80, "the caller sets it"
+    assert pipeline.relieve_memory(EXAMPLES) == half == batches.max_tokens < 80
+    pipeline.run_as(replace(pipeline.forward.execution, micro_batch_tokens=20))
+    assert batches.max_tokens == 20
 
 
 def test_out_of_memory_with_single_examples_is_an_error_that_changes_nothing(
@@ -163,7 +169,7 @@ def test_requested_halving_equals_a_run_with_the_halved_limit(make: Any) -> None
     # The step that was already started keeps its micro-batches.
     whole, _ = make(80)
     assert started.result() == whole.train_batch(EXAMPLES)
-    whole._engine.batches.limit(tokens)
+    whole._engine.batches.max_tokens = tokens
     assert halved.train_batch(EXAMPLES) == whole.train_batch(EXAMPLES)
     expected = adapters(whole)
     for name, value in adapters(halved).items():
@@ -323,7 +329,7 @@ def test_step_counts_its_micro_batches_and_their_padding(
 ) -> None:
     pipeline, _ = make(LARGE)
     for tokens in (LARGE, 40):
-        pipeline._engine.batches.limit(tokens)
+        pipeline._engine.batches.max_tokens = tokens
         batches = [batch for _, batch in pipeline._engine.batches.iterate(EXAMPLES)]
         micro_batches = [
             micro_batch for micro_batch, _ in pipeline._engine.batches.iterate(EXAMPLES)
@@ -345,7 +351,7 @@ def test_step_reports_its_own_memory_peak(
     large = mx.zeros((100_000_000,), mx.uint8)
     mx.eval(large)
     del large
-    pipeline._engine.batches.limit(1)
+    pipeline._engine.batches.max_tokens = 1
     alone = pipeline.train_batch(EXAMPLES).memory - before
     assert 0 < alone < wide < 50_000_000
     assert allocator.peak_bytes() - before >= 50_000_000, "that of the run is kept"
@@ -363,7 +369,7 @@ def test_plan_is_cached_until_the_limit_changes(make: Any, monkeypatch: pytest.M
     first = batches.divided(batches.lengths(EXAMPLES))
     assert batches.divided(batches.lengths(EXAMPLES)) == first
     assert len(planned) == 1
-    batches.limit(batches.max_tokens // 2)
+    batches.max_tokens = batches.max_tokens // 2
     batches.divided(batches.lengths(EXAMPLES))
     batches.divided(batches.lengths(EXAMPLES[:1]))
     assert len(planned) == 3
