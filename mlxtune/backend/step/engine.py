@@ -30,8 +30,8 @@ from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths
+from mlxtune.core.training.pipeline import StepOutcome
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
-from mlxtune.errors import NonFiniteLossError
 
 # The remedy that an error names if memory is too small for one example.
 _LESS_MEMORY = "lower --max-seq-len or --num-layers, set --grad-checkpoint on, or use --quantize 4"
@@ -145,9 +145,7 @@ class Engine:
         lengths = self.batches.lengths(training)
         indices = self._own_indices(lengths)
         own_examples, own_lengths = [training[i] for i in indices], lengths.only(indices)
-        return OptimizerStep(
-            examples, number, rate, indices, own_examples, own_lengths, self.commit, requests
-        )
+        return OptimizerStep(examples, number, rate, indices, own_examples, own_lengths, requests)
 
     def _can_build_ahead(self, step: OptimizerStep) -> bool:
         """Return whether a step can be built while the device computes the launched step.
@@ -190,7 +188,7 @@ class Engine:
                 arguments = self._arguments(step, total, micro_batch, batch.counts)
                 self.runner.note_outputs(micro_batch.tokens)
                 inputs = self.inputs(batch, step.number)
-                # NumPy need not warn: `commit` reports a loss that is not finite.
+                # NumPy need not warn: the outcome reports a loss that is not finite.
                 with np.errstate(all="ignore"):
                     values, gradients = compute(parameters, inputs, *arguments)
                 self._add(step, total, micro_batch, values, gradients)
@@ -237,22 +235,27 @@ class Engine:
     def launch(self, step: OptimizerStep) -> None:
         """Make the device compute a built step, without waiting for it."""
         assert step.built is not None
-        # `commit` handles errors, and tries again.
+        # `_commit` handles errors, and tries again.
         with suppress(RuntimeError, MemoryError):
             self.runner.start(step.built.graph)
         self.launched = step
 
     def commit_launched(self) -> bool:
         """Commit the launched step, if any; return False if it had to be built again."""
-        return self.launched is None or self.commit(self.launched)
+        return self.launched is None or self._commit(self.launched)
 
-    def commit(self, step: OptimizerStep) -> bool:
+    def wait(self, step: OptimizerStep) -> StepOutcome:
+        """Commit a launched step, unless it is committed already; return its outcome."""
+        if step.outcome is None:
+            self._commit(step)
+        assert step.outcome is not None
+        return step.outcome
+
+    def _commit(self, step: OptimizerStep) -> bool:
         """Wait for a launched step and apply it; return False if it had to be built again.
 
         Raises MemoryLimitError or GpuError if all attempts fail; the model is then unchanged.
         """
-        if step.outcome is not None:
-            return True
         count = 0
         for attempt in self._attempts(step):
             count += 1
@@ -260,7 +263,6 @@ class Engine:
                 total = self._compute(step)
         self.launched = None
         step.outcome = self._apply(step, total)
-        step.ended = time.perf_counter()
         return count == 1
 
     def gradients(self, step: OptimizerStep) -> StepGradients:
@@ -279,10 +281,8 @@ class Engine:
         self.runner.finish(total.graph)
         return total
 
-    def _apply(
-        self, step: OptimizerStep, total: StepGradients
-    ) -> InstructBatchResult | NonFiniteLossError:
-        """Apply an update to the model and the optimizer; return the step's result or its error."""
+    def _apply(self, step: OptimizerStep, total: StepGradients) -> StepOutcome:
+        """Apply an update to the model and the optimizer; return the step's outcome."""
         update, step_loss, dtype = total.update, total.step_loss, self.forward.dtype
         assert update is not None
         if step.number == 1 and not self._config.dropout:
@@ -294,14 +294,14 @@ class Engine:
         allocator.relieve_pressure()
         self.phases.end("optimizer")
         loss, grad_norm = float(total.loss), float(update.norm)
-        counts = total.own_counts
+        counts, agreed = total.own_counts, NO_REQUESTS
         if total.counts is not None:
             *counts, stop, save = map(round, total.counts.tolist())
-            step.agreed = Requests(stop > 0, save > 0)
+            agreed = Requests(stop > 0, save > 0)
         if not update.finite:
-            return step.not_finite(loss, grad_norm)
+            return StepOutcome(step.not_finite(loss, grad_norm), time.perf_counter(), agreed)
         self.committed_steps = step.number
-        return InstructBatchResult(
+        result = InstructBatchResult(
             avg_loss=loss,
             total_response_tokens=step_loss.tokens,
             perplexity=perplexity(loss),
@@ -313,6 +313,7 @@ class Engine:
             padding=counts[2],
             metrics=metrics,
         )
+        return StepOutcome(result, time.perf_counter(), agreed)
 
     # The parts of a step
 

@@ -14,8 +14,8 @@ from mlxtune.backend.lora.optimizer import OptimizerUpdate
 from mlxtune.backend.step.runner import Graph
 from mlxtune.backend.step.step_loss import StepLoss
 from mlxtune.core.data.encode import Example
-from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.steps.pack import StepLengths
+from mlxtune.core.training.pipeline import StepOutcome
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
 from mlxtune.errors import NonFiniteLossError
 
@@ -111,9 +111,7 @@ class OptimizerStep:
     This worker computes the gradients of the examples `own_examples`, whose indices among all
     examples that get a gradient are `own_indices`; `lengths` are their lengths. With several
     workers, the step sends the `requests` of this worker. `built` is the step's graph until it is
-    computed, or fails. `commit` waits for a launched step, which then has an `outcome`, its result
-    or error; `agreed`, the requests of several workers; and `ended`, the `time.perf_counter` at its
-    end.
+    computed, or fails. A committed step has an `outcome`.
     """
 
     examples: Sequence[Example]
@@ -122,29 +120,15 @@ class OptimizerStep:
     own_indices: Sequence[int]
     own_examples: Sequence[Example]
     lengths: StepLengths
-    commit: Callable[[OptimizerStep], object]
     requests: Requests = NO_REQUESTS
     built: StepGradients | None = None
-    outcome: InstructBatchResult | NonFiniteLossError | None = None
-    agreed: Requests = NO_REQUESTS
-    ended: float = 0.0
+    outcome: StepOutcome | None = None
 
     def take(self) -> StepGradients:
         """Return the graph and forget it, so that a failed graph's arrays are freed."""
         built, self.built = self.built, None
         assert built is not None
         return built
-
-    def result(self) -> InstructBatchResult:
-        """Wait for a launched step, and return its result.
-
-        Raises NonFiniteLossError, with the model unchanged, if a number of the step is not finite.
-        """
-        self.commit(self)
-        if isinstance(self.outcome, NonFiniteLossError):
-            raise self.outcome
-        assert self.outcome is not None
-        return self.outcome
 
     def not_finite(self, loss: float, grad_norm: float) -> NonFiniteLossError:
         """Return the reason why the step was not applied, and a remedy."""

@@ -31,6 +31,7 @@ from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.micro_batch import PaddedBatch
 from mlxtune.core.steps.pack import Pack
+from mlxtune.core.training.pipeline import StepOutcome
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
 from mlxtune.errors import ModelError
 
@@ -131,7 +132,8 @@ class InstructPipeline:
 
         Raises NonFiniteLossError, and changes nothing, if a number of the step is not finite.
         """
-        return self.start_batch(examples, step=step, learning_rate=learning_rate).result()
+        started = self.start_batch(examples, step=step, learning_rate=learning_rate)
+        return self.wait(started).result()
 
     def start_batch(
         self,
@@ -141,18 +143,28 @@ class InstructPipeline:
         learning_rate: float | None = None,
         requests: Requests = NO_REQUESTS,
     ) -> OptimizerStep:
-        """Start the step that `train_batch` takes, and return it while it runs.
+        """Start the step that `train_batch` takes, and return it while it runs, for `wait`.
 
-        If possible, builds the step's graph while the device still computes the previous step.
-        Several workers exchange their `requests` with the step.
+        If possible, builds the step's graph while the device still computes the previous step,
+        whose update is applied before this step runs. Several workers exchange their `requests`
+        with the step.
         """
         rate = self.learning_rate if learning_rate is None else learning_rate
         return self._engine.start_step(examples, step, rate, requests)
 
+    def wait(self, step: OptimizerStep) -> StepOutcome:
+        """Wait for a started step, if it has not ended yet, and return its outcome."""
+        return self._engine.wait(step)
+
+    def _idle(self) -> Engine:
+        """Return the engine once no step runs, to read or change the model or the optimizer."""
+        self._engine.commit_launched()
+        return self._engine
+
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
         """Return the loss and gradients of a step without an update; `step` seeds the dropout."""
-        self._engine.commit_launched()
-        return self._engine.gradients(self._engine.new_step(examples, step))
+        engine = self._idle()
+        return engine.gradients(engine.new_step(examples, step))
 
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
@@ -181,9 +193,9 @@ class InstructPipeline:
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
     ) -> npt.NDArray[np.float64]:
         """Return each example's summed log-probability over its supervised tokens, float64 (E,)."""
-        self._engine.commit_launched()
+        engine = self._idle()
         self.model.eval()
-        return -self._engine.losses.compute(examples, on_progress)
+        return -engine.losses.compute(examples, on_progress)
 
     def reference(self) -> Mapping[str, Any]:
         """Return the JSON values on which the initial model's log-probabilities depend."""
@@ -216,6 +228,7 @@ class InstructPipeline:
 
     def write(self, weights: Path) -> None:
         """Write the adapter file, and adapter_config.json next to it. Raises OutputError."""
+        self._idle()
         make_folder(weights.parent)
         checkpoint_tensors.adapter_writer(self.model, self.lora, *self._base)(weights)
 
@@ -225,8 +238,7 @@ class InstructPipeline:
         The function writes the state from the time when `snapshot` was called, with the adapter in
         mlx-lm's format. The function raises OutputError.
         """
-        engine = self._engine
-        engine.commit_launched()
+        engine = self._idle()
         self._workers.check_same(self.model.trainable_parameters(), engine.committed_steps)
         settings = {"step": engine.committed_steps, "micro_batch_tokens": engine.batches.max_tokens}
         adapter = checkpoint_tensors.adapter_writer(self.model, self.lora, *self._base)
@@ -245,25 +257,24 @@ class InstructPipeline:
 
         Raises ModelError if the adapter does not fit.
         """
-        self._engine.commit_launched()
+        engine = self._idle()
         if self._workers.rank == 0:
             checkpoint_tensors.read_parameters(folder, self.model, self.lora)
         self.model.update(self._workers.broadcast(self.model.trainable_parameters()))
-        self._engine.optimizer.adopt(self.model)
+        engine.optimizer.adopt(self.model)
 
     def restore(self, folder: Path) -> None:
         """Resume from a snapshot as if the run had not stopped.
 
         Raises ModelError if the snapshot does not fit.
         """
-        path = folder / OPTIMIZER
-        state, settings = checkpoint_tensors.read_optimizer(path, self._engine.optimizer.state)
+        engine, path = self._idle(), folder / OPTIMIZER
+        state, settings = checkpoint_tensors.read_optimizer(path, engine.optimizer.state)
         tokens, steps = settings.get("micro_batch_tokens", 0), settings.get("step", -1)
         if tokens < 1 or steps < 0:
             raise ModelError(f"{path} has no step or micro-batch size")
-        self._engine.commit_launched()
         checkpoint_tensors.read_parameters(folder, self.model, self.lora)
-        self._engine.restore(state, steps, tokens)
+        engine.restore(state, steps, tokens)
 
     def describe(self) -> Mapping[str, Any]:
         """Return a checkpoint's entries about the adapter, the workers and the provenance."""

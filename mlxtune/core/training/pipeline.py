@@ -11,26 +11,27 @@ import numpy.typing as npt
 from mlxtune.core.data.encode import Example
 from mlxtune.core.run.metrics import InstructBatchResult, StepRecord
 from mlxtune.core.run.saving import Snapshot
-from mlxtune.core.training.requests import Requests
+from mlxtune.core.training.requests import NO_REQUESTS, Requests
+from mlxtune.errors import NonFiniteLossError
 
 
-class PendingStep(Protocol):
-    """An optimizer step in progress."""
+@dataclass(frozen=True)
+class StepOutcome:
+    """The outcome of an optimizer step: its result, or the reason why it changed nothing.
 
-    @property
-    def ended(self) -> float:
-        """The `time.perf_counter` at the step's completion."""
+    `ended` is the `time.perf_counter` at the step's end, and `agreed` has the requests that several
+    workers sent with the step.
+    """
 
-    @property
-    def agreed(self) -> Requests:
-        """The requests that several workers sent with the step, once it has ended."""
+    value: InstructBatchResult | NonFiniteLossError
+    ended: float
+    agreed: Requests = NO_REQUESTS
 
     def result(self) -> InstructBatchResult:
-        """Wait for the step and return its result.
-
-        Raises NonFiniteLossError if the step changed nothing, as its loss or gradient is not
-        finite.
-        """
+        """Return the result. Raises NonFiniteLossError if a number of the step is not finite."""
+        if isinstance(self.value, NonFiniteLossError):
+            raise self.value
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,11 @@ class Step:
 
 @dataclass(frozen=True)
 class RunningStep:
-    """A step in progress, with the `time.perf_counter` at its start."""
+    """A step in progress, with the `time.perf_counter` at its start and the pipeline's handle."""
 
     step: Step
     started: float
-    pending: PendingStep
+    handle: object
 
 
 class Pipeline(Protocol):
@@ -92,11 +93,15 @@ class Pipeline(Protocol):
         step: int,
         learning_rate: float,
         requests: Requests,
-    ) -> PendingStep:
-        """Start one optimizer step on all examples, after the previously started step.
+    ) -> object:
+        """Start one optimizer step on all examples, once the previously started step has ended.
 
-        Several workers exchange their `requests` with the step.
+        Returns a handle of the step, for `wait`. Several workers exchange their `requests` with the
+        step.
         """
+
+    def wait(self, step: Any) -> StepOutcome:
+        """Wait for a started step, if it has not ended yet, and return its outcome."""
 
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
         """Release memory that is only cached.

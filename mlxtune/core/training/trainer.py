@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
@@ -190,20 +190,18 @@ class InstructTrainer:
                     halved = self._respond_to_machine(step)
                     started = time.perf_counter()
                     with self._profiler.step(step.number) if self._profiler else nullcontext():
-                        pending = self.pipeline.start_batch(
+                        handle = self.pipeline.start_batch(
                             self.train_rows.draw(step.row_indices),
                             step=step.number,
                             learning_rate=step.learning_rate,
                             requests=self._requests.sent,
                         )
                         if self._profiler:
-                            # While a step is profiled, no other step may run. The step's error is
-                            # reported when its result is recorded.
-                            with suppress(NonFiniteLossError):
-                                pending.result()
+                            # While a step is profiled, no other step may run.
+                            self.pipeline.wait(handle)
                     # A step's results are read while the device computes the next step.
                     self._record_running_step()
-                    self._running = RunningStep(step, started, pending)
+                    self._running = RunningStep(step, started, handle)
                     self._stop_or_save(step, halved)
                     over = self._validate_and_end_epoch(step.number)
                 result = self._recorder.finish(self.progress.step < self.total_steps, write_adapter)
@@ -356,9 +354,10 @@ class InstructTrainer:
         taken, self._running = self._running, None
         if taken is None:
             return
-        step = taken.step
+        step, outcome = taken.step, self.pipeline.wait(taken.handle)
+        self._requests.receive(outcome.agreed)
         try:
-            result = taken.pending.result()
+            result = outcome.result()
         except NonFiniteLossError as error:
             rows = [self.train_rows.where(i) for i in step.row_indices]
             if self._profiler:
@@ -367,10 +366,8 @@ class InstructTrainer:
             skipped = SkippedStep(step.number, step.epoch, step.learning_rate, problem, rows)
             self._skip(skipped, error)
             return
-        finally:
-            self._requests.receive(taken.pending.agreed)
         # The step may have waited for the previous step.
-        started, self._step_ended = max(taken.started, self._step_ended), taken.pending.ended
+        started, self._step_ended = max(taken.started, self._step_ended), outcome.ended
         record = step.record(result, self._step_ended - started)
         self._recorder.add(record)
         self._observer.on_step(record)

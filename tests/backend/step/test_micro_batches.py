@@ -168,7 +168,7 @@ def test_requested_halving_equals_a_run_with_the_halved_limit(make: Any) -> None
     assert tokens == halved._engine.batches.max_tokens <= 40
     # The step that was already started keeps its micro-batches.
     whole, _ = make(80)
-    assert started.result() == whole.train_batch(EXAMPLES)
+    assert halved.wait(started).result() == whole.train_batch(EXAMPLES)
     whole._engine.batches.max_tokens = tokens
     assert halved.train_batch(EXAMPLES) == whole.train_batch(EXAMPLES)
     expected = adapters(whole)
