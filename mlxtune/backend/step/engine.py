@@ -182,7 +182,7 @@ class Engine:
         compute = self.phases.gradients if self.phases.timer else forward.gradients
         try:
             for micro_batch, batch in self.batches.iterate(step.own_examples, step.lengths):
-                if total.micro_batches:
+                if total.counts.micro_batches:
                     # The device computes a micro-batch while the next one is built.
                     self.runner.start(total.graph)
                 arguments = self._arguments(step, total, micro_batch, batch.counts)
@@ -293,13 +293,10 @@ class Engine:
         self.optimizer.commit(update)
         allocator.relieve_pressure()
         self.phases.end("optimizer")
-        loss, grad_norm = float(total.loss), float(update.norm)
-        counts, agreed = total.own_counts, NO_REQUESTS
-        if total.counts is not None:
-            *counts, stop, save = map(round, total.counts.tolist())
-            agreed = Requests(stop > 0, save > 0)
+        loss, grad_norm, counts = float(total.loss), float(update.norm), total.all_counts()
         if not update.finite:
-            return StepOutcome(step.not_finite(loss, grad_norm), time.perf_counter(), agreed)
+            problem = step.not_finite(loss, grad_norm)
+            return StepOutcome(problem, time.perf_counter(), counts.requests)
         self.committed_steps = step.number
         result = InstructBatchResult(
             avg_loss=loss,
@@ -308,12 +305,12 @@ class Engine:
             grad_norm=grad_norm,
             total_tokens=step_loss.total_tokens,
             memory=allocator.last_peak_bytes(),
-            micro_batches=counts[0],
-            run_tokens=counts[1],
-            padding=counts[2],
+            micro_batches=counts.micro_batches,
+            run_tokens=counts.forward_tokens,
+            padding=counts.padding,
             metrics=metrics,
         )
-        return StepOutcome(result, time.perf_counter(), agreed)
+        return StepOutcome(result, time.perf_counter(), counts.requests)
 
     # The parts of a step
 
@@ -357,13 +354,13 @@ class Engine:
 
     def _sum_over_workers(self, total: StepGradients, requests: Requests) -> None:
         """Add the other workers' sums, and their requests, to this worker's."""
-        workers, own = self._workers, total.own_counts
+        workers, own = self._workers, total.counts.requesting(requests)
         if workers.shards_model:
             # By name, because the gradients that all workers compute (`alike`) count only once.
             named = self.vectors.matrices(total.gradients)
             alike = self._lora.alike
-            loss, named, counts = workers.sum_step(total.loss, named, own, requests, alike)
+            loss, named, counts = workers.sum_step(total.loss, named, own, alike)
             gradients = self.vectors.join(named)
         else:
-            loss, gradients, counts = workers.sum_step(total.loss, total.gradients, own, requests)
+            loss, gradients, counts = workers.sum_step(total.loss, total.gradients, own)
         total.merge(loss, gradients, counts, [workers.sum_own(value) for value in total.values])

@@ -13,6 +13,7 @@ from mlx.utils import tree_map
 from mlxtune.backend.lora.optimizer import OptimizerUpdate
 from mlxtune.backend.step.runner import Graph
 from mlxtune.backend.step.step_loss import StepLoss
+from mlxtune.backend.workers.workers import StepCounts
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.pack import StepLengths
 from mlxtune.core.training.pipeline import StepOutcome
@@ -24,11 +25,10 @@ class StepGradients:
     """The loss and gradients of a step, summed over its micro-batches, and the resulting update.
 
     `loss` is in nats per supervised token, or that of preferences, as defined by `step_loss`. The
-    gradients are float32: vectors or, from `loss_and_gradients`, a tree of parameters.
-    `forward_tokens` counts the tokens, `padding` included, that run in all `micro_batches`. `graph`
-    computes the last micro-batch and the `update`, if any. With several workers, loss, gradients
-    and the loss's `values` are sums over all workers, as is `counts`, float32 (5,): the numbers of
-    micro-batches, forward tokens, padding, and requests to stop and to save.
+    gradients are float32: vectors or, from `loss_and_gradients`, a tree of parameters. `counts` are
+    those of this worker. `graph` computes the last micro-batch and the `update`, if any. With
+    several workers, loss, gradients and the loss's `values` are sums over all workers, as is
+    `summed_counts`, the array of the counts.
     """
 
     def __init__(self, step_loss: StepLoss) -> None:
@@ -37,8 +37,8 @@ class StepGradients:
         self.values = step_loss.zeros()
         self.gradients: Any = None
         self.graph = Graph(0, 1, [], {}, self.loss)
-        self.micro_batches = self.forward_tokens = self.padding = 0
-        self.counts: Any = None
+        self.counts = StepCounts()
+        self.summed_counts: mx.array | None = None
         self.update: OptimizerUpdate | None = None
 
     @property
@@ -46,10 +46,10 @@ class StepGradients:
         """The number of supervised tokens of the step."""
         return self.step_loss.tokens
 
-    @property
-    def own_counts(self) -> list[int]:
-        """The numbers of micro-batches, forward tokens and padding of this worker."""
-        return [self.micro_batches, self.forward_tokens, self.padding]
+    def all_counts(self) -> StepCounts:
+        """Return the counts over all workers, once the graph is computed."""
+        summed = self.summed_counts
+        return self.counts if summed is None else StepCounts.from_array(summed)
 
     def add(
         self, values: Sequence[mx.array], gradients: list[mx.array], tokens: int, padding: int
@@ -60,9 +60,12 @@ class StepGradients:
         self.values = [total + part for total, part in zip(self.values, rest, strict=True)]
         first = self.gradients is None
         self.gradients = gradients if first else tree_map(mx.add, self.gradients, gradients)
-        self.micro_batches += 1
-        self.forward_tokens += tokens
-        self.padding += padding
+        counts = self.counts
+        self.counts = counts._replace(
+            micro_batches=counts.micro_batches + 1,
+            forward_tokens=counts.forward_tokens + tokens,
+            padding=counts.padding + padding,
+        )
 
     def compute_by(self, graph: Graph) -> None:
         """Set the graph that computes the sums."""
@@ -85,7 +88,8 @@ class StepGradients:
         self, loss: mx.array, gradients: Any, counts: mx.array, values: list[mx.array]
     ) -> None:
         """Replace this worker's sums by those over all workers."""
-        self.loss, self.gradients, self.counts, self.values = loss, gradients, counts, values
+        self.loss, self.gradients, self.values = loss, gradients, values
+        self.summed_counts = counts
         self.graph = replace(self.graph, arrays=(loss, gradients, counts, values))
 
     def use_known_loss(self) -> None:
@@ -96,7 +100,9 @@ class StepGradients:
     def set_update(self, update: OptimizerUpdate) -> None:
         """Set the update, which the graph computes with the sums in one wait for the device."""
         self.update = update
-        self.graph = replace(self.graph, arrays=(self.loss, self.counts, self.values, update))
+        self.graph = replace(
+            self.graph, arrays=(self.loss, self.summed_counts, self.values, update)
+        )
 
     def read(self, matrices: Callable[[list[mx.array]], dict[str, mx.array]]) -> None:
         """Make the computed loss a float, and the gradients the `matrices` of the vectors."""

@@ -134,8 +134,8 @@ def test_packed_sequence_runs_shared_tokens_once(architecture: str, way: str) ->
     }
     fast = pipeline(architecture, WAYS[way], tokens=10_000)
     result = fast.loss_and_gradients(fixed_step(), step=3)
-    assert result.forward_tokens == len(beginnings)
-    assert result.padding == 0
+    assert result.counts.forward_tokens == len(beginnings)
+    assert result.counts.padding == 0
 
 
 def test_dropout_shares_prefixes_only_within_a_row() -> None:
