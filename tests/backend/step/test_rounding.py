@@ -57,7 +57,7 @@ def assert_rounded(how: Execution, folder: Path, tokens: int = 10_000, **config:
     found = computed(made, fixed_step())
     assert_same(found, computed(fresh(folder, PLAIN, **config), fixed_step()))
     exact = fresh(folder, replace(how, rounding=Rounding()), tokens, **config)
-    padding = made.loss_and_gradients(fixed_step(), step=3).padding
+    padding = made.loss_and_gradients(fixed_step(), step=3).counts.padding
     assert padding == found.forward_tokens - computed(exact, fixed_step()).forward_tokens > 0
 
 
