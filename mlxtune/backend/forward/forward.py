@@ -223,39 +223,53 @@ class Forward:
         inputs: StepInputs,
         scale: mx.array,
         reduce: ReduceFn = summed,
+        outputs: list[mx.array] | None = None,
     ) -> tuple[mx.array, ...]:
         """Return `scale` times a micro-batch's loss, in nats, float32, then the values of `reduce`.
 
         `reduce` maps the cross-entropy (P,) of the supervised tokens to the loss. `parameters` are
-        LoRA matrices by name; they stay in the model. `scale` includes `loss_scale`, which keeps
-        float16 gradients in range.
+        LoRA matrices by name. `scale` includes `loss_scale`, which keeps float16 gradients in
+        range. The layers' mixers append their outputs to `outputs`, if it is given, but not when
+        the backward pass runs them again.
         """
-        self.trained.assign(parameters)
-        with self.running(), laid_out(inputs.layout):
-            caches = self._caches(inputs)
+        with (
+            self.running(),
+            self.trained.replaced(parameters),
+            laid_out(inputs.layout),
+            self.mixers.recording(outputs),
+        ):
+            self._set_dropout(inputs)
             if inputs.chosen is None:
                 losses = self._whole_losses(inputs)
             else:
-                hidden = inputs.chosen.gather(self._hidden(inputs, caches))
+                hidden = inputs.chosen.gather(self._hidden(inputs))
                 head, around = self._head(inputs.labels), self._around_head
                 losses = (head(hidden) if around is None else around(head, hidden))[0]
-        self.mixers.stop_noting()
         loss, *values = reduce(losses)
         return loss * scale, *map(mx.stop_gradient, values)
 
-    def losses(self, batch: PaddedBatch | Pack, keys: mx.array | None = None) -> mx.array:
+    def losses(
+        self,
+        batch: PaddedBatch | Pack,
+        keys: mx.array | None = None,
+        outputs: list[mx.array] | None = None,
+    ) -> mx.array:
         """Return the cross-entropy of each supervised token, in nats, float32 (P,), not evaluated.
 
         The losses are in the batch's order and have no gradient. Dropout applies only if `keys` are
-        given.
+        given. The layers' mixers append their outputs to `outputs`, if it is given.
         """
         inputs = self.inputs(batch, keys)
-        # The caller reports losses that are not finite.
-        with laid_out(inputs.layout), np.errstate(all="ignore"):
-            caches = self._caches(inputs)
+        with (
+            laid_out(inputs.layout),
+            self.mixers.recording(outputs),
+            # The caller reports losses that are not finite.
+            np.errstate(all="ignore"),
+        ):
+            self._set_dropout(inputs)
             if inputs.chosen is None:
                 return self._whole_losses(inputs)
-            hidden, labels = inputs.chosen.gather(self._hidden(inputs, caches)), inputs.labels
+            hidden, labels = inputs.chosen.gather(self._hidden(inputs)), inputs.labels
             if (
                 self._linear_head is not None
                 and (weight := self._trunk_and_head.weight) is not None
@@ -286,8 +300,9 @@ class Forward:
         losses = cross_entropies(self.model, inputs.tokens, inputs.labels)
         return losses.reshape(-1)[inputs.positions]
 
-    def _hidden(self, inputs: StepInputs, caches: list[Any] | None) -> mx.array:
+    def _hidden(self, inputs: StepInputs) -> mx.array:
         """Return the trunk's output (B T, H)."""
+        caches = None if inputs.layout is None else self._trunk_and_head.packed_caches()
         hidden = self._trunk_and_head.hidden(inputs.tokens, caches)
         return hidden.reshape(-1, hidden.shape[-1])
 
@@ -298,11 +313,8 @@ class Forward:
         chunk = self.execution.loss_chunk
         return trained_head(self._trunk_and_head.logits, labels, chunk, self._entropies)
 
-    def _caches(self, inputs: StepInputs) -> list[Any] | None:
-        """Set the dropout keys; return the layers' caches for a packed sequence, else None."""
-        keys, layout = inputs.keys, inputs.layout
-        if layout is None:
-            self._dropout.set(keys, None)
-            return None
-        self._dropout.set(keys, mx.array(layout.positions.astype(np.uint32)))
-        return self._trunk_and_head.packed_caches()
+    def _set_dropout(self, inputs: StepInputs) -> None:
+        """Set the dropout keys, and the positions in a packed sequence."""
+        layout = inputs.layout
+        positions = None if layout is None else mx.array(layout.positions.astype(np.uint32))
+        self._dropout.set(inputs.keys, positions)

@@ -173,28 +173,23 @@ class Engine:
         """
         forward = self.forward
         before = None if after is None or after.built is None else after.built.update
-        own = forward.trained.values()
-        vectors = self.optimizer.vectors(own, before)
+        vectors = self.optimizer.vectors(forward.trained.values(), before)
         if not forward.model.training:
             forward.model.train()
         parameters = self.vectors.matrices_of_step(vectors)
         total = StepGradients(self._loss(step))
         compute = self.phases.gradients if self.phases.timer else forward.gradients
-        try:
-            for micro_batch, batch in self.batches.iterate(step.own_examples, step.lengths):
-                if total.counts.micro_batches:
-                    # The device computes a micro-batch while the next one is built.
-                    self.runner.start(total.graph)
-                arguments = self._arguments(step, total, micro_batch, batch.counts)
-                self.runner.note_outputs(micro_batch.tokens)
-                inputs = self.inputs(batch, step.number)
-                # NumPy need not warn: the outcome reports a loss that is not finite.
-                with np.errstate(all="ignore"):
-                    values, gradients = compute(parameters, inputs, *arguments)
-                self._add(step, total, micro_batch, values, gradients)
-        finally:
-            # Tracing has replaced the model's parameters with arrays of the trace.
-            forward.trained.assign(own)
+        for micro_batch, batch in self.batches.iterate(step.own_examples, step.lengths):
+            if total.counts.micro_batches:
+                # The device computes a micro-batch while the next one is built.
+                self.runner.start(total.graph)
+            arguments = self._arguments(step, total, micro_batch, batch.counts)
+            inputs = self.inputs(batch, step.number)
+            outputs = self.runner.new_outputs(micro_batch.tokens)
+            # NumPy need not warn: the outcome reports a loss that is not finite.
+            with np.errstate(all="ignore"):
+                values, gradients = compute(parameters, inputs, *arguments, outputs)
+            self._add(step, total, micro_batch, outputs, values, gradients)
         total.finish(vectors, forward.loss_scale)
         if self._workers.world_size > 1:
             self._sum_over_workers(total, step.requests)
@@ -222,14 +217,15 @@ class Engine:
         step: OptimizerStep,
         total: StepGradients,
         micro_batch: MicroBatch,
+        outputs: list[mx.array] | None,
         values: Sequence[mx.array],
         gradients: Mapping[str, mx.array],
     ) -> None:
         """Add a micro-batch's values and gradients to the step's, and set the graph to compute."""
         tokens, padding = micro_batch.tokens, micro_batch.padding(step.lengths.forward)
         total.add(values, self.vectors.join_gradients(gradients), tokens, padding)
-        graph = self.runner.graph(tokens, gradients, total.loss, total.gradients, total.values)
-        total.compute_by(graph)
+        sums = total.loss, total.gradients, total.values
+        total.compute_by(self.runner.graph(tokens, outputs, gradients, *sums))
         allocator.relieve_pressure()
 
     def launch(self, step: OptimizerStep) -> None:

@@ -151,9 +151,9 @@ class LossEvaluator:
             on_progress(done)
 
         for micro_batch, batch in batches:
-            self._runner.note_outputs(micro_batch.tokens)
-            each = self._forward.losses(batch, keys(batch))
-            graph = self._runner.graph(micro_batch.tokens, {}, each)
+            outputs = self._runner.new_outputs(micro_batch.tokens)
+            each = self._forward.losses(batch, keys(batch), outputs)
+            graph = self._runner.graph(micro_batch.tokens, outputs, {}, each)
             # This waits for the previous batch.
             self._runner.start(graph)
             if waiting is not None:
