@@ -27,7 +27,6 @@ from mlxtune.core.evaluation.outcome import (
     FEWEST_ROWS,
     HELPED,
     HURT,
-    Difference,
     Evaluation,
     FileVerdict,
     Misjudged,
@@ -89,7 +88,7 @@ def evaluate_losses(
     With several files, each file gets a verdict. Raises NonFiniteLossError if a row's loss is not
     finite.
     """
-    return _with_verdicts_by_file(judged, partial(_compare_losses, seed), base, adapted, start)
+    return _with_verdicts_by_file(judged, partial(_judge_losses, seed), base, adapted, start)
 
 
 def evaluate_preferences(
@@ -105,7 +104,7 @@ def evaluate_preferences(
     `start` has the answers' losses under the adapter from which training started. With several
     files, each file gets a verdict.
     """
-    compare = partial(_compare_preferences, seed, objective)
+    compare = partial(_judge_preferences, seed, objective)
     return _with_verdicts_by_file(judged, compare, base, adapted, start)
 
 
@@ -149,6 +148,14 @@ def _file_verdict(path: str, rows: int, evaluation: Evaluation) -> FileVerdict:
         preference.before if preference else None,
         preference.after if preference else None,
     )
+
+
+def _judge_losses(
+    seed: int, judged: JudgedRows, base: Sums, adapted: Sums | None, start: Sums | None
+) -> Evaluation:
+    evaluation = _compare_losses(seed, judged, base, adapted, start)
+    difference = evaluation.difference
+    return evaluation if difference is None else _with_verdict(evaluation, difference.share)
 
 
 def _compare_losses(
@@ -195,13 +202,10 @@ def _compare_losses(
             if change[i] < 0
         )
 
-    verdict = CANNOT_TELL if judged.only_trained else verdict_of(difference, len(rows))
     return replace(
         evaluation,
         adapted=adapted.loss,
         difference=difference,
-        verdict=verdict,
-        hardly=is_negligible(verdict, difference.share),
         start=None if start is None else start.loss,
         base_difference=None if start is None else from_base,
         gained=most_changed(1),
@@ -209,16 +213,25 @@ def _compare_losses(
     )
 
 
-def verdict_of(difference: Difference, rows: int) -> str:
-    if rows < FEWEST_ROWS or difference.low <= 0 <= difference.high:
+def verdict_of(evaluation: Evaluation) -> str:
+    """Return the verdict on the preferences of an evaluation with an adapter, or else its losses.
+
+    A difference in preferences above 0 is better, one in losses below 0.
+    """
+    preference, difference = evaluation.preference, evaluation.difference
+    assert difference is not None
+    low, high, rows = -difference.high, -difference.low, evaluation.rows
+    if preference is not None:
+        low, high, rows = preference.low, preference.high, preference.fewest or 0
+    if evaluation.only_trained or rows < FEWEST_ROWS or low <= 0 <= high:
         return CANNOT_TELL
-    return HELPED if difference.high < 0 else HURT
+    return HELPED if low > 0 else HURT
 
 
-def preference_verdict(found: PreferenceDifference, *, only_trained: bool) -> str:
-    if only_trained or (found.fewest or 0) < FEWEST_ROWS:
-        return CANNOT_TELL
-    return HELPED if found.low > 0 else HURT if found.high < 0 else CANNOT_TELL
+def _with_verdict(evaluation: Evaluation, size: float) -> Evaluation:
+    """Return an evaluation with its verdict; `size` is the relative size of the difference."""
+    verdict = verdict_of(evaluation)
+    return replace(evaluation, verdict=verdict, hardly=is_negligible(verdict, size))
 
 
 def is_negligible(verdict: str, fraction: float) -> bool:
@@ -226,7 +239,7 @@ def is_negligible(verdict: str, fraction: float) -> bool:
     return verdict != CANNOT_TELL and abs(fraction) < _HARDLY
 
 
-def _compare_preferences(
+def _judge_preferences(
     seed: int,
     objective: Objective,
     judged: JudgedRows,
@@ -254,9 +267,7 @@ def _compare_preferences(
         loss = before.good.only(learned).loss.loss
         size = difference.margin_after / loss if loss else 0.0
     difference = replace(difference, objective=objective.description)
-    verdict = preference_verdict(difference, only_trained=judged.only_trained)
-    negligible = is_negligible(verdict, size)
-    return replace(evaluation, verdict=verdict, hardly=negligible, preference=difference)
+    return _with_verdict(replace(evaluation, preference=difference), size)
 
 
 def _compare_pairs(

@@ -15,8 +15,8 @@ from mlxtune.core.data.corpus import rows_used
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import shown
 from mlxtune.core.evaluation.matching import count_exact
-from mlxtune.core.evaluation.outcome import CANNOT_TELL, Evaluation, Loss, perplexity
-from mlxtune.core.evaluation.verdict import is_negligible, preference_verdict, verdict_of
+from mlxtune.core.evaluation.outcome import Evaluation, Loss, perplexity
+from mlxtune.core.evaluation.verdict import is_negligible, verdict_of
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.formatting import pluralise
 from mlxtune.core.run.checkpoint import METRICS, RECORDS, Checkpoint
@@ -259,16 +259,9 @@ def _check_difference(found: Evaluation, before: Loss, adapted: Loss) -> None:
 def _check_verdict(found: Evaluation) -> None:
     """Derive the verdict again from the interval."""
     assert found.difference is not None
-    if found.only_trained:
-        verdict = CANNOT_TELL
-    elif found.preference is not None:
-        # Its size is not among the recorded values, so `hardly` stays as it is.
-        verdict = preference_verdict(found.preference, only_trained=False)
-    else:
-        verdict = verdict_of(found.difference, found.rows)
-        check_equal(
-            "it",
-            "its interval",
-            {"hardly": (found.hardly, is_negligible(verdict, found.difference.share))},
-        )
+    verdict = verdict_of(found)
+    # The relative size of a preference is not recorded, so its `hardly` cannot be derived.
+    if found.preference is None:
+        hardly = is_negligible(verdict, found.difference.share)
+        check_equal("it", "its interval", {"hardly": (found.hardly, hardly)})
     check_equal("it", "its interval", {"verdict": (found.verdict, verdict)})
