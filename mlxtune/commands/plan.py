@@ -16,7 +16,7 @@ from mlxtune.core.steps.scaling import Scaling, busiest_fraction, busiest_items
 from mlxtune.core.training.schedule import count_steps
 from mlxtune.session import memory_planning
 from mlxtune.session.arguments import ResolvedOptions, takes_resolved
-from mlxtune.session.auto import choose_auto_options
+from mlxtune.session.auto import with_auto_options
 from mlxtune.session.dataset import Dataset
 from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole, print_stages
@@ -35,7 +35,7 @@ def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
     console = RunConsole(quiet=config.quiet)
     session = TrainingSession(config, console, options.given)
     if config.data and config.auto:
-        choose_auto_options(session)
+        session = with_auto_options(session)
     dataset = session.load() if config.data else None
     config, base = session.config, session.base
     steps = memory_planning.first_steps(config, dataset)

@@ -45,7 +45,7 @@ from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserve
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, OutputError, resume_command
 from mlxtune.session.arguments import ResolvedOptions, takes_options, takes_resolved, with_rows
-from mlxtune.session.auto import choose_auto_options
+from mlxtune.session.auto import with_auto_options
 from mlxtune.session.interrupt import stop_on_interrupt
 from mlxtune.session.judge import ValidationAnswers, judge
 from mlxtune.session.memory_planning import save_run_speed
@@ -126,7 +126,7 @@ def train(
         session = RunSession(worker_run, options.given, resume, options.initial)
         check_paths(session)
         if session.config.auto:
-            choose_auto_options(session)
+            session = with_auto_options(session)
         config = session.config
         if not (dry_run or config.allow_sleep) and worker_run.first_on_machine:
             cleanup.enter_context(kept_awake())

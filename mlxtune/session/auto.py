@@ -5,7 +5,7 @@ import math
 import shlex
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from mlxtune.config import OPTIONS, DataConfig, TrainConfig
 from mlxtune.config.fields import flag
@@ -15,7 +15,9 @@ from mlxtune.core.formatting import pluralise, short_number
 from mlxtune.core.steps import order
 from mlxtune.session.dataset import load_rows
 from mlxtune.session.memory_planning import longest_example
-from mlxtune.session.session import T, TrainingSession
+from mlxtune.session.session import TrainingSession
+
+S = TypeVar("S", bound=TrainingSession[Any])
 
 # A number of tokens that no example exceeds.
 _UNCUT = 10**9
@@ -31,8 +33,8 @@ _RATE, _RATE_SIZE, _RATE_POWER = 2e-4, 4e9, 0.35
 _LOWEST_RATE, _HIGHEST_RATE = 5e-5, 5e-3
 
 
-def choose_auto_options(session: TrainingSession[T]) -> None:
-    """Replace a session's options by --auto's choices, and print the equivalent command.
+def with_auto_options(session: S) -> S:
+    """Return a session with --auto's choices of options, and print the equivalent command.
 
     Reads the data in order to choose the other options.
     """
@@ -58,15 +60,16 @@ def choose_auto_options(session: TrainingSession[T]) -> None:
     }
     longest = longest_example(config, base, replace(config.pipeline_config(), **lora))
     chosen = choose(replace(facts, fitting=longest.recomputed), config, session.given)
-    session.config = replace(config, auto=False, **chosen)
-    session.command = command_line(session.config)
-    console.say("Auto", session.command, copyable=True)
+    config = replace(config, auto=False, **chosen)
+    command = command_line(config)
+    console.say("Auto", command, copyable=True)
     reasons = (
         f"for {pluralise(facts.rows, 'training row')}, a model of "
         f"{short_number(facts.parameters)} parameters, and supervised tokens of which 99% lie "
         f"within the first {facts.needed:,} of an example"
     )
     console.say("", reasons)
+    return session.with_choices(config, command)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,10 @@ The first two are opened with the session, the others where a command first asks
 
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
+from copy import copy
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.models import loading
@@ -97,12 +98,22 @@ class Session(Generic[C]):
 class TrainingSession(Session[T]):
     """A session of `train` or `plan`, in which `given` names the options that the user chose.
 
-    --auto replaces `config` once, and sets `command` to the equivalent command.
+    `command` is the equivalent command if --auto chose the other options.
     """
 
     def __init__(self, config: T, console: RunConsole, given: Collection[str]) -> None:
         super().__init__(config, console)
         self.given, self.command = given, ""
+        self._has_base = True
+
+    def with_choices(self, config: T, command: str) -> Self:
+        """Return a session with the options that --auto chose, and all that this one has opened.
+
+        No choice changes what --auto opens: the data files, their reader and the model.
+        """
+        session = copy(self)
+        session.config, session.command = config, command
+        return session
 
     @property
     def auto_chose_epochs(self) -> bool:
@@ -112,12 +123,14 @@ class TrainingSession(Session[T]):
     @cached_property
     def base(self) -> BaseModel:
         """The model, of which no weights are read. Raises ModelError."""
+        assert self._has_base, "the model was released to another owner"
         return loading.open_base(self.folder, self.config.dtype, self.config.base_options())
 
     def release_base(self) -> BaseModel:
         """Return the model to a caller that becomes its only owner, and so can free it."""
         base = self.base
         del self.base
+        self._has_base = False
         return base
 
 

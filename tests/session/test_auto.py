@@ -14,7 +14,7 @@ from mlxtune.cli.options import merged
 from mlxtune.cli.table import COMMANDS
 from mlxtune.config import TrainConfig
 from mlxtune.config.fields import given_options
-from mlxtune.session.auto import Facts, choose, choose_auto_options, command_line
+from mlxtune.session.auto import Facts, choose, command_line, with_auto_options
 from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole
 from tests.command import Cli
@@ -26,8 +26,7 @@ FACTS = Facts(rows=800, validates=True, parameters=600_000_000, needed=512, fitt
 
 def settled(options: TrainConfig) -> TrainingSession[TrainConfig]:
     session = TrainingSession(options, RunConsole(quiet=True), given_options(options))
-    choose_auto_options(session)
-    return session
+    return with_auto_options(session)
 
 
 def test_auto_chooses_prints_and_records_what_is_not_given(
