@@ -13,6 +13,7 @@ from mlxtune.config.objective_config import DEFAULT_RATE
 from mlxtune.core.data.inspection import truncation_loss
 from mlxtune.core.formatting import pluralise, short_number
 from mlxtune.core.steps import order
+from mlxtune.core.training.schedule import count_steps
 from mlxtune.session.dataset import load_rows
 from mlxtune.session.memory_planning import longest_example
 from mlxtune.session.session import TrainingSession
@@ -96,10 +97,12 @@ def choose(facts: Facts, config: TrainConfig, set_by_user: Collection[str]) -> d
     targets. The rate falls with the size of the model. --max-seq-len keeps the answers. There are
     enough epochs to learn, but not to overfit, and ten validations choose the best adapter.
     """
-    per_epoch = math.ceil(facts.rows / config.batch_size)
+    training = config.trainer_config()
+    per_epoch, _ = count_steps(training, facts.rows)
     epochs = min(max(math.ceil(_FEWEST_STEPS / per_epoch), 1), _MOST_EPOCHS)
-    steps = per_epoch * (config.epochs if "epochs" in set_by_user else epochs)
-    steps = min(steps, config.max_steps or steps)
+    if "epochs" not in set_by_user:
+        training = replace(training, epochs=epochs)
+    _, steps = count_steps(training, facts.rows)
     chosen: dict[str, Any] = {
         "targets": ("all",),
         "rank": _RANK,
