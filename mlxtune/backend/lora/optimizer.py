@@ -47,7 +47,7 @@ class LoRAOptimizer:
         self._ratios = 1.0, config.lr_ratio
         self._max_norm = config.max_grad_norm or math.inf
         self._adamw = optim.AdamW(
-            config.lr,
+            0.0,  # `_take` sets the rate of each step.
             betas=[0.9, 0.999],
             eps=1e-8,
             weight_decay=config.weight_decay,

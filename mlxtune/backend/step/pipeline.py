@@ -70,7 +70,7 @@ class InstructPipeline:
         self.objective = objective
         self.model = model
         self.config = config
-        # The default learning rate of a step.
+        # The rate of `train_step` and `train_batch` unless given, and of a trainer without a rate.
         self.learning_rate = config.lr
         self.lora: LoRASummary = apply_lora(model, config)
         execution = execution or best_execution(
@@ -132,7 +132,8 @@ class InstructPipeline:
 
         Raises NonFiniteLossError, and changes nothing, if a number of the step is not finite.
         """
-        started = self.start_batch(examples, step=step, learning_rate=learning_rate)
+        rate = self.learning_rate if learning_rate is None else learning_rate
+        started = self.start_batch(examples, step=step, learning_rate=rate)
         return self.wait(started).result()
 
     def start_batch(
@@ -140,7 +141,7 @@ class InstructPipeline:
         examples: Sequence[Example],
         *,
         step: int | None = None,
-        learning_rate: float | None = None,
+        learning_rate: float,
         requests: Requests = NO_REQUESTS,
     ) -> OptimizerStep:
         """Start the step that `train_batch` takes, and return it while it runs, for `wait`.
@@ -149,8 +150,7 @@ class InstructPipeline:
         whose update is applied before this step runs. Several workers exchange their `requests`
         with the step.
         """
-        rate = self.learning_rate if learning_rate is None else learning_rate
-        return self._engine.start_step(examples, step, rate, requests)
+        return self._engine.start_step(examples, step, learning_rate, requests)
 
     def wait(self, step: OptimizerStep) -> StepOutcome:
         """Wait for a started step, if it has not ended yet, and return its outcome."""

@@ -127,7 +127,9 @@ def check_decisions(workers: Workers) -> None:
     last, exchange = workers.world_size - 1, RequestExchange(workers.world_size)
     decided = []
     for step in range(1, 6):
-        started = pipeline.start_batch(fixed_step(), step=step, requests=exchange.sent)
+        started = pipeline.start_batch(
+            fixed_step(), step=step, learning_rate=1e-2, requests=exchange.sent
+        )
         outcome = pipeline.wait(started)
         outcome.result()
         exchange.receive(outcome.agreed)

@@ -163,7 +163,7 @@ def test_out_of_memory_with_single_examples_is_an_error_that_changes_nothing(
 
 def test_requested_halving_equals_a_run_with_the_halved_limit(make: Any) -> None:
     halved, warnings = make(80)
-    started = halved.start_batch(EXAMPLES)
+    started = halved.start_batch(EXAMPLES, learning_rate=halved.learning_rate)
     tokens = halved.relieve_memory(EXAMPLES)
     assert tokens == halved._engine.batches.max_tokens <= 40
     # The step that was already started keeps its micro-batches.
