@@ -21,8 +21,7 @@ from mlxtune.backend.step.runner import GraphRunner
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.core.data.encode import Example, forward_tokens, predicted_tokens
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.graph_memory import vocabulary_block
-from mlxtune.core.steps.memory_in_flight import QueuedWork
+from mlxtune.core.steps.graph_memory import EvaluationMemory
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
 from mlxtune.core.steps.micro_batch import AT_ONCE, MicroBatch, PaddedBatch, rows_of
@@ -33,12 +32,6 @@ from mlxtune.core.steps.pack import Pack, StepLengths
 # seconds on two CPU cores, and may delay Ctrl-C for as long.
 _MOST_TOKENS, _OPERATIONS = 16384, 2
 _GPU_OPERATIONS, _CPU_OPERATIONS = 1e13, 1e12
-# The numbers of copies in memory at a time: of a layer's outputs, of attention's scores if they are
-# kept, and of a chunk's logits.
-_PRODUCTS, _SCORES, _LOGITS = 4, 2, 5
-# The number of kernels in a layer's forward pass, and of array entries read for each allocated,
-# counted in the graph of Qwen3.
-_KERNELS, _READ = 35, 2
 
 Keys = Callable[[PaddedBatch | Pack], mx.array | None]
 
@@ -68,11 +61,14 @@ class LossEvaluator:
         self._most = most_tokens(parameters)
         # The largest batch, in tokens, once memory has run out in an evaluation.
         self._lowered = sys.maxsize
-        self._memory = EvaluationMemory(forward, other_bytes)
+        self._memory = evaluation_memory(forward)
+        weights = sum(array.nbytes for _, array in tree_flatten(forward.model.parameters()))
+        self._in_use = weights + other_bytes
+        self._free = mx.get_memory_limit() / (1 + MARGIN) - self._in_use
 
     def limit_memory(self, most: int) -> None:
         """Limit batches' memory peak to `most` bytes, unless training's micro-batches need more."""
-        self._memory.limit(most)
+        self._free = min(self._free, most - self._in_use)
 
     def compute(
         self,
@@ -127,12 +123,20 @@ class LossEvaluator:
         while tokens > least:
             batches = replace(self._training, max_tokens=tokens)
             micro_batches = batches.divided(lengths)
-            if all(
-                self._memory.fits(load_of(micro_batch, lengths)) for micro_batch in micro_batches
-            ):
+            if all(self._fits(load_of(micro_batch, lengths)) for micro_batch in micro_batches):
                 return batches
             tokens //= 2
         return replace(self._training, max_tokens=least)
+
+    def _fits(self, load: BatchLoad) -> bool:
+        """Return whether a batch fits in memory.
+
+        No batch fits if the model computes the logits of all tokens together.
+        """
+        execution = self._forward.execution
+        return (
+            execution.head_apart and self._memory.estimate(load, execution.loss_chunk) <= self._free
+        )
 
     def _compute(
         self,
@@ -177,56 +181,19 @@ def _sums(batch: PaddedBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArr
     return sums
 
 
-class EvaluationMemory:
-    """The estimated memory of an evaluation's batches, besides the model and `other_bytes`.
-
-    `core.steps.memory_plan` predicts training: the values that layers keep, and backward passes,
-    for the layers with LoRA. An evaluation keeps nothing, runs all layers, perhaps of a model
-    without LoRA, and reads its sizes from the loaded model. The estimate depends only on sizes, so
-    that the batches are always the same.
-    """
-
-    def __init__(self, forward: Forward, other_bytes: int) -> None:
-        model, execution = forward.model, forward.execution
-        weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-        self._itemsize = 4 if forward.dtype is None else forward.dtype.size
-        self._forward, self._facts = forward, forward.facts
-        self._in_blocks = forward.plain_head and forward.dtype == mx.float32
-        self._in_use = weights + other_bytes
-        self._free = mx.get_memory_limit() / (1 + MARGIN) - self._in_use
-        self._head_apart = execution.head_apart
-        lazy = forward.operations.lazy and not on_cpu()
-        self._graphs = allocator.graph_limits() if lazy else None
-
-    def limit(self, most: int) -> None:
-        """Limit the total memory to `most` bytes, including the bytes that are in use already."""
-        self._free = min(self._free, most - self._in_use)
-
-    def fits(self, load: BatchLoad) -> bool:
-        """Return whether a batch fits in memory.
-
-        No batch fits if the model computes the logits of all tokens together.
-        """
-        return self._head_apart and self.estimate(load) <= self._free
-
-    def estimate(self, load: BatchLoad) -> int:
-        """Estimate how many bytes a padded batch takes, with attention's scores kept."""
-        tokens = max(load.tokens, load.examples * load.width)
-        entries = _PRODUCTS * self._facts.widest_layer * tokens
-        entries += _SCORES * self._facts.heads * load.scores
-        logits = self._forward.execution.loss_chunk * self._facts.vocab
-        if self._in_blocks:
-            logits = min(logits, load.positions * vocabulary_block(load.positions))
-        return 4 * _LOGITS * logits + max(self._itemsize * entries, self._queued(entries))
-
-    def _queued(self, entries: int) -> int:
-        """Return the bytes that queued operations hold of layers that allocate `entries` each."""
-        if self._graphs is None:
-            return 0
-        layers = len(self._facts.layers)
-        allocated = layers * self._itemsize * entries
-        work = QueuedWork(_KERNELS * layers, allocated, _READ * layers * entries)
-        return self._graphs.in_flight(work)
+def evaluation_memory(forward: Forward) -> EvaluationMemory:
+    """Return the sizes of a loaded model that decide the memory of its evaluation."""
+    facts, dtype = forward.facts, forward.dtype
+    lazy = forward.operations.lazy and not on_cpu()
+    return EvaluationMemory(
+        layers=len(facts.layers),
+        widest_layer=facts.widest_layer,
+        heads=facts.heads,
+        vocab=facts.vocab,
+        itemsize=4 if dtype is None else dtype.size,
+        in_blocks=forward.plain_head and dtype == mx.float32,
+        graphs=allocator.graph_limits() if lazy else None,
+    )
 
 
 class Passes(NamedTuple):

@@ -22,7 +22,7 @@ from mlxtune.backend.cpu import CPU
 from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models.loading import load_base
-from mlxtune.backend.step.evaluator import Evaluator, most_tokens
+from mlxtune.backend.step.evaluator import Evaluator, evaluation_memory, most_tokens
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import InstructConfig
@@ -213,6 +213,11 @@ def test_batch_is_prepared_while_the_previous_one_computes(
     assert events == ["losses", "async_eval", *following, "eval"]
 
 
+def estimate(evaluator: Evaluator, load: BatchLoad) -> int:
+    memory = evaluation_memory(evaluator.forward)
+    return memory.estimate(load, evaluator.forward.execution.loss_chunk)
+
+
 def test_batches_are_as_large_as_the_memory_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -221,8 +226,8 @@ def test_batches_are_as_large_as_the_memory_allows(
     monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
     evaluator = evaluator_of(WAYS["packed"])
     sizes = []
-    for free in (10**12, evaluator._losses._memory.estimate(BatchLoad(8, 40, 100, 320)), 0):
-        monkeypatch.setattr(evaluator._losses._memory, "_free", free)
+    for free in (10**12, estimate(evaluator, BatchLoad(8, 40, 100, 320)), 0):
+        monkeypatch.setattr(evaluator._losses, "_free", free)
         done: list[int] = []
         np.testing.assert_allclose(evaluator.losses(examples, done.append), wanted, rtol=1e-5)
         sizes.append(len(done))
@@ -327,7 +332,7 @@ def test_batch_takes_no_more_memory_than_expected(
     before = mx.get_active_memory()
     allocator.start_peak()
     evaluator.losses(examples)
-    expected = evaluator._losses._memory.estimate(load)
+    expected = estimate(evaluator, load)
 
     # With graphs, the estimate has more buffers in flight than a fast device may hold.
     least = expected / (3 if allocator.graph_limits() is None else 4)
@@ -346,7 +351,7 @@ def test_batch_took_no_more_memory_on_an_h200_than_expected(
     overrides = EXPERTS if case["model_type"] == "qwen3_moe" else {}
     evaluator, _, load = evaluation(case["model_type"], overrides)
     assert load == BatchLoad(*(case[n] for n in ("lines", "width", "positions", "tokens")))
-    expected = evaluator._losses._memory.estimate(load)
+    expected = estimate(evaluator, load)
     assert expected / 3 < case["peak"] <= expected
 
 
