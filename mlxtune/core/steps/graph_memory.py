@@ -1,4 +1,4 @@
-"""The memory of a step in MLX's own graph, in array entries (see `MemoryUse`), and of evaluations."""
+"""The memory of a step in MLX's own graph, see `MemoryUse`, and of an evaluation."""
 
 from dataclasses import dataclass, replace
 from math import ceil
@@ -39,8 +39,8 @@ _MIXED, _MIXED_COPIES = 4, 5
 # and packed examples: kernels; bytes allocated and freed, for each byte that the layer keeps; array
 # entries read, for each entry allocated; and how often each weight is read.
 _KERNELS, _FREED, _READ, _WEIGHTS_READ = 106, 3.5, 2, 2
-# A batch of an evaluation: the numbers of copies of a layer's outputs, of attention's scores if they
-# are kept, and of a chunk's logits, and the number of kernels in a layer's forward pass.
+# A batch of an evaluation: the numbers of copies of a layer's outputs, of attention's scores if
+# they are kept, and of a chunk's logits, and the number of kernels in a layer's forward pass.
 _OUTPUTS, _SCORES, _FORWARD_LOGITS, _FORWARD_KERNELS = 4, 2, 5, 35
 # The head, with its gradient: kernels for each chunk or block, and copies of all logits that it
 # allocates in 16 bits (in blocks, `_LINEAR_LOGITS`).
@@ -147,10 +147,10 @@ class GraphMemory:
 class EvaluationMemory:
     """The sizes of a loaded model that decide the memory of its evaluation's batches.
 
-    An evaluation keeps nothing for a backward pass, and runs all layers, perhaps of a model without
-    LoRA. `widest_layer` is the summed output width of a layer's products. With `in_blocks`, the head
-    computes logits in blocks of the vocabulary. `graphs` is None if the device queues no graphs.
-    The estimate depends only on sizes, so that the batches are always the same.
+    An evaluation keeps nothing for a backward pass, and runs all layers, perhaps of a model
+    without LoRA. `widest_layer` is the summed output width of a layer's products. With `in_blocks`,
+    the head computes logits in blocks of the vocabulary. `graphs` is None if the device queues no
+    graphs. The estimate depends only on sizes, so that the batches are always the same.
     """
 
     layers: int
