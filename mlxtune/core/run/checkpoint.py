@@ -71,11 +71,11 @@ class Checkpoint:
 
 def write_checkpoint(
     target: Path,
-    save: Callable[[Path], None],
+    snapshot: Callable[[Path], None],
     metadata: Mapping[str, Any],
     metrics: Iterable[bytes] = (),
 ) -> None:
-    """Write a checkpoint folder: metrics, metadata, a manifest, and the files that `save` writes.
+    """Write a checkpoint folder: the files of a snapshot, metrics, metadata and a manifest.
 
     An existing checkpoint of the same name is replaced only once the new one is complete.
 
@@ -83,7 +83,7 @@ def write_checkpoint(
     """
     aside = target.with_name(f".{target.name}.old")
     with replaced_folder(target, "--checkpoint-dir", aside, is_checkpoint) as folder:
-        save(folder)
+        snapshot(folder)
         write_file(folder / METRICS, metrics)
         write_json(folder / METADATA, metadata)
         write_json(folder / MANIFEST, _manifest(folder))

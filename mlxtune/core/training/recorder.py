@@ -18,7 +18,7 @@ from mlxtune.core.run.extension import extended
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult
 from mlxtune.core.run.progress import MetricsFile, Progress, Record
 from mlxtune.core.run.run_folder import ResumePoint
-from mlxtune.core.run.saving import CheckpointContent, CheckpointSaver, saves_epoch
+from mlxtune.core.run.saving import CheckpointContent, CheckpointSaver
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.pipeline import Pipeline
 from mlxtune.errors import (
@@ -55,6 +55,8 @@ class RunRecorder:
             self._folder,
             every_steps=self.config.save_steps,
             every_minutes=self.config.save_minutes,
+            epochs=self.config.epochs,
+            every_epochs=self.config.save_every,
             keep=self.config.keep,
             on_saved=self.observer.on_checkpoint,
             on_problem=self.observer.on_problem,
@@ -103,20 +105,21 @@ class RunRecorder:
             self.observer.on_epoch(metrics, self._is_best())
         # A killed run that is resumed at the end of an epoch may lack checkpoints of the epoch.
         metrics = self.progress.epochs[-1]
-        saved = saves_epoch(epoch, self.config.epochs, self.config.save_every)
-        self._save(metrics, f"epoch-{epoch}" if saved else None)
+        self._save(metrics, self.saver.checkpoint_name(self.progress.step, ended_epoch=epoch))
         self._epoch_started = time.perf_counter()
 
     def save_validated(self, val_loss: float | None) -> None:
-        self._save(self._epoch_metrics(val_loss), f"step-{self.progress.step}")
+        name = self.saver.checkpoint_name(self.progress.step, requested=True)
+        self._save(self._epoch_metrics(val_loss), name)
 
-    def save_step(self) -> None:
-        self.saver.try_save(f"step-{self.progress.step}", self._checkpoint())
+    def save_step(self, name: str) -> None:
+        self.saver.try_save(name, self._checkpoint())
 
     def save_and_interrupt(self) -> NoReturn:
         """Save the run's state, and end the run early. Raises TrainingInterrupted."""
         step = self.progress.step
-        saved = self.saver.save(f"step-{step}", self._checkpoint()) if step else None
+        name = self.saver.checkpoint_name(step, requested=True)
+        saved = self.saver.save(name, self._checkpoint()) if step and name else None
         raise TrainingInterrupted(saved, step)
 
     def finish(

@@ -296,17 +296,16 @@ class InstructTrainer:
     def _stop_or_save(self, step: Step, halved: bool) -> None:
         """Stop or save after a step that has started, if asked to or if a checkpoint is due."""
         saver = self._recorder.saver
-        due = saver.is_due_by_steps(step.number)
-        # Save after halving, so that a resumed run continues with the halved micro-batches.
-        own = Requests(self._should_stop(), not due and (halved or saver.is_due(step.number)))
+        own = Requests(self._should_stop(), saver.requests(step.number, halved=halved))
         agreed = self._requests.swap(own)
-        stopping, saving = agreed.stop or step.number == self._stop_after, agreed.save or due
-        if stopping or saving or self._profiler:
+        stopping = agreed.stop or step.number == self._stop_after
+        name = saver.checkpoint_name(step.number, requested=agreed.save)
+        if stopping or name or self._profiler:
             self._record_running_step()
         if stopping:
             self._recorder.save_and_interrupt()
-        if saving and not self._validates_within(step.number):
-            self._recorder.save_step()
+        if name and not self._validates_within(step.number):
+            self._recorder.save_step(name)
 
     def _stop_if_asked(self) -> None:
         """Stop between two steps, if asked to; several workers stop only together, after a step."""
