@@ -86,6 +86,8 @@ class InstructPipeline:
         self._engine = Engine(
             self.forward, self.lora, config, objective=objective, workers=workers, warn=warn
         )
+        # Whether LoRA has values, which `restore` gives it if it is not fresh.
+        self._has_values = fresh
         if fresh:
             self._engine.optimizer.adopt(model)
 
@@ -150,16 +152,22 @@ class InstructPipeline:
         whose update is applied before this step runs. Several workers exchange their `requests`
         with the step.
         """
-        return self._engine.start_step(examples, step, learning_rate, requests)
+        return self._ready().start_step(examples, step, learning_rate, requests)
 
     def wait(self, step: OptimizerStep) -> StepOutcome:
         """Wait for a started step, if it has not ended yet, and return its outcome."""
         return self._engine.wait(step)
 
+    def _ready(self) -> Engine:
+        """Return the engine, for work that needs LoRA's values."""
+        assert self._has_values, "a pipeline that is not fresh must be restored before its use"
+        return self._engine
+
     def _idle(self) -> Engine:
         """Return the engine once no step runs, to read or change the model or the optimizer."""
-        self._engine.commit_launched()
-        return self._engine
+        engine = self._ready()
+        engine.commit_launched()
+        return engine
 
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
         """Return the loss and gradients of a step without an update; `step` seeds the dropout."""
@@ -257,24 +265,27 @@ class InstructPipeline:
 
         Raises ModelError if the adapter does not fit.
         """
-        engine = self._idle()
+        self._engine.commit_launched()
         if self._workers.rank == 0:
             checkpoint_tensors.read_parameters(folder, self.model, self.lora)
         self.model.update(self._workers.broadcast(self.model.trainable_parameters()))
-        engine.optimizer.adopt(self.model)
+        self._engine.optimizer.adopt(self.model)
+        self._has_values = True
 
     def restore(self, folder: Path) -> None:
         """Resume from a snapshot as if the run had not stopped.
 
         Raises ModelError if the snapshot does not fit.
         """
-        engine, path = self._idle(), folder / OPTIMIZER
+        engine, path = self._engine, folder / OPTIMIZER
         state, settings = checkpoint_tensors.read_optimizer(path, engine.optimizer.state)
         tokens, steps = settings.get("micro_batch_tokens", 0), settings.get("step", -1)
         if tokens < 1 or steps < 0:
             raise ModelError(f"{path} has no step or micro-batch size")
+        engine.commit_launched()
         checkpoint_tensors.read_parameters(folder, self.model, self.lora)
         engine.restore(state, steps, tokens)
+        self._has_values = True
 
     def describe(self) -> Mapping[str, Any]:
         """Return a checkpoint's entries about the adapter, the workers and the provenance."""

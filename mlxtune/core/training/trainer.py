@@ -252,9 +252,11 @@ class InstructTrainer:
         find them.
         """
         if self.objective.needs_reference:
-            both = (self.train_rows, self.val_rows)
+            train, val = self.train_rows, self.val_rows
+            assert isinstance(train, PreferenceRows)
+            assert isinstance(val, PreferenceRows)
             self.train_rows, self.val_rows = preference_rows.with_reference_logps(
-                [PreferenceRows.of(rows, self.objective) for rows in both],
+                [train, val],
                 self.pipeline.reference(),
                 self._folder / run_folder.REFERENCE,
                 self._cache,

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.engine import Engine
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.runner import GraphRunner
@@ -214,3 +215,17 @@ def test_every_method_either_ends_the_running_step_or_lets_it_run(tmp_path: Path
         call(pipeline, tmp_path)
         assert step.outcome is not None, name
         assert pipeline._engine.launched is None
+
+
+def test_pipeline_without_values_is_of_no_use_until_it_is_restored(tmp_path: Path) -> None:
+    made = fresh(model_folder("qwen3"))
+    made.snapshot()(tmp_path)
+    uses = {name: call for name, call in IDLE.items() if name not in ("load", "restore")}
+    for fill in (InstructPipeline.load, InstructPipeline.restore):
+        model = load_base(model_folder("qwen3"), "float32").model
+        pipeline = InstructPipeline(model, made.config, fresh=False)
+        for use in (*uses.values(), lambda made, _: made.train_batch(STEPS[0])):
+            with pytest.raises(AssertionError, match="restored before its use"):
+                use(pipeline, tmp_path)
+        fill(pipeline, tmp_path)
+        pipeline.train_batch(STEPS[0])
