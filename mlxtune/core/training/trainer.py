@@ -316,35 +316,43 @@ class InstructTrainer:
 
     def _validates_within(self, step: int) -> bool:
         """Return whether the run validates after a step only because of --val-steps."""
-        every, within = self.config.val_steps, step % self.steps_per_epoch and self.val_rows
-        return bool(every and within and step % every == 0) and step < self.total_steps
+        every = self.config.val_steps
+        if every is None or not self.val_rows or self._ends_epoch(step):
+            return False
+        return step % every == 0
+
+    def _ends_epoch(self, step: int) -> bool:
+        return step % self.steps_per_epoch == 0 or step >= self.total_steps
 
     def _validate_and_end_epoch(self, step: int) -> bool:
         """Validate after a step if it is time, and end the epoch that ends there, if any.
 
         Return whether the run is over. A new run validates before its first step.
         """
-        within = self._validates_within(step)
-        if not (within or step % self.steps_per_epoch == 0 or step == self.total_steps):
+        within, ends_epoch = self._validates_within(step), self._ends_epoch(step)
+        if not (within or ends_epoch):
             return False
         self._record_running_step()
-        if within:
-            self._recorder.save_validated(self._validate())
-            if not self._is_out_of_patience():
-                return False
         epoch = math.ceil(step / self.steps_per_epoch)
-        if step and all(record.epoch != epoch for record in self.progress.steps[-1:]):
+        if ends_epoch:
+            self._check_epoch(epoch)
+        val_loss = self._validate()
+        if within:
+            self._recorder.save_validated(val_loss)
+        out_of_patience = self.progress.validations_since_best >= self.config.patience
+        if within and out_of_patience:
+            self._check_epoch(epoch)
+        if step and (ends_epoch or out_of_patience):
+            self._recorder.end_epoch(epoch, val_loss)
+        return step >= self.total_steps or out_of_patience
+
+    def _check_epoch(self, epoch: int) -> None:
+        """Raise NonFiniteLossError if no step of an epoch was applied; none is before the first."""
+        steps = self.progress.steps
+        if epoch and (not steps or steps[-1].epoch != epoch):
             raise NonFiniteLossError(
                 f"no step of epoch {epoch} had a finite loss and gradient: lower --lr"
             )
-        val_loss = self._validate()
-        if step:
-            self._recorder.end_epoch(epoch, val_loss)
-        return step >= self.total_steps or self._is_out_of_patience()
-
-    def _is_out_of_patience(self) -> bool:
-        waited = self.progress.validations_since_best
-        return waited >= self.config.patience
 
     def _record_running_step(self) -> None:
         """Wait for the step that is running, if any, and record it.
