@@ -44,6 +44,11 @@ class Engine:
         launched   the device computes the graph, while the host may build the next step
         committed  model and optimizer have the update
 
+    The host builds a step while the device computes the previous one, if it can be built ahead:
+
+        host     build 1   launch 1   build 2   wait, commit 1   launch 2   build 3   wait, …
+        device             compute 1 ........................    compute 2 ...............
+
     A fault of the GPU returns a launched step to its start: it is built and launched again. If a
     step has several micro-batches, the device computes one while the next is built. With several
     `workers`, each worker builds its part of a step, and the graph sums the parts.

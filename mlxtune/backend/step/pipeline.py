@@ -39,14 +39,17 @@ from mlxtune.errors import ModelError
 class InstructPipeline:
     """A model with LoRA on it, and AdamW over the LoRA matrices.
 
-    Applies LoRA to `model`, an mlx-lm model whose own weights stay frozen. `execution` changes
-    neither loss nor gradient; its micro-batches are halved, and `warn` is called, when memory runs
-    out. Written adapters record `base_model` and the entries of `base_record`. If `fresh`,
-    LoRA may start from an adapter, which is `initial` if it is open. Otherwise, LoRA gets its
-    values from `restore`, and the argument `initial_hash` gives the SHA-256 of any adapter that the
-    run started from. `provenance` returns further entries for a checkpoint's metadata. A
-    step minimises `objective`. With several `workers`, each worker's pipeline takes the same steps,
-    and computes the losses of its part of the examples.
+        model         an mlx-lm model, which gets LoRA; its own weights stay frozen
+        execution     how steps are computed, with the same loss and gradient; default: the fastest
+        base_model    the model's name in written adapters
+        base_record   further entries of written adapters
+        fresh         LoRA gets its first values here; otherwise, from `restore`, before any use
+        initial       the adapter to start from, if it is already open
+        initial_hash  if not `fresh`, the SHA-256 of the adapter that the run started from
+        provenance    returns further entries for a checkpoint's metadata
+        warn          called when memory runs out and micro-batches are halved, and after faults
+        workers       take the same steps together; each computes its part of the examples
+        objective     the loss to minimise
 
     Raises ModelError if LoRA cannot be applied.
     """

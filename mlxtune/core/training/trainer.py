@@ -51,14 +51,20 @@ _MAX_SKIPPED_IN_A_ROW = 3
 class InstructTrainer:
     """Trains a pipeline on a corpus.
 
-    With `validation`, no rows are held out: the run trains on the whole corpus, and evaluates the
-    examples of `validation`, if there are any. `corpus` may also be `RunRows`, whose validation
-    rows are already chosen. `run_config` is saved in each checkpoint. The run stops once
-    `should_stop`, called after each step and during validation, returns true, or after step
-    `stop_after`. Several workers stop and save together, after a step. The pipeline minimises
-    `objective`; the reference's log-probabilities are kept in the run's folder and in `cache`.
-    `progress` has the records of the run so far, and `best_folder` the checkpoint of the best
-    validation.
+        pipeline      minimises `objective`
+        corpus        the examples, or `RunRows`, whose validation rows are already selected
+        validation    examples to evaluate, perhaps none; no rows of `corpus` are then held out
+        run_config    the options to save in each checkpoint; default: `config`
+        observer      receives the run's events
+        should_stop   called after each step and during validation; the run stops once it is true
+        stop_after    the step after which the run stops
+        profiler      times the phases of some steps
+        surroundings  answers the machine's memory pressure, battery, heat and sleep
+        objective     decides the examples of a row and, for preferences, the need of a reference
+        cache         keeps the reference's log-probabilities, besides the run's folder
+
+    Several workers stop and save together, after a step. `progress` has the records of the run so
+    far, and `best_folder` the checkpoint of the best validation.
 
     Raises ValueError when the corpus is empty or too small to hold rows out.
     """
