@@ -180,9 +180,8 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
     source = source or find_data(config)
     titles = source.titles
     files, rows, held_out_findings = load_rows(config, reader, source)
-    text_hash = reader.text_hash
     all_findings = [
-        *findings.row_findings(files, rows, text_hash, text_hash.of_letters),
+        *findings.row_findings(files, rows, reader.text_hash),
         *findings.length_findings(rows.train.corpus),
         *findings.template_findings("".join(reader.template_source.values()), config.thinking),
         *held_out_findings,

@@ -30,8 +30,6 @@ _KEPT = re.compile(
     r"""|[^\w\s.\-!,;:?'"`¡¿‘’‚“”„‹›«»、。「」『』《》،؛؟।]"""
 )
 _DASHES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-")
-# The bytes of ASCII that are neither letters nor digits.
-_NO_LETTERS = bytes(byte for byte in range(128) if not chr(byte).isalnum())
 # The separator of control tokens, a byte that UTF-8 never has.
 _CONTROL = b"\xff"
 _SYSTEM_ROLES = ("system", "developer")
@@ -356,20 +354,13 @@ class TextHash:
         self._spelled: dict[int, bytes] = {}
 
     def __call__(self, example: Example) -> int:
-        parts = self._bytes(example).split(_CONTROL)
-        kept = _without_system([part.decode(errors="replace") for part in parts])
-        content = "\n".join(filter(None, map(normalise, kept))).encode(errors="replace")
-        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-    def of_letters(self, example: Example) -> int:
-        """Return a quick hash that nearly all near copies share, but also other texts."""
-        return hash(self._bytes(example).lower().translate(None, _NO_LETTERS))
-
-    def _bytes(self, example: Example) -> bytes:
         tokens, spelled = example.tokens.tolist(), self._spelled
         if new := {token for token in tokens if token not in spelled}:
             self._spell(sorted(new))
-        return b"".join([spelled[token] for token in tokens])
+        parts = b"".join([spelled[token] for token in tokens]).split(_CONTROL)
+        kept = _without_system([part.decode(errors="replace") for part in parts])
+        content = "\n".join(filter(None, map(normalise, kept))).encode(errors="replace")
+        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
     def _spell(self, tokens: list[int]) -> None:
         tokenizer = self._load_tokenizer()

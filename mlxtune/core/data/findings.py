@@ -1,6 +1,5 @@
 """Findings: problems in the data, to look at before training on it."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,24 +75,19 @@ class Finding:
 
 
 def row_findings(
-    files: Sequence[EncodedFile],
-    rows: RunRows,
-    text_hash: HashOf | None = None,
-    quick_hash: HashOf | None = None,
+    files: Sequence[EncodedFile], rows: RunRows, text_hash: HashOf | None = None
 ) -> list[Finding]:
     """Return a finding for each kind of note on the rows that are kept.
 
-    With `text_hash`, near copies count as leaks, and as the same prompt, too; `quick_hash` is a
-    hash that nearly all near copies share. `files` are the files of the corpora of `rows`. Call
-    this once: it adds notes on duplicates, opposites, leaks and contradictions to `files`.
+    With `text_hash`, near copies count as leaks too. `files` are the files of the corpora of
+    `rows`. Call this once: it adds notes on duplicates, opposites, leaks and other answers to
+    `files`.
     """
     corpus = rows.train.corpus
     _note_duplicates(files, corpus)
     _note_opposites(files, corpus)
     _note_leaks(files, rows, text_hash)
-    if not corpus.roles.any():
-        own_hash = text_hash or (lambda example: identity([example]))
-        _note_contradictions(files, corpus, own_hash, quick_hash or own_hash)
+    _note_contradictions(files, corpus, text_hash)
     return _findings([(file, file.notes) for file in files], advice_on)
 
 
@@ -184,22 +178,26 @@ def _note_opposites(files: Sequence[EncodedFile], corpus: Corpus) -> None:
 
 
 def _note_contradictions(
-    files: Sequence[EncodedFile], corpus: Corpus, text_hash: HashOf, quick_hash: HashOf
+    files: Sequence[EncodedFile], corpus: Corpus, text_hash: HashOf | None
 ) -> None:
     """Note rows whose prompt an earlier row answers differently, by their first answers.
 
-    `quick_hash` is equal for prompts of equal `text_hash`, and spares most rows the latter.
+    Prompts are compared by their tokens, as `text_hash` needs the tokenizer; near copies of an
+    answer are the same answer.
     """
-    prompts = (first_turn(corpus.row(index)[0])[0] for index in range(corpus.num_rows))
-    # Plain text has only its first token before the loss.
-    keys = [quick_hash(prompt) if len(prompt) > 1 else None for prompt in prompts]
-    rows_of, first = Counter(keys), dict[int, tuple[int, int]]()
-    for index, key in enumerate(keys):
-        if key is None or rows_of[key] == 1:
+    if corpus.roles.any():
+        return
+    first: dict[int, int] = {}
+    for index in range(corpus.num_rows):
+        prompt, turn = first_turn(corpus.row(index)[0])
+        # Plain text has only its first token before the loss.
+        other = first.setdefault(identity([prompt]), index) if len(prompt) > 1 else index
+        if other == index:
             continue
-        prompt, turn = map(text_hash, first_turn(corpus.row(index)[0]))
-        other, other_turn = first.setdefault(prompt, (index, turn))
-        if turn != other_turn:
+        _, other_turn = first_turn(corpus.row(other)[0])
+        if np.array_equal(turn.tokens, other_turn.tokens):
+            continue
+        if text_hash is None or text_hash(turn) != text_hash(other_turn):
             file, row = corpus.source_of(index)
             other_file, other_row = corpus.source_of(other)
             detail = f"same prompt as {where(files[other_file].skipped.path, other_row)}"

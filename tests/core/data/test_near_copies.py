@@ -63,13 +63,6 @@ def test_other_words_have_another_hash(messages: tuple[str, ...]) -> None:
     assert hash_of(example(*messages)) != hash_of(example("Where is the café?", "There."))
 
 
-def test_letters_alone_have_a_quick_hash() -> None:
-    hash_of = TextHash(Bytes).of_letters  # type: ignore[arg-type]
-    row = hash_of(example("Where is the café?", "It's 21."))
-    assert hash_of(example(" WHERE\nis the café", "its 2-1")) == row
-    assert hash_of(example("Where is the café?", "It's 22.")) != row
-
-
 def test_points_within_numbers_and_names_stay() -> None:
     assert normalise("Run 3.14 of a.txt.  Now!") == "run 3.14 of a.txt now"
 
