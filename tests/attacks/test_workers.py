@@ -112,7 +112,7 @@ def test_worker_that_ends_with_a_line_of_its_own_says_why(tmp_path: Path, worker
     assert ("worker 1: " in said[0]) == bool(worker)
 
 
-@pytest.mark.parametrize("command", ["train", long("resume")])
+@pytest.mark.parametrize("command", [long("train"), long("resume")])
 def test_worker_without_room_for_temporary_files_ends_all(tmp_path: Path, command: str) -> None:
     options = arguments(tmp_path, max_steps=4, save_steps=2)
     if command == "resume":

@@ -87,7 +87,7 @@ def test_a_killed_worker_ends_both_and_they_resume_to_the_byte(whole: Path, tmp_
 
 
 @needs_ring
-@pytest.mark.slow
+@pytest.mark.long
 def test_model_that_cannot_be_split_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "gemma3_text")
     data = write_chat(tmp_path / "data.jsonl", sums(8))

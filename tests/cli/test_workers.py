@@ -105,7 +105,7 @@ def test_two_workers_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
     assert "2 on 1 machine" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_short_of_memory_halves_its_own_micro_batches(whole: Path, tmp_path: Path) -> None:
     pressure = tmp_path / "pressure"
     pressure.write_text("some avg10=90.00\nfull avg10=50.00\n")
@@ -268,7 +268,7 @@ def test_one_rank_of_the_launcher_is_a_plain_run(tmp_path: Path) -> None:
     assert "Workers" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_doctor_looks_at_all_workers(tmp_path: Path) -> None:
     model = DATA / "demo-qwen3"
     options = [

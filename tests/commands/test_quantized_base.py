@@ -152,8 +152,12 @@ def test_answers_match_the_trained_model(cli: Cli, home: Path, adapter: Path) ->
     [
         ("nf4", True),
         *(slow("4", False), slow("4", True), slow("nf4", False)),
-        *(slow(name, False) for name in FORMATS if name not in ("4", "nf4")),
-        *(long(name, True) for name in FORMATS if name not in ("4", "nf4")),
+        *(
+            long(name, each)
+            for name in FORMATS
+            if name not in ("4", "nf4")
+            for each in (False, True)
+        ),
     ],
     indirect=["adapter"],
 )

@@ -61,7 +61,7 @@ def test_swiglu_kernel_that_does_not_compile_is_an_error(monkeypatch: pytest.Mon
     assert "back-end" in found.found or "GPU" in found.found
 
 
-@pytest.mark.parametrize("factor", [slow(1.0), slow(1.001)])
+@pytest.mark.parametrize("factor", [long(1.0), slow(1.001)])
 def test_wrong_kernel_around_attention_is_found(
     monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:

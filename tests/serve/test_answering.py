@@ -58,7 +58,7 @@ def test_served_answer_of_another_family_equals_the_generated_one(tmp_path: Path
             assert answer == expected
 
 
-@pytest.mark.parametrize("count", [24, slow(100)])
+@pytest.mark.parametrize("count", [24, long(100)])
 def test_interleaved_requests_are_answered_by_their_own_adapters(
     server: ApiServer, count: int
 ) -> None:
@@ -115,19 +115,18 @@ def test_sampled_answer_is_repeated_by_its_seed(server: ApiServer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streamed", [False, True])
-def test_tool_call_has_the_form_of_the_protocol(tmp_path: Path, streamed: bool) -> None:
-    run = train_tool_caller(tmp_path)
+def test_tool_call_has_the_form_of_the_protocol(tmp_path: Path) -> None:
     asked = {"messages": messages(TOOL_PROMPT), "tools": [TOOL], "max_tokens": 100}
-    with server_of(run) as server:
-        _, response = ask(server, model="caller", stream=streamed, **asked)
-    choices = [each["choices"][0] for each in (response if streamed else [response])]
-    said = [each["delta" if streamed else "message"] for each in choices]
-    (call,) = [call for each in said for call in each.get("tool_calls", [])]
-    assert call["type"] == "function"
-    assert call["function"]["name"] == "book"
-    assert json.loads(call["function"]["arguments"]) == {"people": 4}
-    assert choices[-1]["finish_reason"] == "tool_calls"
+    with server_of(train_tool_caller(tmp_path)) as server:
+        _, whole = ask(server, model="caller", stream=False, **asked)
+        _, streamed = ask(server, model="caller", stream=True, **asked)
+    for part, response in (("message", [whole]), ("delta", streamed)):
+        choices = [each["choices"][0] for each in response]
+        (call,) = [call for each in choices for call in each[part].get("tool_calls", [])]
+        assert call["type"] == "function"
+        assert call["function"]["name"] == "book"
+        assert json.loads(call["function"]["arguments"]) == {"people": 4}
+        assert choices[-1]["finish_reason"] == "tool_calls"
 
 
 def test_requests_for_one_model_are_kept_together_but_none_waits_for_ever() -> None:

@@ -19,7 +19,7 @@ from mlxtune.views.first_result import COMPILING, SECONDS, FirstResult, start_ti
 from tests.command import Cli
 from tests.core.training.records import step_record
 from tests.paths import DATA
-from tests.slow import slow
+from tests.slow import long, slow
 from tests.views.test_console import run_start
 from tests.waiting import SECONDS as PATIENCE
 
@@ -133,10 +133,10 @@ CPU, GPU = (SimpleNamespace(on_cpu=lambda found=found: found) for found in (True
     [
         ("train", 1),
         ("dry run", 1),
-        slow("eval", 1),
+        long("eval", 1),
         ("generate", 1),
         slow("chat", 2),
-        slow("bench", 1),
+        long("bench", 1),
     ],
 )
 def test_commands_wait_for_their_first_result_only_on_a_gpu(

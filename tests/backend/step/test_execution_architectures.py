@@ -9,7 +9,7 @@ import pytest
 from mlxtune.errors import ModelError
 from tests.long.architectures import ARCHITECTURES
 from tests.long.check_architectures import check
-from tests.slow import slow_except
+from tests.slow import long, slow
 
 # For each architecture: (its head can be separated, its examples can be packed).
 SOME = {
@@ -25,9 +25,15 @@ SOME = {
     # The head is within the trunk, and the model itself changes projections' weights.
     "gemma3n": (True, False),
 }
+QUICK, FURTHER = ["gpt_oss", "nemotron_h"], ("mistral3", "deepseek_v3", "lfm2", "gemma3n")
 
 
-@pytest.mark.parametrize("name", slow_except(SOME, "gpt_oss", "nemotron_h"))
+@pytest.mark.parametrize(
+    "name",
+    QUICK
+    + [slow(name) for name in SOME if name in FURTHER]
+    + [long(name) for name in SOME if name not in (*QUICK, *FURTHER)],
+)
 def test_everything_on_equals_the_plain_path(name: str, tmp_path: Path) -> None:
     result = check(name, tmp_path / "m")
     assert result.loss <= 1e-5

@@ -103,7 +103,7 @@ def test_every_golden_render_is_equal_and_every_refusal_has_its_reason(
     assert seen["rendered"] + seen["refused"] == 293
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_conversation_that_a_template_refuses_is_skipped_with_the_templates_own_reason(
     shared: Path, folders: Folders, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ from mlxtune.core.data.template import TEMPLATES, Rendering, Template
 from tests.core.data.encoding import NO_LIMIT, TOKENIZERS, SmallTokenizer
 from tests.core.data.own_characters import ENDS, owners, rows, texts
 from tests.core.data.renderers import REFUSED, RENDERERS, Messages, Render, Renderer
-from tests.slow import slow_except
+from tests.slow import long_except, slow_except
 
 
 def encode_lines(
@@ -254,7 +254,7 @@ MODEL_OPTIONS = OPTIONS | {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(sorted(RENDERERS), sorted(RENDERERS)[0]))
+@pytest.mark.parametrize("name", long_except(sorted(RENDERERS), sorted(RENDERERS)[0]))
 @given(**MODEL_OPTIONS)
 def test_rows_in_a_models_template(name: str, **options: Any) -> None:
     check_model_template(*RENDERERS[name], **options)
