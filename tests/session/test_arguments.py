@@ -274,11 +274,11 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
 def test_plain_run_builds_one_config(
     model: Path, chat: Path, tmp_path: Path, built: list[TrainConfig]
 ) -> None:
-    options = {"model_path": model, "data": chat, "max_steps": 1, "samples": 1}
+    options = {"model_path": model, "data": chat, "max_steps": 1, "samples": 0}
     mlxtune.train(**options, quiet=True, output=tmp_path / "a")
     assert len(built) == 1
     train = next(command for command in COMMANDS if command.name == "train")
-    flags = ["--model-path", str(model), "--data", str(chat), "--max-steps", "1", "--quiet"]
+    flags = [f"--model-path={model}", f"--data={chat}", "--max-steps=1", "--samples=0", "--quiet"]
     train.main([*flags, "--output", str(tmp_path / "b")], standalone_mode=False)
     assert len(built) == 2
 
