@@ -87,6 +87,28 @@ def quick_disk() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def quick_trials() -> Iterator[None]:
+    """Try each tokenizer file once: a trial takes a process, and hundreds of runs have no cache."""
+    tokenizer = sys.modules.get("mlxtune.backend.text.tokenizer")
+    if tokenizer is None:  # the modules of these tests use none
+        yield
+        return
+    passed: set[str] = set()
+    try_in_process = tokenizer._problem_of
+
+    def problem_of(path: Path) -> str | None:
+        if (key := tokenizer._trial_key(path)) in passed:
+            return None
+        if not (problem := try_in_process(path)):
+            passed.add(key)
+        return problem
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(tokenizer, "_problem_of", problem_of)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep encoded data out of the user's cache, in this process and its children."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
@@ -180,8 +202,15 @@ def inspect(cli: Cli, model: Path, chat: Path) -> Cli:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that tests read and never change."""
-    return write_model(tmp_path_factory.mktemp("models") / "tiny-qwen3", "qwen3")
+    """A tiny model of one layer, because a run's cost grows with them; tests never change it."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-qwen3"
+    return write_model(folder, "qwen3", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of two layers, for files whose tests tell layers apart."""
+    return write_model(tmp_path_factory.mktemp("models") / "deep-qwen3", "qwen3")
 
 
 @pytest.fixture

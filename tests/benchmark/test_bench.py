@@ -342,7 +342,7 @@ def test_unknown_peer_is_an_error(bench: Cli) -> None:
         (["--model-path", "nowhere"], "nowhere: no such folder: check --model-path"),
         (["--json", "."], "is a folder: --json takes the name of a file"),
         (["--max-seq-len", 8], "none of its 20 rows can be used"),
-        (["--num-layers", 9], "--num-layers 9: the model has 2 layers"),
+        (["--num-layers", 9], "--num-layers 9: the model has 1 layers"),
         (["--memory-limit", 1e-4], "--memory-limit"),
     ],
 )

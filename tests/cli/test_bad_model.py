@@ -17,6 +17,11 @@ from tests.models import write_tokenizer
 # The model folder
 
 
+@pytest.fixture(scope="session")
+def model(deep_model: Path) -> Path:
+    return deep_model
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

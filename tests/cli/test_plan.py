@@ -16,6 +16,11 @@ from tests.command import Cli, files_in, unless_given
 from tests.slow import slow
 
 
+@pytest.fixture(scope="session")
+def model(deep_model: Path) -> Path:
+    return deep_model
+
+
 @pytest.fixture(autouse=True)
 def restore_limits(model: Path) -> Iterator[None]:
     import mlx.core as mx

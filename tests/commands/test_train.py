@@ -184,7 +184,7 @@ def test_adapter_config_is_mlx_lms_and_next_to_the_output(run: Run, model: Path)
     assert written == {
         "fine_tune_type": "lora",
         "model": str(model),
-        "num_layers": 2,
+        "num_layers": 1,
         "lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0},
         "mlxtune": {
             "base": base_fingerprint(model),

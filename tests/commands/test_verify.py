@@ -165,7 +165,7 @@ def test_unfinished_run_verifies_and_names_the_resume_command(run: Path) -> None
 def test_base_model_that_was_changed_or_moved_away_is_found(
     cli: Cli, run: Path, model: Path, tmp_path: Path
 ) -> None:
-    other = write_model(tmp_path / "other", "qwen3", seed=1)
+    other = write_model(tmp_path / "other", "qwen3", seed=1, num_hidden_layers=1)
     outcome = cli("verify", run, "--model-path", other)
     assert outcome.code == 1
     assert "its weights differ from those at the start of the run" in outcome.out
@@ -554,7 +554,7 @@ EDITS: dict[str, tuple[Callable[[Path, Path], None], str, str]] = {
     ),
     "losses in metadata": (loss_of_best, "best", "metadata.json has train_loss 0.5, but "),
     "config beside the adapter": (
-        lambda run, other: edit(run.parent / "adapter_config.json", num_layers=1),
+        lambda run, other: edit(run.parent / "adapter_config.json", num_layers=2),
         "adapter",
         "has another num_layers than best",
     ),

@@ -35,7 +35,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
 @pytest.fixture(scope="module")
 def own_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with its own chat template."""
-    folder = write_model(tmp_path_factory.mktemp("own") / "model", "qwen3")
+    folder = write_model(tmp_path_factory.mktemp("own") / "model", "qwen3", num_hidden_layers=1)
     (folder / "chat_template.jinja").write_text(CHATML)
     return folder
 
@@ -235,7 +235,7 @@ SYSTEM = {"role": "system", "content": "Be kind."}
 
 
 def test_own_template_is_used_unless_another_is_named(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "qwen3")
+    folder = write_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
     file = str(write_chat(tmp_path / "a.jsonl", [{"messages": MESSAGES}]))
     gemma = "<start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\n⟦a<end_of_turn>⟧\n"
     built_in = inspected(folder, file, tmp_path)
@@ -253,7 +253,7 @@ def test_own_template_is_used_unless_another_is_named(tmp_path: Path) -> None:
 
 
 def test_template_that_the_tokenizers_config_holds_is_used(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "qwen3")
+    folder = write_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config | {"chat_template": "Hi! " + CHATML})
@@ -275,7 +275,7 @@ def test_turns_last_supervises_the_last_turn_only(
 
 
 def test_thinking_is_trained_as_it_is_asked_for(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "qwen3")
+    folder = write_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
     (folder / "chat_template.jinja").write_text(THINKING)
     thinks = [MESSAGES[0], MESSAGES[1] | {"reasoning_content": "t"}]
     rows = [{"messages": MESSAGES}, {"messages": thinks}]
@@ -310,7 +310,7 @@ def test_thinking_option_without_template_support_is_a_note(
 
 
 def test_system_message_is_merged_when_asked(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "qwen3")
+    folder = write_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
     (folder / "chat_template.jinja").write_text(NO_SYSTEM + CHATML)
     rows = [{"messages": [SYSTEM, *MESSAGES]}, {"messages": MESSAGES}]
     file = str(write_chat(tmp_path / "a.jsonl", rows))
