@@ -34,7 +34,7 @@ from mlxtune.core.run.run_folder import EVALUATION, EVALUATION_HASH, RESULT, SAM
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.reader import Reader
-from mlxtune.session.session import RunSession
+from mlxtune.session.run_session import RunSession
 from mlxtune.session.trained_model import LoadedModel, UseSession, load_model
 from mlxtune.views.console import RunConsole
 from mlxtune.views.run_text import less_likely_line

@@ -14,13 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Generic, Self, TypeVar
 
-from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.model_folder import find_folder, read_config
-from mlxtune.backend.workers.launch import WorkerRun
 from mlxtune.config import DataConfig, TrainConfig, UseConfig
-from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.session.dataset import (
     Dataset,
     DataSource,
@@ -132,31 +129,3 @@ class TrainingSession(Session[T]):
         del self.base
         self._has_base = False
         return base
-
-
-class RunSession(TrainingSession[TrainConfig]):
-    """The session of one worker of `train`, which resumes from the checkpoint `resume`, if any."""
-
-    def __init__(
-        self,
-        worker_run: WorkerRun[RunConsole],
-        given: Collection[str],
-        resume: ResumePoint | None,
-        initial: AdapterFile | None,
-    ) -> None:
-        super().__init__(worker_run.config, worker_run.console, given)
-        self._initial = initial
-        self.worker_run, self.workers, self.resume = worker_run, worker_run.workers, resume
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Read data in this block, once the first worker of this machine has cached it."""
-        with self.worker_run.in_turn(), super().reading():
-            yield
-
-    @cached_property
-    def initial(self) -> AdapterFile | None:
-        """The adapter that training starts from, if any. Raises ModelError."""
-        if self.config.init_adapter is None or self.resume is not None:
-            return None
-        return self._initial or AdapterFile.find(self.config.init_adapter, "--init-adapter")

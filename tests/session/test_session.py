@@ -19,7 +19,8 @@ from mlxtune.config import TrainConfig
 from mlxtune.core.steps import memory_plan
 from mlxtune.session import dataset, judge, reader
 from mlxtune.session.auto import with_auto_options
-from mlxtune.session.session import RunSession, TrainingSession
+from mlxtune.session.run_session import RunSession
+from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole
 from tests.hub_server import Dataset, Hub
 from tests.models import sums, write_chat
