@@ -29,18 +29,14 @@ def session_of(model: Path, chat: Path, **options: Any) -> RunSession:
         ("model", "the model's own folder: choose another --output"),
         ("chat.jsonl", "an adapter is a .safetensors file: name one, or a folder, as --output"),
         ("out/adapter_config.json", "overwritten with the adapter's config"),
-        ("out/checkpoints/best", ""),
     ],
 )
 def test_output_that_would_replace_other_files_is_refused(
     model: Path, chat: Path, tmp_path: Path, output: str, why: str
 ) -> None:
     path = model if output == "model" else tmp_path / output
-    session = session_of(
-        model, chat, output=str(path), checkpoint_dir=f"{tmp_path}/out/checkpoints"
-    )
     with pytest.raises(MlxTuneError, match=why):
-        check_paths(session)
+        check_paths(session_of(model, chat, output=str(path)))
 
 
 def test_lock_of_a_run_creates_no_folder_that_stays(
