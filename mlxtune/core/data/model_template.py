@@ -291,8 +291,8 @@ class ModelTemplate:
         answer = rest[:end]
         # The thinking and the content may also name the tool, so both are left out.
         shown = self._ends.sub("", answer)
-        for text in (message.thinking, _content_after_thinking(message)):
-            shown = shown.replace(text, "", 1)
+        for part in (message.thinking, _content_after_thinking(message)):
+            shown = shown.replace(part, "", 1)
         for call in message.tool_calls:
             name = function_name(call)
             if name is None:
@@ -314,29 +314,16 @@ class ModelTemplate:
         returned too, with a remedy.
         """
         ends = [match.span() for match in self._ends.finditer(rest)]
-        last = ends[-1][1] if ends else 0
         # The thinking comes first, then the content, then the tool calls. The end is the first
         # control token after the content or, with tool calls, the last control token of the
         # rendering.
         content = _content_after_thinking(message)
         if content and not message.tool_calls:
-            at = rest.rfind(content)
-            while at >= 0:
-                stop = at + len(content)
-                after = [end for start, end in ends if start >= stop]
-                # An answer such as "end" or "<" may also occur inside a control token, or reach
-                # into one.
-                cuts = any(
-                    start < at < end or start < stop < end or (start, end) == (at, stop)
-                    for start, end in ends
-                )
-                if after and not cuts:
-                    return after[0], ""
-                # An end token within the content does not end the turn.
-                last = last if cuts else 0
-                at = rest.rfind(content, 0, stop - 1)
-        if last:
-            return last, ""
+            end = _end_after(content, rest, ends)
+        else:
+            end = ends[-1][1] if ends else 0
+        if end:
+            return end, ""
         head, found, tail = rest.rstrip().rpartition(content or _TEST_CONTENT)
         known = list(filter(None, self.end_tokens))[:4]
         remedy = f": let the template end each answer with {known[0]}" if known else ""
@@ -372,6 +359,28 @@ class ModelTemplate:
         if isinstance(asked := conversation.options.get("enable_thinking"), bool):
             return asked
         return any(message.thinking for message in conversation.messages)
+
+
+def _end_after(content: str, rest: str, ends: Sequence[tuple[int, int]]) -> int:
+    """Return the end of the first control token after the content in `rest`, or 0.
+
+    `ends` are the spans of control tokens. If the content only occurs as a part of control tokens,
+    the last control token is the end.
+    """
+    stop, occurs_apart = len(rest) + 1, False
+    while (at := rest.rfind(content, 0, stop - 1)) >= 0:
+        stop = at + len(content)
+        # An answer such as "end" or "<" may also occur inside a control token, or reach into one.
+        if any(
+            start < at < end or start < stop < end or (start, end) == (at, stop)
+            for start, end in ends
+        ):
+            continue
+        if after := next((end for start, end in ends if start >= stop), 0):
+            return after
+        # An end token within the content does not end the turn.
+        occurs_apart = True
+    return 0 if occurs_apart or not ends else ends[-1][1]
 
 
 def _check_cost(messages: Sequence[Message], turns: Sequence[int]) -> None:
