@@ -23,7 +23,7 @@ from tests.waiting import SECONDS
 
 # Property tests use the same examples on every machine; the profile "explore" tries others.
 _NO_CLOCK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
-settings.register_profile("same", derandomize=True, max_examples=20, **_NO_CLOCK)
+settings.register_profile("same", derandomize=True, max_examples=15, **_NO_CLOCK)
 settings.register_profile("explore", derandomize=False, print_blob=True, **_NO_CLOCK)
 settings.load_profile("same")
 

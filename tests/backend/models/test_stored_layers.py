@@ -167,7 +167,7 @@ def half(size: int) -> nn.Linear:
     return linear
 
 
-@pytest.mark.parametrize("kind", [DequantizedLinear, StoredLinear])
+@pytest.mark.parametrize("kind", [slow(DequantizedLinear), StoredLinear])
 def test_matrices_made_for_a_product_are_not_kept(kind: type) -> None:
     size, layers = 256, 256
     quantized = kind is DequantizedLinear

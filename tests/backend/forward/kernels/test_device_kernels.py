@@ -24,7 +24,7 @@ from mlxtune.backend.forward.kernels.device_kernels import (
     choose,
 )
 from tests.backend.forward.kernels.kernel_compilers import FakeDevice
-from tests.slow import slow
+from tests.slow import long, slow
 
 
 def square(x: mx.array) -> mx.array:
@@ -162,7 +162,7 @@ SUMS = KernelSource(
 )
 
 
-@pytest.mark.parametrize("language", [METAL, slow(CUDA)], ids=["metal", "cuda"])
+@pytest.mark.parametrize("language", [slow(METAL), long(CUDA)], ids=["metal", "cuda"])
 def test_threads_of_a_group_share_sums(language: Language) -> None:
     x = np.arange(128, dtype=np.float32) % 7
     kernel = SUMS.make(language, FakeDevice(language=language).make)
