@@ -313,6 +313,7 @@ def _with_thinking_in_field(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": text.strip(), "reasoning_content": thinking}
 
 
+@pytest.mark.slow
 def test_block_in_the_content_is_written_as_the_channel_of_a_template_that_has_one(
     shared: Path, folders: Folders, tmp_path: Path
 ) -> None:
@@ -342,6 +343,7 @@ def test_turns_last_supervises_only_the_last_turn(
         assert last == every[-1:], name
 
 
+@pytest.mark.slow
 def test_system_message_is_merged_where_gemma_refuses_one(
     shared: Path, folders: Folders, tmp_path: Path
 ) -> None:

@@ -119,7 +119,7 @@ class Folder:
 
     @property
     def ours(self) -> ModelTokenizer:
-        return _load(self.source)
+        return load_once(self.source)
 
     @property
     def theirs(self) -> Any:
@@ -146,7 +146,8 @@ class Folder:
         return list(ids)
 
 
-_load = functools.cache(load_tokenizer)
+# Loading a real vocabulary takes more than a second.
+load_once = functools.cache(load_tokenizer)
 _load_theirs = functools.cache(AutoTokenizer.from_pretrained)
 
 

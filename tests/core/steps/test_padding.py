@@ -15,6 +15,7 @@ from mlxtune.core.steps.order import shuffled_steps
 from mlxtune.core.steps.pack import StepLengths, pack, packed_micro_batches
 from mlxtune.session.dataset import load_dataset
 from mlxtune.session.reader import Reader
+from tests.backend.text.turns import load_once
 from tests.core.steps.epochs import LENGTHS, epoch_of
 from tests.core.steps.shapes import GRAPH_OPERATIONS
 from tests.slow import long_except
@@ -33,7 +34,9 @@ def corpus_of(shared: Path, name: str) -> Corpus:
     config = InspectConfig(
         str(folder), str(shared / "chat" / f"{name}.jsonl"), max_seq_len=LONGEST, val_split=0
     )
-    return load_dataset(config, Reader(config, folder)).corpus
+    reader = Reader(config, folder)
+    reader.tokenizer = load_once(folder)
+    return load_dataset(config, reader).corpus
 
 
 @pytest.mark.parametrize("name", long_except(NAMES, "lf_identity"))
