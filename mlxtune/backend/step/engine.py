@@ -297,7 +297,7 @@ class Engine:
         loss, grad_norm, counts = float(total.loss), float(update.norm), total.all_counts()
         if not update.finite:
             problem = step.not_finite(loss, grad_norm)
-            return StepOutcome(problem, time.perf_counter(), counts.requests)
+            return StepOutcome(problem, step.started, time.perf_counter(), counts.requests)
         self.committed_steps = step.number
         result = InstructBatchResult(
             avg_loss=loss,
@@ -311,7 +311,7 @@ class Engine:
             padding=counts.padding,
             metrics=metrics,
         )
-        return StepOutcome(result, time.perf_counter(), counts.requests)
+        return StepOutcome(result, step.started, time.perf_counter(), counts.requests)
 
     # The parts of a step
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -117,7 +118,7 @@ class OptimizerStep:
     This worker computes the gradients of the examples `own_examples`, whose indices among all
     examples that get a gradient are `own_indices`; `lengths` are their lengths. With several
     workers, the step sends the `requests` of this worker. `built` is the step's graph until it is
-    computed, or fails. A committed step has an `outcome`.
+    computed, or fails. A committed step has an `outcome`. `started` is a `time.perf_counter`.
     """
 
     examples: Sequence[Example]
@@ -129,6 +130,7 @@ class OptimizerStep:
     requests: Requests = NO_REQUESTS
     built: StepGradients | None = None
     outcome: StepOutcome | None = None
+    started: float = field(default_factory=time.perf_counter)
 
     def take(self) -> StepGradients:
         """Return the graph and forget it, so that a failed graph's arrays are freed."""

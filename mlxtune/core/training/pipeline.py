@@ -19,11 +19,12 @@ from mlxtune.errors import NonFiniteLossError
 class StepOutcome:
     """The outcome of an optimizer step: its result, or the reason why it changed nothing.
 
-    `ended` is the `time.perf_counter` at the step's end, and `agreed` has the requests that several
-    workers sent with the step.
+    `started` and `ended` are the `time.perf_counter` at the step's start and end, and `agreed` has
+    the requests that several workers sent with the step.
     """
 
     value: InstructBatchResult | NonFiniteLossError
+    started: float
     ended: float
     agreed: Requests = NO_REQUESTS
 
@@ -64,15 +65,6 @@ class Step:
             padding=result.padding,
             metrics=result.metrics,
         )
-
-
-@dataclass(frozen=True)
-class RunningStep:
-    """A step in progress, with the `time.perf_counter` at its start and the pipeline's handle."""
-
-    step: Step
-    started: float
-    handle: object
 
 
 class Pipeline(Protocol):

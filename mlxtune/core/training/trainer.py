@@ -38,7 +38,7 @@ from mlxtune.core.run.saving import Snapshot
 from mlxtune.core.steps import order
 from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import RunStart, TrainingObserver
-from mlxtune.core.training.pipeline import Pipeline, RunningStep, Step
+from mlxtune.core.training.pipeline import Pipeline, Step
 from mlxtune.core.training.recorder import RunRecorder
 from mlxtune.core.training.requests import RequestExchange, Requests
 from mlxtune.core.training.schedule import count_steps, make_schedule
@@ -128,7 +128,8 @@ class InstructTrainer:
                 "config": dict(run_config) if run_config is not None else asdict(config),
             },
         )
-        self._running: RunningStep | None = None
+        # The step that is running, with the pipeline's handle.
+        self._running: tuple[Step, object] | None = None
         self._step_ended = time.perf_counter()
 
     @property
@@ -194,7 +195,6 @@ class InstructTrainer:
                 while not over:
                     step = next(remaining)
                     halved = self._respond_to_machine(step)
-                    started = time.perf_counter()
                     with self._profiler.step(step.number) if self._profiler else nullcontext():
                         handle = self.pipeline.start_batch(
                             self.train_rows.draw(step.row_indices),
@@ -207,7 +207,7 @@ class InstructTrainer:
                             self.pipeline.wait(handle)
                     # A step's results are read while the device computes the next step.
                     self._record_running_step()
-                    self._running = RunningStep(step, started, handle)
+                    self._running = step, handle
                     self._stop_or_save(step, halved)
                     over = self._validate_and_end_epoch(step.number)
                 result = self._recorder.finish(self.progress.step < self.total_steps, write_adapter)
@@ -366,10 +366,11 @@ class InstructTrainer:
         Called once the next step has started and, earlier, before anything that needs the result
         or an idle device.
         """
-        taken, self._running = self._running, None
-        if taken is None:
+        running, self._running = self._running, None
+        if running is None:
             return
-        step, outcome = taken.step, self.pipeline.wait(taken.handle)
+        step, handle = running
+        outcome = self.pipeline.wait(handle)
         self._requests.receive(outcome.agreed)
         try:
             result = outcome.result()
@@ -382,7 +383,7 @@ class InstructTrainer:
             self._skip(skipped, error)
             return
         # The step may have waited for the previous step.
-        started, self._step_ended = max(taken.started, self._step_ended), outcome.ended
+        started, self._step_ended = max(outcome.started, self._step_ended), outcome.ended
         record = step.record(result, self._step_ended - started)
         self._recorder.add(record)
         self._observer.on_step(record)

@@ -70,6 +70,7 @@ class FakePipeline:
         self, examples: Sequence[Example], *, requests: Requests, **options: Any
     ) -> Callable[[], StepOutcome]:
         """Start a step, which runs once, when it is waited for."""
+        started = time.perf_counter()
 
         @cache
         def take() -> StepOutcome:
@@ -77,7 +78,7 @@ class FakePipeline:
                 value: Any = self.train_batch(examples, **options)
             except NonFiniteLossError as error:
                 value = error
-            return StepOutcome(value, time.perf_counter(), requests)
+            return StepOutcome(value, started, time.perf_counter(), requests)
 
         return take
 
