@@ -83,8 +83,9 @@ class Forward:
     """Computes the losses and gradients of one model, to which LoRA is already applied.
 
     The attribute `execution` is the requested execution minus the features that this model does
-    not support, and `operations` are its operations. Without `trains`, there are no gradients, and
-    the model needs no LoRA. To switch an adapter off and on later, attach it before construction.
+    not support, and `operations` are its operations; `MicroBatches` have the limit of tokens in
+    use, which may be lower. Without `trains`, there are no gradients, and the model needs no LoRA.
+    To switch an adapter off and on later, attach it before construction.
     """
 
     def __init__(

@@ -123,19 +123,21 @@ def test_out_of_memory_in_an_evaluation_keeps_the_limit_of_training(
         assert file.metadata()["micro_batch_tokens"] == str(LARGE)
 
 
-def test_only_the_engine_changes_an_execution_and_the_limit_of_micro_batches() -> None:
-    writers = {
-        (path.relative_to(PACKAGE).as_posix(), node.attr)
-        for path in PACKAGE.rglob("*.py")
+def test_only_the_engine_changes_the_limit_of_micro_batches() -> None:
+    """An execution's limit is only where the limit of `MicroBatches` starts."""
+    found = {
+        (path.name, node.attr, type(node.ctx))
+        for path in (PACKAGE / "backend").rglob("*.py")
         for node in nodes_of(path)
         if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
+        and (node.attr == "micro_batch_tokens" or isinstance(node.ctx, ast.Store))
         and node.attr in ("max_tokens", "micro_batch_tokens", "execution")
-        and not path.is_relative_to(PACKAGE / "benchmark")
     }
-    assert writers == {
-        ("backend/step/engine.py", "max_tokens"),
-        ("backend/forward/forward.py", "execution"),
+    assert found == {
+        ("engine.py", "max_tokens", ast.Store),
+        ("engine.py", "micro_batch_tokens", ast.Load),
+        ("evaluator.py", "micro_batch_tokens", ast.Load),
+        ("forward.py", "execution", ast.Store),
     }
 
 
