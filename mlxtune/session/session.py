@@ -108,6 +108,7 @@ class TrainingSession(Session[T]):
 
         No choice changes what --auto opens: the data files, their reader and the model.
         """
+        assert "dataset" not in vars(self), "the choices decide how rows are read"
         session = copy(self)
         session.config, session.command = config, command
         return session
