@@ -20,7 +20,7 @@ from mlxtune.backend.adapters.certificate import (
 from mlxtune.backend.adapters.file_formats import merged_gguf
 from mlxtune.backend.adapters.file_formats.adapter import Adapter
 from mlxtune.backend.adapters.file_formats.mlx_lm import read_mlx_lm
-from mlxtune.backend.adapters.storage import AS_BASE
+from mlxtune.backend.adapters.storage import AS_BASE, Storage
 from mlxtune.backend.device import allocator
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models import loading
@@ -204,7 +204,7 @@ def write_fused(
     *,
     dequantize: bool,
     text_alone: bool,
-    storage: str = AS_BASE,
+    storage: Storage = AS_BASE,
     retention: Retention | None = None,
 ) -> tuple[Certificate, str]:
     """Write the fused model into a folder; return its certificate and the dtype of its weights.

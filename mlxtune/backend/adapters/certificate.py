@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.backend.adapters.storage import Storage
 from mlxtune.core.formatting import pluralise
 from mlxtune.errors import OutputError
 
 CERTIFICATE = "certificate.json"
 # If a storage format loses more than this fraction of the gain, the next format is tried.
-MOST_LOST = 0.1
+MOST_LOST = 0.03
 
 Logits = npt.NDArray[np.float32]
 
@@ -93,16 +94,21 @@ class WeightCheck:
 
 @dataclass(frozen=True)
 class StorageTrial:
-    """A storage format, the value measured with it, and the fraction of the gain that it loses."""
+    """A storage format, the value measured with it, and the fraction of the gain that it loses.
+
+    `bits` and `method` are those of a `Storage`.
+    """
 
     storage: str
+    bits: int | None
+    method: str | None
     value: float
     lost: float
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The gain lost by quantising the weights again. `tried` ends with the storage in use.
+    """The gain lost by quantising the weights again, with the storage formats that were tried.
 
     `base` and `trained` are the measure's values without and with the adapter, in `unit`.
     """
@@ -115,8 +121,13 @@ class Retention:
 
     @property
     def chosen(self) -> StorageTrial:
-        """The trial of the storage in use."""
-        return self.tried[-1]
+        """The trial of the storage in use: the one that loses least, and the smallest of these."""
+        return min(self.tried, key=lambda trial: trial.lost)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the retention in certificate.json, with the storage in use and the gain kept."""
+        used = {"bits": self.chosen.bits, "method": self.chosen.method}
+        return asdict(self) | used | {"kept": 1 - self.chosen.lost}
 
     def line(self) -> str:
         """Return the retention as a line of text."""
@@ -188,7 +199,7 @@ class Certificate:
             content["weights"] = asdict(self.weights)
             del content["weights"]["problems"]
         if self.retention is not None:
-            content["retention"] = asdict(self.retention)
+            content["retention"] = self.retention.as_dict()
         if self.quantized is not None:
             content["quantized"] = self.quantized
         return content | {"files": dict(self.files), "versions": dict(self.versions)}
@@ -254,14 +265,19 @@ def try_in_order(
     unit: str,
     base: float,
     trained: float,
-    storages: Sequence[str],
-    value_of: Callable[[str], float],
+    storages: Sequence[Storage],
+    value_of: Callable[[Storage], float | None],
 ) -> Retention:
-    """Measure storage formats in order until one loses at most `MOST_LOST`, or all are measured."""
+    """Measure storage formats in order until one loses at most `MOST_LOST`, or all are measured.
+
+    A format without a value is left out.
+    """
     tried: list[StorageTrial] = []
     for storage in storages:
-        value = value_of(storage)
-        tried.append(StorageTrial(storage, value, fraction_lost(base, trained, value)))
+        if (value := value_of(storage)) is None:
+            continue
+        lost = fraction_lost(base, trained, value)
+        tried.append(StorageTrial(storage.name, storage.bits, storage.method, value, lost))
         if tried[-1].lost <= MOST_LOST:
             break
     return Retention(measure, unit, base, trained, tuple(tried))
