@@ -73,9 +73,11 @@ def test_sums_over_workers_replace_a_workers_sums_and_are_computed_by_the_graph(
 def test_counts_that_workers_share_add_up_to_one_workers_and_requests_are_kept(
     requests: tuple[bool, bool],
 ) -> None:
-    own = StepCounts(3, 100, 7).requesting(Requests(*requests))
-    total = StepCounts.from_array(own.to_array(0.25) * 4)
-    assert total[:3] == own[:3]
+    counts = StepCounts(3, 100, 7)
+    # Only one of four workers requests something.
+    own, others = counts.requesting(Requests(*requests)).to_array(0.25), counts.to_array(0.25)
+    total = StepCounts.from_array(own + 3 * others)
+    assert total[:3] == counts[:3]
     assert total.requests == Requests(*requests)
 
 
