@@ -23,7 +23,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return made
 
 
-CASES = [("data", 6), *((kind, 1) for kind in FOLDERS)]
+CASES = [("data", 4), *((kind, 1) for kind in FOLDERS)]
 
 
 @pytest.mark.parametrize(("kind", "count"), CASES)

@@ -26,6 +26,11 @@ from tests.slow import long, slow, slow_except
 GB = 10**9
 
 
+@pytest.fixture(scope="session")
+def model(deep_model: Path) -> Path:
+    return deep_model
+
+
 def empty_lists() -> bytes:
     """Return 6 million empty lists as JSON: each takes 3 bytes in the file, and 64 in memory."""
     return b"[" + b"[]," * 6_000_000 + b"[]]"

@@ -56,7 +56,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model in four bits, and the folder of an adapter that was trained on this model."""
     folder = tmp_path_factory.mktemp("quantised")
-    model = write_model(folder / "model", "qwen3", quantize=4, dtype="bfloat16")
+    model = write_model(
+        folder / "model", "qwen3", num_hidden_layers=1, quantize=4, dtype="bfloat16"
+    )
     return model, trained_on(model, folder / "out")
 
 

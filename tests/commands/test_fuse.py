@@ -29,7 +29,7 @@ from tests.slow import slow
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on a 4-bit base, with updates smaller than a step of the 4-bit format."""
     folder = tmp_path_factory.mktemp("run")
-    write_model(folder / "model", "qwen3", quantize=4, dtype="bfloat16")
+    write_model(folder / "model", "qwen3", num_hidden_layers=1, quantize=4, dtype="bfloat16")
     write_chat(folder / "chat.jsonl", sums(40))
     train(
         TrainConfig(

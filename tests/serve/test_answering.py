@@ -58,7 +58,7 @@ def test_served_answer_of_another_family_equals_the_generated_one(tmp_path: Path
             assert answer == expected
 
 
-@pytest.mark.parametrize("count", [24, long(100)])
+@pytest.mark.parametrize("count", [12, long(100)])
 def test_interleaved_requests_are_answered_by_their_own_adapters(
     server: ApiServer, count: int
 ) -> None:
