@@ -148,6 +148,8 @@ def _choose_storage(
     retention = try_in_order(measure.name, "nats", measure.base, measure.trained, chosen, value_of)
     first, best = retention.tried[0], retention.chosen
     if first.lost > MOST_LOST:
+        if not any(storage.gptq for storage in storages):
+            source.console.say("GPTQ", "not tried, as it is for the affine mode: more bits remain")
         source.console.warn(
             f"with the trained projections stored {first.storage}, the adapter loses "
             f"{first.lost:.0%} of its gain: "

@@ -138,6 +138,17 @@ def test_imported_adapter_is_rounded_by_gptq_on_rows_that_are_named(
     assert found["kept"] > 0.97
 
 
+@pytest.mark.slow
+def test_mode_without_gptq_gets_more_bits(cli: Cli, run: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "qwen3", dtype="bfloat16", intermediate_size=128)
+    trained = ["--model-path", tmp_path / "model", "--quantize", "mxfp4", "--lr", 3e-3]
+    trained += ["--data", run / "chat.jsonl", "--output", tmp_path / "out", "--samples", 0]
+    assert cli("train", *trained, "--targets", "all", "--epochs", 1).code == 0
+    outcome = cli("fuse", "--adapter", tmp_path / "out", "--output", tmp_path / "fused")
+    assert "not tried, as it is for the affine mode: more bits remain" in outcome.err
+    assert certificate_of(tmp_path / "fused")["retention"]["bits"] == 6
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
