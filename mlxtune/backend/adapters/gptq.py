@@ -9,7 +9,7 @@ and then gives the outputs of its rounded weight, so that the projections below 
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,8 @@ _FREE = 0.8
 # The number of float32 copies of a projection's inputs, Hessian and weight at the peak.
 _INPUTS, _HESSIANS, _WEIGHTS = 10, 4, 5
 
-Merged = Mapping[str, tuple[nn.Module, mx.array]]
+# Projections by name, each with its merged weight, which is computed lazily.
+Merged = dict[str, tuple[nn.Module, mx.array]]
 
 
 def quantize(
@@ -148,8 +149,9 @@ def round_projections(
     """Return a storage format with the merged projections, rounded by GPTQ.
 
     Also returns the number of matrices that are rounded to nearest: matrices in other modes than
-    affine, or without enough inputs. `base` is changed. `on_predicted` gets the predicted seconds,
-    once a layer is rounded.
+    affine, or without enough inputs. `base` is changed, and `merged` is emptied, so that the memory
+    of a merged weight is freed once it is rounded. `on_predicted` gets the predicted seconds, once
+    a layer is rounded.
     """
     work = {name: _work(module, len(given.real)) for name, (module, _) in merged.items()}
     started = time.monotonic()
@@ -165,8 +167,8 @@ def round_projections(
     base.model.update_modules(tree_unflatten(stand_ins))
     base.model(TokenArrays(base.model).array(given.ids))
     # Projections that the model does not call.
-    for name in sorted(merged.keys() - rounding.made.keys()):
-        rounding.made[name] = layer_like(*merged[name], storage)
+    for name in sorted(merged):
+        rounding.made[name] = layer_like(*merged.pop(name), storage)
         rounding.nearest += 1
     made = {name: module.parameters() for name, module in rounding.made.items()}
     return replace(storage, rounded=made), rounding.nearest
@@ -182,7 +184,8 @@ class _Projection(nn.Module):
     @property
     def weight(self) -> mx.array:
         """The merged weight, which some models read directly."""
-        return self._rounding.merged[self._name][1]
+        made = self._rounding.made.get(self._name)
+        return self._rounding.merged[self._name][1] if made is None else dequantized_weight(made)
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         made: Any = self._rounding.rounded(self._name, x, *args)
@@ -216,7 +219,7 @@ class _Rounding:
         """Return a projection's rounded layer, given its inputs and, for experts, their indices."""
         if name in self.made:  # called again, by a layer that shares it
             return self.made[name]
-        module, weight = self.merged[name]
+        module, weight = self.merged.pop(name)
         made = layer_like(module, weight, self._storage)
         if quantized_among([made]):
             inputs = [self._real(x)] if indices is None else _by_expert(x, indices, len(weight))

@@ -139,6 +139,7 @@ def rounded(folder: Path, examples: list[Example]) -> tuple[dict[str, Any], int]
     drawn = calibration(base, projections, examples)
     assert drawn is not None
     made, nearest = round_projections(base, projections, BY_GPTQ, drawn)
+    assert not projections  # so that no merged weight stays in memory
     return dict(tree_flatten(dict(made.rounded))), nearest
 
 
@@ -195,7 +196,7 @@ def test_examples_are_as_many_as_memory_allows(
     weights_too = sum(array.nbytes for _, array in tree_flatten(base.model.parameters()))
     before = mx.get_active_memory() - weights_too
     predicted: list[float] = []
-    round_projections(base, projections, BY_GPTQ, whole, predicted.append)
+    round_projections(base, dict(projections), BY_GPTQ, whole, predicted.append)
     assert mx.get_peak_memory() - before < whole.memory
     assert len(predicted) == 1 and predicted[0] > 0
 
