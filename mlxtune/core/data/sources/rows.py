@@ -32,7 +32,7 @@ from mlxtune.core.data.problems import (
     read_head,
 )
 from mlxtune.core.data.sources import parquet_helper
-from mlxtune.core.data.sources.datafiles import CHATGPT_FILE, needs, reading
+from mlxtune.core.data.sources.datafiles import CHATGPT_FILE, TO_PARQUET, needs, reading
 from mlxtune.core.data.sources.text_rows import (
     UTF16,
     NumberedRow,
@@ -60,8 +60,6 @@ _MOST_OF_GZIP = 1032
 _PIECE = 2**20
 # The memory of the process that reads parquet, and the maximum length of a row's JSON.
 _PARQUET_MEMORY, _MAX_ROW = 2**30, 2**26
-# Spreadsheets by their first bytes: .xlsx, .ods and .numbers are zip archives; .xls is older.
-_SPREADSHEETS = {ZIP: "a spreadsheet or another archive", b"\xd0\xcf\x11\xe0": "an Excel file"}
 # The record at the end of an archive, the length of all records there without a comment, and the
 # longest list of files.
 _ZIP_END, _ZIP_END_BYTES, _MAX_ZIP_LIST = b"PK\x05\x06", 98, 2**24
@@ -69,6 +67,26 @@ _EXPORT = (
     "save it as CSV: in Excel, File > Save As > CSV UTF-8; in Numbers, File > Export To > CSV; in "
     "LibreOffice or Google Sheets likewise"
 )
+# Files of other kinds by their first bytes, in lower case, each with the remedy.
+_OTHER_KINDS = {
+    b"\xd0\xcf\x11\xe0": f"is an Excel file: {_EXPORT}",
+    b"bzh": "is packed by bzip2: unpack it with bunzip2",
+    b"\xfd7zxz\0": "is packed by xz: unpack it with unxz",
+    b"(\xb5/\xfd": "is packed by zstd: unpack it with unzstd",
+    b"7z\xbc\xaf": "is a 7z archive: unpack it, and name a file in it",
+    b"rar!": "is a RAR archive: unpack it, and name a file in it",
+    b"%pdf-": "is a PDF: save its text as .txt",
+    b"\xff\xff\xff\xff": f"is an Arrow file: {TO_PARQUET}",
+    b"arrow1": f"is an Arrow file: {TO_PARQUET}",
+    b"sqlite format 3": "is a database: export a table as CSV",
+    b"<!doctype html": "is a web page: download the data itself",
+    b"<html": "is a web page: download the data itself",
+    b"<?xml": "is XML: write JSON lines, one object per row",
+}
+_TAR, _TAR_AT = b"ustar", 257
+# The names of parts of spreadsheets and of text documents, which are zip archives.
+_SHEETS = (b"xl/", b"opendocument.spreadsheet", b"Index/Document.iwa")
+_DOCUMENTS = (b"word/", b"opendocument.text")
 
 
 def read_objects(
@@ -131,9 +149,8 @@ def _head(path: Path) -> bytes:
         raise DataError(f"{path} is empty: it needs {needs(path)}")
     if head.startswith(ZIP) and _exported(path):
         return head
-    for start, kind in _SPREADSHEETS.items():
-        if head.startswith(start):
-            raise DataError(f"{path} is {kind}: {_EXPORT}")
+    if (other := _other_kind(path, head)) is not None:
+        raise DataError(f"{path} {other}")
     if head.startswith(UTF16):
         return head if is_text_file(path) else head.decode("utf-16", "ignore").encode()
     if is_lfs_pointer(head[:48]):
@@ -141,6 +158,25 @@ def _head(path: Path) -> bytes:
     if b"\0" in head and not head.startswith(PARQUET):
         raise DataError(f"{path} is a binary file: save it as JSON lines in UTF-8, or as parquet")
     return head
+
+
+def _other_kind(path: Path, head: bytes) -> str | None:
+    """Return what a file is if it holds no rows, and the remedy; None for any other file."""
+    if head.startswith(ZIP):
+        named = path.name.lower().endswith((".xlsx", ".ods", ".numbers"))
+        if named or any(part in head for part in _SHEETS):
+            return f"is a spreadsheet: {_EXPORT}"
+        if any(part in head for part in _DOCUMENTS):
+            return "is a text document: save it as .txt"
+        return "is an archive: unpack it, and name a file in it"
+    if head[_TAR_AT:].startswith(_TAR):
+        return "is a tar archive: unpack it, and name a file in it"
+    if path.name.lower().endswith((".yaml", ".yml")):
+        return "is YAML: write JSON lines, one object per row"
+    if is_text_file(path) and b"\0" not in head:
+        return None
+    start = head.removeprefix(UTF8_BOM).lstrip()[:16].lower()
+    return next((said for first, said in _OTHER_KINDS.items() if start.startswith(first)), None)
 
 
 class _FromUtf16:

@@ -89,7 +89,7 @@ def test_broken_row_is_skipped_and_the_next_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("data.xlsx", b"PK\x03\x04...", "spreadsheet or another archive: save it as CSV: in Excel"),
+        ("data.xlsx", b"PK\x03\x04...", "is a spreadsheet: save it as CSV: in Excel"),
         ("data.xls", b"\xd0\xcf\x11\xe0...", "is an Excel file: save it as CSV: in Excel, File > "),
         ("data.csv", "a,b,a\n", ":1: has two columns named 'a': rename one of them"),
         ("data.csv", "\n\n", "is empty: it needs a line of column names"),

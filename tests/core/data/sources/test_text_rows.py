@@ -259,7 +259,7 @@ def test_archive_and_folder_of_chatgpt_are_read(tmp_path: Path) -> None:
 def test_archive_that_is_no_export_or_unpacks_to_too_much_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DataError, match="spreadsheet or another archive"):
+    with pytest.raises(DataError, match="is a spreadsheet: save it as CSV"):
         read(archive(tmp_path, {"xl/workbook.xml": b""}))
     with pytest.raises(DataError, match="has an unusual compression"):
         read(archive(tmp_path, {"conversations.json": b"[]"}, zipfile.ZIP_LZMA))
@@ -267,7 +267,7 @@ def test_archive_that_is_no_export_or_unpacks_to_too_much_is_refused(
     path = archive(tmp_path, {"conversations.json": b'[{"a": 1}]'})
     whole = path.read_bytes()
     file(tmp_path, whole[: len(whole) // 2] + whole[len(whole) // 2 + 4 :], "export.zip")
-    with pytest.raises(DataError, match=r"is a damaged zip file|spreadsheet or another archive"):
+    with pytest.raises(DataError, match=r"is a damaged zip file|is an archive"):
         read(path)
 
     monkeypatch.setattr(rows, "_ALWAYS", 0)
@@ -275,7 +275,7 @@ def test_archive_that_is_no_export_or_unpacks_to_too_much_is_refused(
     with pytest.raises(DataError, match="unpacks from"):
         read(bomb)
     monkeypatch.setattr(rows, "_MAX_ZIP_LIST", 10)
-    with pytest.raises(DataError, match="spreadsheet or another archive"):
+    with pytest.raises(DataError, match="is an archive: unpack it"):
         read(bomb)
 
 
