@@ -44,6 +44,7 @@ from mlxtune.core.data.template import (
     PendingRendering,
     Rendered,
     Rendering,
+    without_own_tags,
 )
 
 _END_THINK = "</think>"
@@ -203,7 +204,8 @@ class ModelTemplate:
         return Rendering(conversation.row, texts, chat.notes)
 
     def _prepare(self, conversation: Conversation) -> _Chat:
-        """Decide about a system message that the template leaves out."""
+        """Remove the template's own tags; decide about a system message that it leaves out."""
+        conversation = without_own_tags(conversation, self.source)
         messages = conversation.messages
         if messages[0].role != "system" or self._shows_system:
             return _Chat(conversation, 0, {})

@@ -7,6 +7,7 @@ A span is the content of an assistant turn and the end-of-turn token after it. T
 span and the newline after it are context.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -72,6 +73,9 @@ Template = Callable[[Conversation], Rendering]
 PendingRendering = Callable[[], Rendering]
 
 
+_IN_TAGS = re.compile(r"\s*<(?P<tag>\w{1,40})>\s*(?P<text>.*\S)\s*</(?P=tag)>\s*", re.DOTALL)
+
+
 def _join(parts: Iterable[tuple[str, bool]]) -> Rendered:
     """Join texts; the flag of each text says whether it carries loss."""
     text, spans = "", []
@@ -82,6 +86,22 @@ def _join(parts: Iterable[tuple[str, bool]]) -> Rendered:
     return Rendered(text, tuple(spans))
 
 
+def without_own_tags(conversation: Conversation, source: str) -> Conversation:
+    """Return a conversation whose tool results lack the tags that the template writes around them.
+
+    Hermes's files have the tags in the text, and a template would write them a second time.
+    """
+
+    def inner(message: Message) -> Message:
+        found = _IN_TAGS.fullmatch(message.content) if message.role == "tool" else None
+        if found is None or f"<{found['tag']}>" not in source:
+            return message
+        text = found["text"]
+        return replace(message, content=text, fields={**message.fields, "content": text})
+
+    return replace(conversation, messages=tuple(map(inner, conversation.messages)))
+
+
 def render_qwen3(conversation: Conversation, turns: str = "all") -> Rendering:
     r"""Render as `<|im_start|>role\ncontent<|im_end|>\n`.
 
@@ -90,6 +110,7 @@ def render_qwen3(conversation: Conversation, turns: str = "all") -> Rendering:
 
     Source: the chat template of Qwen3's tokenizer_config.json.
     """
+    conversation = without_own_tags(conversation, "<tool_response>")
     chosen = supervised_turns(conversation, turns)
     return Rendering(conversation.row, (_join(_qwen3_parts(conversation, chosen)),))
 

@@ -28,6 +28,7 @@ from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
 from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.core.data.template import TEMPLATES, Rendering, Template
+from tests.core.data import renderers
 from tests.core.data.encoding import NO_LIMIT, TOKENIZERS, SmallTokenizer
 from tests.core.data.own_characters import ENDS, owners, rows, texts
 from tests.core.data.renderers import REFUSED, RENDERERS, Messages, Render, Renderer
@@ -302,6 +303,26 @@ def test_rows_in_a_real_template(shared: Path, name: str) -> None:
         check_model_template(*found, **options)
 
     check()
+
+
+@pytest.mark.parametrize("name", JINJA)
+def test_real_template_writes_its_tags_around_a_result_once(shared: Path, name: str) -> None:
+    render, source = jinja(shared / "templates" / f"{name}.jinja")
+    template = ModelTemplate(Renderer(render), ENDS, source)
+
+    def rendered(result: str) -> str:
+        call = {"name": "add", "arguments": {}}
+        turns = [("user", "a"), {"role": "assistant", "content": "b", "tool_calls": [call]}]
+        row = renderers.converse(*turns, ("tool", result), ("assistant", "c"))
+        found = template(row)
+        assert problems.DROPPED_TEXT not in found.notes
+        return found.texts[-1].text
+
+    tag = "<tool_response>"
+    if tag not in source:
+        pytest.skip(f"{name} writes no tags around results")
+    assert rendered(f"{tag}\n1\n</tool_response>") == rendered("1")
+    assert rendered("1").count(tag) == 1
 
 
 @given(
