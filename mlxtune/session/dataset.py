@@ -16,9 +16,10 @@ from mlxtune.core.data.problems import (
     shown,
 )
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files, needs
+from mlxtune.core.data.sources.keys import field_option
 from mlxtune.core.data.sources.text_rows import encoding_of, is_text_file
 from mlxtune.core.formatting import pluralise
-from mlxtune.errors import DataError, ModelError
+from mlxtune.errors import DataError, ModelError, shorten
 from mlxtune.hub.dataset_download import HubData, fetch
 from mlxtune.hub.dataset_name import DataValue, data_value
 from mlxtune.session.reader import Reader
@@ -151,13 +152,11 @@ def load_rows(
     Raises the errors of `load_dataset`.
     """
     paths, titles = source.files, source.titles
-    files, cuts = [], []
-    for path in paths.all:
-        file = reader.encode(path)
-        cut = file.truncate(config.max_seq_len, at=config.cut)
+    files = list(map(reader.encode, paths.all))
+    cuts = [file.truncate(config.max_seq_len, at=config.cut) for file in files]
+    _check_fields(files)
+    for path, file, cut in zip(paths.all, files, cuts, strict=True):
         _check_usable(file, cut, titles[path], needs(path), config)
-        files.append(file)
-        cuts.append(cut)
     first = len(paths.train)
     names = list(map(shown, paths.all))
     corpus = Corpus(cuts[:first], names[:first], source.weights)
@@ -215,6 +214,16 @@ def _blank_findings(paths: Sequence[Path]) -> Iterator[Finding]:
         place = findings.Place(str(paths[0]), 1)
         advice = "it has no text to train on"
         yield Finding("note", "empty file is left out", len(paths), advice, (place,))
+
+
+def _check_fields(files: Sequence[EncodedFile]) -> None:
+    """Raise DataError for a --field whose key no row has."""
+    absent = set.intersection(*(set(file.skipped.absent.items()) for file in files))
+    if absent:
+        name, key = min(absent)
+        raise DataError(
+            f"no row has the key {shorten(key)}: correct or leave out {field_option(name, key)}"
+        )
 
 
 def _check_usable(

@@ -119,6 +119,29 @@ def test_fields_may_have_other_names(own_template: Path, tmp_path: Path) -> None
     assert texts(inspected(own_template, str(file), tmp_path, field=fields)) == [chatml("q", "a")]
 
 
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [("prompt=missing", "messages"), ("role=missing", "messages"), ("value=missing", "sharegpt")],
+)
+def test_field_whose_key_no_row_has_is_an_error(
+    own_template: Path, tmp_path: Path, field: str, other: str
+) -> None:
+    """Also from the cache. A key may be in the rows of one file only."""
+    row = FORMATS["sharegpt" if other == "sharegpt" else "chat"][0]
+    options = {"field": (field,), "cache_dir": str(tmp_path / "cache")}
+    data = [str(write_chat(tmp_path / "data.jsonl", [row]))]
+    for _ in range(2):
+        with pytest.raises(DataError) as raised:
+            inspected(own_template, data, tmp_path, **options)
+        assert str(raised.value).startswith("no row has the key 'missing': correct or leave out ")
+
+    data += [
+        str(write_chat(tmp_path / "b.jsonl", [{"missing": "q", "messages": [{"missing": 1}]}]))
+    ]
+    with pytest.raises(DataError, match="only row cannot be used"):
+        inspected(own_template, data, tmp_path, **options)
+
+
 def write_array(path: Path, rows: list[Any]) -> None:
     path.write_text(json.dumps(rows, indent=1))
 

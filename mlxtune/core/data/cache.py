@@ -106,10 +106,11 @@ def _remove(entry: Path) -> None:
 
 
 def _write_account(folder: Path, skipped: SkippedRows, notes: RowTally) -> None:
-    account = {
+    account: dict[str, Any] = {
         name: {"counts": tally.counts, "places": tally.places}
         for name, tally in (("skipped", skipped), ("notes", notes))
     }
+    account["absent"] = skipped.absent
     with new_file(folder / ACCOUNT) as file:
         file.write(json.dumps(account).encode())
     checksums = json.dumps(_checksums(folder))
@@ -128,7 +129,7 @@ def _read(entry: Path, path: Path) -> EncodedFile | None:
         return None
     with suppress(OSError):  # a read-only cache
         mark_used(entry / CHECKSUMS)
-    skipped = SkippedRows(path, **_tally_fields(account["skipped"]))
+    skipped = SkippedRows(path, account["absent"], **_tally_fields(account["skipped"]))
     return EncodedFile(arrays, skipped, RowTally(**_tally_fields(account["notes"])))
 
 

@@ -172,9 +172,13 @@ class RowTally:
 
 @dataclass
 class SkippedRows(RowTally):
-    """The rows of one file that were skipped, by reason."""
+    """The rows of one file that were skipped, by reason.
+
+    `absent` has the fields whose key no row of the file has, skipped or not.
+    """
 
     path: Path
+    absent: dict[str, str] = field(default_factory=dict)
 
     def add(self, row: int, problem: BadRow) -> None:
         self.count(row, problem.kind, problem.detail)

@@ -11,6 +11,7 @@ prompt, completion, label                   an answer, good if the label is true
 messages, label; conversations, label       a labelled conversation that ends with the answer
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import takewhile
@@ -26,7 +27,7 @@ from mlxtune.core.data.conversation import (
     Pair,
 )
 from mlxtune.core.data.problems import MARKED, BadRow, json_text, json_type, parse_json
-from mlxtune.core.data.sources.keys import is_mark
+from mlxtune.core.data.sources.keys import field_option, is_mark
 from mlxtune.core.data.sources.messages import (
     ROLES,
     SHAREGPT_ROLES,
@@ -38,8 +39,13 @@ from mlxtune.core.data.sources.messages import (
 from mlxtune.core.data.sources.tool_calls import parse_tools
 
 JsonObject = Mapping[str, Any]
+# Other tools' keys for a prompt, for an answer, and for texts that belong to a prompt.
+ASKS = ("instruction", "question", "query", "prompt", "input")
+ANSWERS = ("output", "response", "answer", "completion")
+BESIDE = ("context", "passage", "document", "choices")
 # Converts an entry of a conversation to a message; the text names the entry's place in errors.
 ToMessage = Callable[[Any, str], Any]
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 
 
 def from_prompt(row: int, content: JsonObject) -> Conversation:
@@ -53,30 +59,42 @@ def from_prompt(row: int, content: JsonObject) -> Conversation:
 
 def _turns(content: JsonObject, key: str, role: str) -> list[Any]:
     value = content[key]
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        if len(value) > 1:
+            raise several_texts(value, f"'{key}'")
+        (value,) = value
+    value = _number_as_text(value)
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
-        raise BadRow(f"'{key}' is neither text nor a list of messages", json_type(value))
-    if value and all(isinstance(each, str) for each in value):
-        raise several_texts(value, f"'{key}'")
+        remedy = ": write it in quotes" * isinstance(value, bool)
+        problem = f"'{key}' is neither text nor a list of messages"
+        raise BadRow(problem, f"{json_type(value)}{remedy}")
     return value
+
+
+def _number_as_text(value: Any) -> Any:
+    """Return the text of a number, which a typed column holds; other values unchanged."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return json_text(value) if is_number else value
 
 
 def from_alpaca(row: int, content: JsonObject) -> Conversation:
     r"""Convert as LLaMA-Factory does: `history`, then a user turn of `instruction\ninput`."""
-    instruction = [content["instruction"], content.get("input")]
+    keys = ("instruction", "input", "output")
+    *instruction, output = (_number_as_text(content.get(key)) for key in keys)
     history = parsed_list(content, "history")
     for name, text in zip(("instruction", "input"), instruction, strict=True):
         if not isinstance(text, str | None):
             raise BadRow(f"'{name}' is not text", json_type(text))
-    if isinstance(answers := content["output"], list) and len(answers) > 1:
-        raise several_texts(answers, "'output'")
+    if isinstance(output, list) and len(output) > 1:
+        raise several_texts(output, "'output'")
     if not isinstance(history := history or [], list):
         raise BadRow("'history' is not a list of pairs", json_type(history))
     for position, pair in enumerate(history, start=1):
         if not isinstance(pair, list) or len(pair) != 2:
             raise BadRow("'history' is not a list of pairs", f"entry {position}")
-    pairs = [*history, ("\n".join(filter(None, instruction)), content["output"])]
+    pairs = [*history, ("\n".join(filter(None, instruction)), output)]
     messages = [
         {"role": role, "content": text}
         for pair in pairs
@@ -147,14 +165,16 @@ def as_context(messages: Iterable[Any]) -> list[Any]:
 
 def from_pair(row: int, content: JsonObject) -> Pair:
     """Convert a row with `chosen` and `rejected`. Raises BadRow."""
-    chosen, rejected = (
-        _answer_messages(content[key], key, _to_message) for key in ("chosen", "rejected")
-    )
     prompt = _prompt(content)
+    chosen, rejected = (
+        _answer_messages(_dialogue(text) if prompt is None else text, key, _to_message)
+        for key in ("chosen", "rejected")
+        for text in [content[key]]
+    )
     if prompt is None:
         prompt = _common(chosen, rejected)
-        if isinstance(content["chosen"], str):
-            raise BadRow("no prompt", "name its key with --field prompt=KEY")
+        if isinstance(content["chosen"], str) and len(chosen) == 1:
+            raise BadRow("no prompt", _advice_on_prompt(content))
         if not prompt:
             raise BadRow("answers whose prompts differ", "they have no first message in common")
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
@@ -164,6 +184,25 @@ def from_pair(row: int, content: JsonObject) -> Pair:
             "answers that do not begin with the prompt", "omit 'prompt', or add it to both"
         )
     return _pair(row, content, prompt, chosen, rejected)
+
+
+def _advice_on_prompt(content: JsonObject) -> str:
+    texts = [key for key, value in content.items() if value and isinstance(value, str)]
+    others = [key for key in texts if key not in ("chosen", "rejected")]
+    if not others:
+        return "write it under 'prompt'"
+    return f"name its key with {field_option('prompt', others[0] if len(others) == 1 else 'KEY')}"
+
+
+def _dialogue(value: Any) -> Any:
+    """Return the messages of a text such as Anthropic's hh-rlhf has; other values unchanged."""
+    before, *parts = _SPEAKER.split(value) if isinstance(value, str) else ("",)
+    if len(parts) < 4 or before.strip():
+        return value
+    return [
+        {"role": "user" if speaker == "Human" else "assistant", "content": text.strip()}
+        for speaker, text in zip(parts[::2], parts[1::2], strict=True)
+    ]
 
 
 def from_preferred(row: int, content: JsonObject) -> Pair:

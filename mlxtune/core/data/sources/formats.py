@@ -53,9 +53,12 @@ from mlxtune.errors import shorten
 _VERDICTS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 # Labels of answers that sft must not learn; kto wants true or false.
 _BAD = ("bad", "undesirable", "rejected", "dispreferred")
-_REJECTED = re.compile(
-    r"(?:rejected|dispreferred|nonpreferred)(?:responses?|answers?|outputs?|completions?|messages?)"
-)
+_ANSWER = r"(?:responses?|answers?|outputs?|completions?|messages?)"
+# Other tools' keys, without punctuation, for the two answers of a pair.
+_PAIR_KEYS = {
+    "chosen": re.compile(rf"(?:chosen|preferred|accepted){_ANSWER}"),
+    "rejected": re.compile(rf"(?:rejected|dispreferred|nonpreferred){_ANSWER}"),
+}
 _PAIR = "'chosen' and 'rejected'"
 # Words in other tools' keys for a label, and for the two answers of a pair.
 _LABEL_WORDS = {"label": {"rating", "score", "feedback", "thumbs", "vote", "liked", "good"}}
@@ -144,9 +147,8 @@ def check_kind(content: JsonObject, objective: str) -> None:
     if objective == "sft":
         if kind == "pair":
             raise BadRow("a preference pair", f"{_PAIR}: use --objective dpo")
-        if (key := next((key for key in content if _rejects(content, key)), None)) is not None:
-            use = f"use --objective dpo {field_option('rejected', key)}"
-            raise BadRow("a preference pair", f"{shorten(key)}: {use}")
+        if (key := pair_keys(content).get("rejected")) is not None:
+            raise BadRow("a preference pair", f"{shorten(key)}: use --objective dpo")
         verdict = label_of(content)
         bad = recognise(content) != "text" and str(verdict).strip().lower() in _BAD
         if bad or (kind == "labelled" and verdict is False):
@@ -168,9 +170,16 @@ def check_kind(content: JsonObject, objective: str) -> None:
         )
 
 
-def _rejects(content: JsonObject, key: str) -> bool:
-    """Return whether a key holds a rejected answer."""
-    return bool(content[key]) and _REJECTED.fullmatch(letters(key)) is not None
+def pair_keys(content: JsonObject) -> dict[str, str]:
+    """Return other tools' keys for the answers of a pair, by our names for these."""
+    openai = {"preferred_output", "non_preferred_output"} & content.keys()
+    if "rejected" in content or len(openai) > ("input" not in content):
+        return {}
+    found = {
+        name: [key for key in content if content[key] and known.fullmatch(letters(key))]
+        for name, known in _PAIR_KEYS.items()
+    }
+    return {name: keys[0] for name, keys in found.items() if len(keys) == 1}
 
 
 def preference_options(content: JsonObject, formats: Mapping[str, Format]) -> str:
@@ -211,4 +220,9 @@ LABELS: Mapping[str, Format] = {
     "labelled chat": Format(("messages", "label"), _labelled(parse_conversation)),
     "labelled sharegpt": Format(("conversations", "label"), _labelled(from_sharegpt)),
     "labelled prompt": Format(("prompt", "completion", "label"), _labelled(from_prompt)),
+    "labelled alpaca": Format(
+        ("instruction", "output", "label"),
+        _labelled(from_alpaca),
+        (*_OPTIONAL, "input", "history"),
+    ),
 }

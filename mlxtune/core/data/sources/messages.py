@@ -66,7 +66,13 @@ _READ_ROLES = (
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _OF_PART = {"type", "text"}
 # Keys whose text is never the content of the message.
-_NO_CONTENT = {"role", "name", "id", "type", "tool_calls", "tool_call_id"}
+_NO_CONTENT = {"role", "name", "id", "type", "tool_calls", "tool_call_id", "refusal"}
+# The parts of Claude's messages that are not text, and where to write them.
+_OTHER_PARTS = {
+    "thinking": "write it under 'reasoning_content' of the message",
+    "tool_use": "write the call under 'tool_calls' of the message",
+    "tool_result": "write it as a message of the role tool",
+}
 
 
 def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
@@ -150,6 +156,8 @@ def _whole_turns(messages: Iterable[Any]) -> list[tuple[str, Any]]:
     turns: list[tuple[str, Any]] = []
     for position, message in enumerate(messages, start=1):
         where = f"message {position}"
+        if _is_empty_system(message):
+            continue
         if not isinstance(message, dict) or not _calls_alone(message):
             turns.append((where, message))
             continue
@@ -190,6 +198,13 @@ def _marked(content: Mapping[str, Any]) -> Any:
     return messages
 
 
+def _is_empty_system(message: Any) -> bool:
+    """Return whether a message is a system prompt in an empty cell of a table."""
+    if role_of(message) != "system" or message.get("content") is not None:
+        return False
+    return not _other_content(message)
+
+
 def _calls_alone(message: Mapping[str, Any]) -> bool:
     """Return whether the content of a message is a call, as its role says."""
     role = message.get("role")
@@ -200,7 +215,8 @@ def _parse_message(where: str, message: Any) -> Message:
     if not isinstance(message, dict):
         raise BadRow("a message is not an object", f"{where} is {json_type(message)}")
     if (role := role_of(message)) is None:
-        raise BadRow("a message has no role", where)
+        use = role_options(message)
+        raise BadRow("a message has no role", where + f": use {use}" * bool(use))
     if role not in ROLES:
         raise unknown_role(message["role"], _READ_ROLES, where)
     check_is_text(message, where)
@@ -224,10 +240,24 @@ def _parse_message(where: str, message: Any) -> Message:
 
 def _other_content(fields: Mapping[str, Any]) -> str:
     """Return how to read a message whose content is under its only other key with text."""
+    if fields.get("refusal"):
+        return "write its 'refusal' as the content"
     texts = [key for key in fields.keys() - _NO_CONTENT if isinstance(fields[key], str | list)]
-    if "content" in fields or len(texts) != 1:
+    if fields.get("content") is not None or len(texts) != 1:
         return ""
-    return f"did you mean {field_option('content', texts[0])}?"
+    return f"use {field_option('content', texts[0])}"
+
+
+def role_options(message: Mapping[str, Any]) -> str:
+    """Return the options that read a message whose role is under another key; "" if unknown."""
+    texts = {key: value for key, value in message.items() if isinstance(value, str)}
+    roles = [key for key, value in texts.items() if value.lower() in (*ROLES, *SHAREGPT_ROLES)]
+    said = [key for key in texts if key not in (*roles, *_NO_CONTENT)]
+    if len(roles) != 1 or len(said) != 1:
+        return ""
+    names = ("role", "content") if texts[roles[0]].lower() in ROLES else ("from", "value")
+    keys = zip(names, (*roles, *said), strict=True)
+    return " ".join(field_option(name, key) for name, key in keys if name != key)
 
 
 def check_is_text(content: Mapping[str, Any], where: str = "") -> None:
@@ -281,10 +311,10 @@ def _part(part: Any, where: str) -> str:
     if isinstance(part, dict) and kind in _TEXT_PARTS:
         part = part.get("text")
     if not isinstance(part, str):
-        kind = (
-            f" of type {shorten(kind)}" if isinstance(kind, str) and isinstance(part, dict) else ""
-        )
-        raise BadRow("content has a part that is not text", f"{where}: {json_type(part)}{kind}")
+        of = f" of type {shorten(kind)}" if isinstance(kind, str) and isinstance(part, dict) else ""
+        remedy = f": {_OTHER_PARTS[kind]}" if of and kind in _OTHER_PARTS else ""
+        detail = f"{where}: {json_type(part)}{of}{remedy}"
+        raise BadRow("content has a part that is not text", detail)
     return part
 
 
@@ -313,10 +343,8 @@ def _parse_answer(fields: dict[str, Any], trained: bool, where: str) -> Message:
         raise BadRow("empty answer", f"{where} has no content" + f": {advice}" * bool(advice))
     if not isinstance(content, str):
         raise BadRow("content is not text", f"{where}: {json_type(content)}")
-    answer = content
-    if "</think>" in content:
-        thought, answer = _thinking_and_answer(content)
-        thinking = thinking or thought
+    thought, answer = _thinking_and_answer(content)
+    thinking = thinking or thought
     if not calls and not thinking and (not answer or answer.isspace()):
         raise BadRow("empty answer", where)
     return Message("assistant", content, calls, thinking, trained, fields)
@@ -334,6 +362,8 @@ def _thinking_field(fields: Mapping[str, Any], where: str) -> str:
 
 def _thinking_and_answer(content: str) -> tuple[str, str]:
     """Split `<think>thinking</think>answer`, whose opening tag may be in the prompt instead."""
+    if "</think>" not in content:
+        return "", content
     thought, _, answer = content.partition("</think>")
     thought = thought.lstrip()
     if thought.startswith("<think>"):

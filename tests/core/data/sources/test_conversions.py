@@ -86,7 +86,10 @@ def test_system_text_comes_first_and_empty_prompts_are_fine(tmp_path: Path) -> N
         (PROMPT | {"completion": []}, "no assistant turn (in 'completion')"),
         ({"prompt": [ANSWER], "completion": [USER]}, "no assistant turn (in 'completion')"),
         (PROMPT | {"completion": [ANSWER | {"weight": 0}]}, "no assistant turn with weight 1"),
-        (PROMPT | {"prompt": 5}, "'prompt' is neither text nor a list of messages (a number)"),
+        (
+            PROMPT | {"prompt": True},
+            "'prompt' is neither text nor a list of messages (a boolean: write it in quotes)",
+        ),
         (PROMPT | {"completion": {}}, "'completion' is neither text nor a list of messages (an "),
         (PROMPT | {"prompt": [3]}, "a message is not an object (message 1 is a number)"),
     ],
@@ -136,7 +139,7 @@ def test_alpaca_rows_become_what_llama_factory_makes_of_them(row: dict[str, Any]
     ("keys", "said"),
     [
         ({"output": ""}, "empty answer (message 2)"),
-        ({"output": 3}, "content is not text (message 2: a number)"),
+        ({"output": True}, "content is not text (message 2: a boolean)"),
         ({"input": []}, "'input' is not text (a list)"),
         ({"instruction": {}}, "'instruction' is not text (an object)"),
         ({"history": "x"}, "'history' is not a list of pairs (text)"),

@@ -103,7 +103,7 @@ def test_tools_and_system_belong_to_both_answers(tmp_path: Path) -> None:
         ),
         (
             {"chosen": "Hello!", "rejected": "No."},
-            "no prompt (name its key with --field prompt=KEY)",
+            "no prompt (write it under 'prompt')",
         ),
         (
             {key: PAIRS["texts"][key] for key in ("prompt", "chosen")},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data import problems
-from mlxtune.core.data.conversation import Conversation
+from mlxtune.core.data.conversation import Conversation, Pair
 from mlxtune.core.data.encode import Encoder
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import RowTally, SkippedRows
@@ -30,6 +30,7 @@ from tests.core.data.rows import (
     TEXT,
     USER,
     converted,
+    read,
     reason,
     told,
 )
@@ -64,6 +65,7 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "labelled chat": ("kto", CHAT | {"label": True}),
     "labelled sharegpt": ("kto", SHAREGPT | {"label": True}),
     "labelled prompt": ("kto", PROMPT | {"label": True}),
+    "labelled alpaca": ("kto", ALPACA | {"label": True}),
 }
 # Objects that are content.
 CONTENT = {"arguments", "tools", "systemInstruction"}
@@ -370,10 +372,10 @@ def test_several_texts_are_not_glued(tmp_path: Path, row: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("row", "fields"),
     [
-        ({"question": "Hi", "answer": 5}, {}),
+        ({"question": "Hi", "answer": {}}, {}),
         ({"question": "Hi", "answer": ["Good.", "Bad."]}, {}),
         ({"instruction": "Hi", "context": "Here", "answer": ["Good.", "Bad."]}, None),
-        ({"asked": "Hi", "answer": 5}, {"prompt": "asked", "completion": "answer"}),
+        ({"asked": "Hi", "answer": True}, {"prompt": "asked", "completion": "answer"}),
     ],
 )
 def test_reason_names_the_key_of_the_row(
@@ -594,7 +596,10 @@ def test_class_of_plain_text_is_metadata(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["rejected_response", "rejected_answer", "non_preferred_output"])
 def test_row_with_a_rejected_answer_is_a_pair(tmp_path: Path, key: str) -> None:
     said = reason(tmp_path, PROMPT | {key: "No."})
-    assert said == f"a preference pair ({key!r}: use --objective dpo --field rejected={key})"
+    assert said == f"a preference pair ({key!r}: use --objective dpo)"
+    (pair,), _ = read(tmp_path, PROMPT | {key: "No."}, objective="dpo")
+    assert isinstance(pair, Pair)
+    assert [each.messages[-1].content for each in pair.answers] == ["Hello!", "No."]
 
 
 # Templates

@@ -186,13 +186,12 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
         (
             {"chat": {"turn_1": {"Human": "Hi", "MOSS": "Hello!"}}, "num_turns": 1},
             "the turns are under 'chat': write them as 'messages': "
-            '[{"role": "user", "content": …}, {"role": "assistant", "content": …}])',
+            '[{"role": "user", "content": …}, {"role": "assistant", …}])',
         ),
         (
             {"reply": "It is Ada.", "context": "Who is it?"},
             "if your keys have other names, use --field NAME=KEY)",
         ),
-        ({"dialog": [{"role": "user", "content": "Hi"}]}, "use --field messages=dialog)"),
         ({"a" * 201: "x", "\x1b[31m": "y"}, "use --field prompt=KEY --field completion=KEY)"),
         ({"data": [PROMPT], "id": 1}, "the rows are under 'data': save that list as the file)"),
         (
