@@ -6,6 +6,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -219,18 +220,6 @@ class ValidationAnswers(TrainingObserver):
 
 
 def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
-    """Judge a run's adapter, and put the hash of the finished evaluation into its result."""
-    evaluation = _judge(session, judged)
-    run = session.config.checkpoint_path
-    if evaluation is not None:
-        # Only `mlxtune verify` needs the hash.
-        with suppress(OSError, ValueError, MlxTuneError):
-            found = {**read_json(run / RESULT), EVALUATION_HASH: file_hash(run / EVALUATION)}
-            write_json(run / RESULT, found)
-    return evaluation
-
-
-def _judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
     Compares this adapter with the adapter from which training started, or else with the base model.
@@ -241,13 +230,12 @@ def _judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     adapter = AdapterFile(config.output_path)
     # The adapter's own config says how the base was quantised.
     use = config.part(UseConfig, adapter=str(adapter.path), quantize=None, double_quant=False)
-    path = config.checkpoint_path / EVALUATION
     objective = Objective.of(config)
     try:
         start = _losses_before_training(session, judged.rows, objective)
         loaded = load_model(use, adapter, session.folder, RunConsole(quiet=True), workers)
         evaluation = compare_losses(loaded, judged, config.seed, console, workers, start, objective)
-        write_json(path, evaluation.as_dict())
+        _write_evaluation(config.checkpoint_path, evaluation)
     except MlxTuneError as problem:
         console.warn(f"the adapter was written, but could not be evaluated: {problem}")
         return None
@@ -265,7 +253,7 @@ def _judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
             allocator.release()
             generated = answer_rows(loaded, session.reader, drawn, _LONGEST_SAMPLE, console)
             evaluation = replace(evaluation, generated=generated)
-            write_json(path, evaluation.as_dict())
+            _write_evaluation(config.checkpoint_path, evaluation)
             console.say("Samples", f"{pluralise(generated.rows, 'row')} answered, for the report")
         else:
             console.say("Samples", f"none: {_NOTHING_TO_ANSWER}")
@@ -276,6 +264,14 @@ def _judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     finally:
         console.close()
     return evaluation
+
+
+def _write_evaluation(run: Path, evaluation: Evaluation) -> None:
+    """Write a run's evaluation, and put its hash into the result. Raises OutputError."""
+    write_json(run / EVALUATION, evaluation.as_dict())
+    with suppress(OSError, ValueError, MlxTuneError):  # only `mlxtune verify` needs the hash
+        found = {**read_json(run / RESULT), EVALUATION_HASH: file_hash(run / EVALUATION)}
+        write_json(run / RESULT, found)
 
 
 def _losses_before_training(session: RunSession, rows: CorpusRows, objective: Objective) -> Any:

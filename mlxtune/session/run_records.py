@@ -25,7 +25,7 @@ from mlxtune.core.files.writing import make_folder
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructTrainResult
-from mlxtune.core.run.run_folder import ABOUT, ResumePoint
+from mlxtune.core.run.run_folder import ABOUT, RESUMED, ResumePoint
 from mlxtune.core.run.saving import write_adapter_of
 from mlxtune.core.run.stored_run import get_str
 from mlxtune.core.steps.memory_plan import MemoryPlan
@@ -45,6 +45,7 @@ def about_run(
     A resumed run keeps its original command of --auto and start time.
     """
     config, dataset, command = session.config, session.dataset, session.command
+    resumed = {} if session.resume is None else {RESUMED: session.resume.checkpoint.step}
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     if session.resume is not None:
         with suppress(OSError, ValueError):
@@ -80,6 +81,7 @@ def about_run(
         "versions": versions(),
         "config": asdict(config),
         "auto": command,
+        **resumed,
     }
 
 

@@ -14,16 +14,19 @@ from typing import Any
 from mlxtune.config import OPTIONS, as_path
 from mlxtune.config.fields import flag
 from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
+from mlxtune.config.limits import MANIFEST as MANIFEST_LIMITS
 from mlxtune.config.limits import parse_json
 from mlxtune.config.lora_config import scale_of
 from mlxtune.config.option import Affects
 from mlxtune.config.train_config import adapter_path
+from mlxtune.core.files.ours import contents
 from mlxtune.core.files.reading import file_hash, open_regular, read_json
 from mlxtune.core.files.tensor_files import read_header
 from mlxtune.core.run.checkpoint import (
     ADAPTER,
     ADAPTER_CONFIG,
     BEST,
+    MANIFEST,
     METRICS,
     Checkpoint,
 )
@@ -47,6 +50,9 @@ _PIECE = 2**20
 
 def check_checkpoint(checkpoint: Checkpoint, newest: Checkpoint) -> str:
     """Compare a checkpoint's metadata, metrics and adapter with each other and the newest's."""
+    listed = read_json(checkpoint.folder / MANIFEST, MANIFEST_LIMITS)["files"]
+    if others := contents(checkpoint.folder).keys() - {*listed, MANIFEST}:
+        raise ValueError(f"{min(others)} is not in its {MANIFEST}")
     progress, metadata = Progress.from_jsonl(checkpoint.metrics), checkpoint.metadata
     if progress.step != checkpoint.step:
         raise ValueError(
@@ -146,10 +152,13 @@ def named(record: Record) -> str:
     return f"{place} with {value:.6g}" if isinstance(value, float) else place
 
 
-def is_complete(newest: Checkpoint, progress: Progress) -> bool:
-    """Return whether a run has taken all its steps, and ended their last epoch."""
-    total = newest.metadata.get("total_steps")
-    return progress.step == total and isinstance(progress[len(progress) - 1], InstructEpochMetrics)
+def has_ended(newest: Checkpoint, progress: Progress) -> bool:
+    """Return whether a run has taken its last step, also by early stopping, and ended its epoch."""
+    patience = get_mapping(newest.metadata, "config").get("patience")
+    over = progress.step == newest.metadata.get("total_steps") or (
+        isinstance(patience, int) and progress.validations_since_best >= patience
+    )
+    return over and isinstance(progress[len(progress) - 1], InstructEpochMetrics)
 
 
 def is_last(newest: Checkpoint, progress: Progress | None) -> bool:
@@ -172,9 +181,34 @@ def check_adapter(run: Path, result: Mapping[str, Any], good: Sequence[Checkpoin
         raise ValueError(f"{adapter}: no such file")
     if file_hash(adapter) != result.get("sha256"):
         raise ValueError(f"{adapter} has changed since the run wrote it: its SHA-256 differs")
-    if good:
-        _check_place(str(result.get("adapter")), good[0])
-    step = result.get("best_step") or result.get("steps")
+    place = _place_of_adapter(good[0]) if good else None
+    if place not in (None, os.path.normpath(str(result.get("adapter")))):
+        named = str(result.get("adapter"))
+        raise ValueError(f"is {named!r:.100}, but the run's options put it at {place}")
+    _check_source(adapter, result.get("best_step") or result.get("steps"), good)
+    return f"{adapter} has not changed since the run wrote it"
+
+
+def check_adapter_without_result(run: Path, progress: Progress, good: Sequence[Checkpoint]) -> str:
+    """Compare the adapter with its checkpoint, after a run that ended but wrote no result.
+
+    The adapter is the last file before the result, so an interrupted run may also lack it.
+    """
+    place = _place_of_adapter(good[0])
+    adapter = Path(os.path.normpath(run / (place or f"../{ADAPTER}")))
+    if not os.path.lexists(adapter):
+        return "none written yet"
+    if not adapter.is_file():
+        raise ValueError(f"{adapter} is not a file")
+    best = progress.best
+    source = _check_source(adapter, best.step if best else progress.step, good)
+    if source is None:
+        raise ValueError(f"{adapter} has no checkpoint and no result to compare it with")
+    return f"{adapter} is the adapter of {source.folder.name}"
+
+
+def _check_source(adapter: Path, step: Any, good: Sequence[Checkpoint]) -> Checkpoint | None:
+    """Compare an adapter with a checkpoint of its step, if any; return the checkpoint."""
     chosen = [checkpoint for checkpoint in good if checkpoint.step == step]
     chosen.sort(key=lambda each: each.folder.name != BEST)
     for source in chosen[:1]:
@@ -182,7 +216,7 @@ def check_adapter(run: Path, result: Mapping[str, Any], good: Sequence[Checkpoin
         if not _same_adapter(adapter, source.folder / ADAPTER):
             raise ValueError(f"{adapter} differs from {name}, from which the run wrote it")
         _check_configs(adapter, source, good[0])
-    return f"{adapter} has not changed since the run wrote it"
+    return next(iter(chosen), None)
 
 
 def _check_configs(adapter: Path, source: Checkpoint, newest: Checkpoint) -> None:
@@ -200,11 +234,8 @@ def _check_configs(adapter: Path, source: Checkpoint, newest: Checkpoint) -> Non
         if kind not in expected or (kind == ADAPTER_CONFIG and others):
             continue
         own, other = (_comparable(each) for each in (config, kept))
-        # Versions differ in what they record.
-        notes = own["mlxtune"].keys() & other["mlxtune"].keys()
-        own["mlxtune"], other["mlxtune"] = (
-            {name: each["mlxtune"][name] for name in notes} for each in (own, other)
-        )
+        # A run that resumes may write its adapter in a later version, which records more.
+        own["mlxtune"] = {name: own["mlxtune"].get(name) for name in other["mlxtune"]}
         # A run may resume with its model in another folder.
         moved = Path(get_str(get_mapping(newest.metadata, "config"), "model_path")).name
         if Path(str(own.get("model"))).name == moved:
@@ -219,18 +250,16 @@ def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "mlxtune": dict(get_mapping(config, "mlxtune"))}
 
 
-def _check_place(named: str, newest: Checkpoint) -> None:
-    """Compare the adapter's place with the options of the newest checkpoint."""
+def _place_of_adapter(newest: Checkpoint) -> str | None:
+    """Return the adapter's path, relative to the run, by the options of the newest checkpoint."""
     config = get_mapping(newest.metadata, "config")
     if not isinstance(config.get("output"), str):
-        return
+        return None
     there = Path(get_str(newest.metadata, "working_directory"))
     output = there / adapter_path(config["output"])
     folder = config.get("checkpoint_dir")
     run = output.parent / "checkpoints" if folder is None else there / as_path(str(folder))
-    expected = os.path.relpath(output, run)
-    if os.path.normpath(named) != expected:
-        raise ValueError(f"is {named!r:.100}, but the run's options put it at {expected}")
+    return os.path.relpath(output, run)
 
 
 def _configs(adapter: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

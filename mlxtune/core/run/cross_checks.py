@@ -5,7 +5,8 @@ Each function returns its result in words, or raises OSError, or ValueError for 
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,17 @@ from mlxtune.core.run.checkpoint import METRICS, RECORDS, Checkpoint
 from mlxtune.core.run.checkpoint_checks import SHARED, check_equal, check_options, is_close
 from mlxtune.core.run.metrics import SkippedStep, StepRecord, TrainingMetrics
 from mlxtune.core.run.progress import Progress
-from mlxtune.core.run.run_folder import ABOUT, EVALUATION, EVALUATION_HASH, LEDGER, RESULT
+from mlxtune.core.run.run_folder import (
+    ABOUT,
+    ABOUT_KEYS,
+    BEFORE_STEPS,
+    EVALUATION,
+    EVALUATION_HASH,
+    LEDGER,
+    RESULT,
+    RESULT_KEYS,
+    RESUMED,
+)
 from mlxtune.core.run.stored_run import get_mapping, read_evaluation, read_ledgers
 
 # The fraction by which a loss may differ between training and the evaluation afterwards, and a
@@ -64,15 +75,17 @@ def check_about(run: Path, newest: Checkpoint, *, finished: bool) -> str:
     A run that resumes may have other paths and more steps, until it writes a checkpoint.
     """
     about, name = read_json(run / ABOUT), newest.folder.name
+    _check_keys(about, ABOUT_KEYS)
+    options = get_mapping(about, "config")
+    _check_keys(options, get_mapping(newest.metadata, "config"), "config.")
     check_options(about, newest, all_options=finished)
-    hashes = {each: (about.get(each), newest.metadata.get(each)) for each in SHARED[:2]}
-    check_equal(ABOUT, name, {each: both for each, both in hashes.items() if each in about})
     model, plan = get_mapping(about, "model"), get_mapping(about, "plan")
-    facts = {"model_type": model.get("type"), "dtype": model.get("dtype")}
+    facts = {each: about.get(each) for each in SHARED[:2]}
+    facts |= {"model_type": model.get("type"), "dtype": model.get("dtype")}
     if finished:
         facts["total_steps"] = plan.get("steps")
     kept = {each: (value, newest.metadata.get(each)) for each, value in facts.items()}
-    check_equal(ABOUT, name, {each: both for each, both in kept.items() if None not in both})
+    check_equal(ABOUT, name, kept)
     return f"its options are those of {name}"
 
 
@@ -92,8 +105,11 @@ def check_ledger(run: Path, ended: Checkpoint | None, progress: Progress | None)
         _check_files(ledgers, get_mapping(ended.metadata, "config"))
     if progress is not None:
         _check_trained(ledgers, progress)
-    if (run / ABOUT).exists():
-        _check_plan(ledgers, read_json(run / ABOUT))
+    about: Mapping[str, Any] | None = None
+    with suppress(OSError, ValueError):  # another check reports the error
+        about = read_json(run / ABOUT)
+    if about is not None:
+        _check_plan(ledgers, about)
     return f"{pluralise(rows, 'row')}, all accounted for"
 
 
@@ -146,28 +162,43 @@ def _check_plan(ledgers: Sequence[Ledger], about: Mapping[str, Any]) -> None:
             get_mapping(lengths, "tokens").get("total"),
         ),
     }
-    check_equal(LEDGER, ABOUT, {name: both for name, both in facts.items() if both[1] is not None})
+    check_equal(LEDGER, ABOUT, facts)
 
 
 def check_recorded(run: Path, newest: Checkpoint, *, ended: bool) -> str:
     """Compare files from before the first step with their hashes in the newest checkpoint.
 
-    A run that resumes writes some of them again, so their content is compared only if the newest
-    checkpoint is the last that a finished run wrote: `ended`.
+    A run that resumes writes them again, so their content is not compared after a run resumed from
+    the newest checkpoint, unless this checkpoint is the last that a finished run wrote: `ended`.
     """
-    names = get_mapping(newest.metadata, RECORDS)
-    for name in names:
+    hashes, about = get_mapping(newest.metadata, RECORDS), {}
+    with suppress(OSError, ValueError):  # another check reports the error
+        about = read_json(run / ABOUT)
+    for name in sorted({*hashes, *BEFORE_STEPS}):
+        if name not in hashes:
+            raise ValueError(f"{newest.folder.name} lacks the hash of {name}")
         if not os.path.lexists(run / name):
             raise ValueError(f"{name} is missing, but {newest.folder.name} has its hash")
-        if ended:
+        if ended or about.get(RESUMED) != newest.step:
             check_record(run / name, newest)
-    return ", ".join(names)
+    return ", ".join(hashes)
 
 
-def check_evaluation_hash(run: Path, result: Mapping[str, Any]) -> None:
-    """Compare evaluation.json with its hash in result.json, which earlier versions lack."""
-    expected = result.get(EVALUATION_HASH)
-    if expected is not None and file_hash(run / EVALUATION) != expected:
+def _check_keys(values: Mapping[str, Any], names: Iterable[str], prefix: str = "") -> None:
+    """Raise ValueError for the first key that is missing: an absent record is never a pass."""
+    for name in names:
+        if name not in values:
+            raise ValueError(f"lacks {prefix}{name}")
+
+
+def check_evaluation_hash(run: Path, result: Mapping[str, Any] | None) -> None:
+    """Compare evaluation.json with its hash in result.json, which a run writes first."""
+    if result is None:
+        raise ValueError(f"is there, but {RESULT}, which a run writes before it, is not")
+    actual = file_hash(run / EVALUATION)
+    if EVALUATION_HASH not in result:
+        raise ValueError(f"cannot be confirmed: {RESULT} lacks {EVALUATION_HASH}")
+    if actual != result[EVALUATION_HASH]:
         raise ValueError(f"has changed since the run wrote it: its SHA-256 is not in {RESULT}")
 
 
@@ -176,12 +207,13 @@ def check_record(path: Path, newest: Checkpoint | None) -> None:
     if newest is None:
         return
     expected = get_mapping(newest.metadata, RECORDS).get(path.name)
-    if expected is not None and file_hash(path) != expected:
-        raise ValueError(f"its hashes are not those in {newest.folder.name}")
+    if file_hash(path) != expected:
+        raise ValueError(f"{path.name}: its hashes are not those in {newest.folder.name}")
 
 
 def check_result(result: Mapping[str, Any], progress: Progress, good: Sequence[Checkpoint]) -> str:
     """Compare the result with the metrics."""
+    _check_keys(result, RESULT_KEYS)
     steps = result.get("steps")
     if steps != progress.step:
         raise ValueError(f"has {steps!r:.20} steps, but {METRICS} has {progress.step}")
@@ -196,8 +228,7 @@ def check_result(result: Mapping[str, Any], progress: Progress, good: Sequence[C
     }
     if good and (total := good[0].metadata.get("total_steps")) is not None:
         facts["stopped_early"] = progress.step < total
-    both = {name: (result[name], value) for name, value in facts.items() if name in result}
-    check_equal("it", METRICS, both)
+    check_equal("it", METRICS, {name: (result[name], value) for name, value in facts.items()})
     return f"{steps} steps"
 
 
