@@ -130,7 +130,7 @@ def build_pipeline(
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
     plain_text, rows = (dataset.plain_text, dataset.rows) if dataset else (False, None)
-    trained = trained_as(config, plain_text, rows)
+    trained = trained_as(config, plain_text, base.folder, rows)
     pipeline = InstructPipeline(
         base.model,
         config.pipeline_config(),

@@ -46,7 +46,7 @@ from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
 from mlxtune.session.interrupt import end_in_order
 from mlxtune.session.reader import Reader
-from mlxtune.session.trained_model import as_trained, find_base, trained_on_text
+from mlxtune.session.trained_model import as_trained, find_base, trained_on_text, warn_of_template
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json, print_line
 
@@ -93,7 +93,9 @@ def find_source(config: OutgoingConfig) -> Source:
     base = open_base(folder, "float32", plain)
     adapter = read_mlx_lm(file, projections_of(base.model))
     options = attach.base_options(file, folder, plain)
-    return Source(config, RunConsole(quiet=config.quiet), folder, file, adapter, options)
+    console = RunConsole(quiet=config.quiet)
+    warn_of_template(file, folder, console)
+    return Source(config, console, folder, file, adapter, options)
 
 
 @contextmanager

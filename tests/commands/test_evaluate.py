@@ -528,7 +528,7 @@ def test_adapter_of_another_base_is_refused_by_name(
     train(TrainConfig(str(other), str(home / "chat.jsonl"), output=output, **options))
     error = judged(name, output, "--quiet").error
     problem = f"was trained on another base model, '{other}', not on {home / 'model'}"
-    assert f"{problem}: pass the right --model-path" in error
+    assert f"{problem}, whose weights differ: pass the right --model-path" in error
     # Another tool writes no fingerprint of the base.
     config = json.loads((tmp_path / "other" / "adapter_config.json").read_text())
     del config["mlxtune"]["base"]

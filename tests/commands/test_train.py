@@ -188,6 +188,7 @@ def test_adapter_config_is_mlx_lms_and_next_to_the_output(run: Run, model: Path)
         "lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0},
         "mlxtune": {
             "base": base_fingerprint(model),
+            "chat_template": "none",
             "prompt": {},
             "rank": 8,
             "alpha": 16.0,

@@ -15,6 +15,7 @@ import safetensors.numpy
 
 from mlxtune.config.fields import as_path
 from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
+from mlxtune.core.files.hashing import base_change, is_fingerprint
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.tensor_files import TensorHeader, TensorInfo, read_header
 from mlxtune.core.files.writing import write_file
@@ -117,7 +118,7 @@ def _hash_of(path: Path) -> str | None:
     return None
 
 
-def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str, str]) -> None:
+def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Raise OutputError if another adapter in the folder of `weights` would lose its config.
 
     The folder's config counts as another adapter's if it lacks an entry of `described`, or names a
@@ -130,7 +131,8 @@ def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str,
     mark = config.get("mlxtune")
     there = mark.get("base", base) if isinstance(mark, Mapping) else base
     others = (path for path in weights.parent.glob("*.safetensors") if path != weights)
-    same = _same(config, described) and there == base
+    same_base = there == base or (is_fingerprint(there) and base_change(there, base) is None)
+    same = same_base and _same(config, described)
     if same or not any(map(_holds_adapter, others)):
         return
     folder = weights.with_suffix("") / ADAPTER

@@ -27,7 +27,13 @@ from mlxtune.backend.models.quantize import (
 )
 from mlxtune.config import InstructConfig
 from mlxtune.config.data_config import BaseOptions
-from mlxtune.core.files.hashing import base_fingerprint, is_same_base
+from mlxtune.core.files.hashing import (
+    WEIGHTS,
+    base_change,
+    base_fingerprint,
+    base_layout,
+    is_fingerprint,
+)
 from mlxtune.core.files.reading import read_json
 from mlxtune.errors import ConfigError, ModelError, one_line
 
@@ -147,15 +153,16 @@ def base_difference(adapter: AdapterFile, folder: Path) -> str | None:
     The result is None if the adapter has no fingerprint of its base: other tools write none. Raises
     ModelError if a file cannot be read.
     """
-    info, fingerprint = adapter.info, base_fingerprint(folder)
-    trained = info.mlxtune.get("base")
-    # A fingerprint with other keys is ignored: it is forged, or from a later version.
-    if not isinstance(trained, Mapping) or trained.keys() != fingerprint.keys():
+    info, trained = adapter.info, adapter.info.mlxtune.get("base")
+    if not is_fingerprint(trained):
         return None
-    if is_same_base(trained, fingerprint):
+    if (changed := base_change(trained, base_fingerprint(folder))) is None:
         return None
     named = f", {info.model!r:.100}" if info.model else ""
-    return f"{adapter.path} was trained on another base model{named}, not on {folder}"
+    return (
+        f"{adapter.path} was trained on another base model{named}, not on {folder}, "
+        f"whose {changed:.100} differ{'s' * (changed != WEIGHTS)}"
+    )
 
 
 def check_model(adapter: AdapterFile, folder: Path) -> None:
@@ -163,10 +170,10 @@ def check_model(adapter: AdapterFile, folder: Path) -> None:
 
     An adapter without a fingerprint names its model's folder, whose architecture is compared.
     """
-    info, own = adapter.info, base_fingerprint(folder)
+    info = adapter.info
     trained, named = info.mlxtune.get("base"), Path(info.model)
-    if isinstance(trained, Mapping) and trained.keys() == own.keys():
-        other = trained["layout"] != own["layout"] and base_difference(adapter, folder)
+    if is_fingerprint(trained):
+        other = trained["layout"] != base_layout(folder) and base_difference(adapter, folder)
     else:
         other = _model_type(named) not in (None, _model_type(folder)) and (
             f"{adapter.path} was trained on another base model, {info.model!r:.100}, "
