@@ -23,6 +23,7 @@ from mlxtune.config.fields import Checked, given_options, options_of
 from mlxtune.core.data.cache import least_used
 from mlxtune.core.data.problems import rows_folder
 from mlxtune.core.data.sources.datafiles import VALIDATION
+from mlxtune.core.data.sources.nulls import without_nulls
 from mlxtune.core.files import ours
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.writing import make_folder, mark_used, write_file
@@ -174,6 +175,8 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
                 values = iter(changed[name])
             except TypeError as error:
                 raise DataError(f"{name} has no rows: {error}") from error
+            if hasattr(changed[name], "features"):  # a datasets.Dataset, whose rows are Arrow's
+                values = (without_nulls(row, from_arrow=True) for row in values)
             first = list(islice(values, 1))
             every = chain(first, values)
             if isinstance(next(iter(first), {}), str | os.PathLike):

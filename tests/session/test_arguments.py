@@ -66,6 +66,16 @@ def test_fields_of_the_config_are_keywords_beside_the_function_s_own() -> None:
         described(TrainConfig("m", data=("d",)), rank=3)
 
 
+def test_nulls_of_a_dataset_are_absent_keys() -> None:
+    class Filled(list[Any]):
+        features = None
+
+    call = {"name": "look", "arguments": {"city": "Oslo", "amount": None}}
+    (row,) = read(with_rows({"data": Filled([{"completion": [{"tool_calls": [call]}]}])})["data"])
+
+    assert row["completion"][0]["tool_calls"][0]["arguments"] == {"city": "Oslo"}
+
+
 @pytest.mark.parametrize("rows", [ROWS, tuple(ROWS), Dataset(), (row for row in ROWS)])
 def test_rows_become_a_file_without_what_is_missing(rows: Any) -> None:
     found = with_rows({"data": rows, "rank": 3})

@@ -20,6 +20,7 @@ from mlxtune.errors import shorten
 ANOTHER_ANSWER = "prompt that another row answers differently"
 CONTROL_TOKEN = "control token written in content"
 DOUBLE_BOS = "BOS twice at the start"
+DOUBTFUL_NULLS = "nulls in tools or arguments, kept as values"
 DROPPED_CONTENT = "text beside a tool call left out by the template"
 DROPPED_SYSTEM = "system message left out by the template"
 DROPPED_TEXT = "text left out by the template"
@@ -55,6 +56,8 @@ ADVICE = {
     ANOTHER_ANSWER: "the model learns a mix of the answers: keep one, unless several are intended",
     CONTROL_TOKEN: "the model reads it as a real control token: remove it from the text",
     DOUBLE_BOS: "the model's template writes it twice: fix the template",
+    DOUBTFUL_NULLS: "the model sees them, as in transformers: if a table filled them in, convert "
+    "it to parquet, from which they are left out",
     DROPPED_CONTENT: "it is not trained on: remove it, or split the turn in two",
     DROPPED_SYSTEM: "training and inference do not show it to the model: try --merge-system",
     DROPPED_TEXT: "training and inference do not show it to the model: remove it, or write it as "
@@ -109,7 +112,7 @@ MARKED = {
     "last turn": "the last assistant turn has weight 0",
 }
 # Kinds of notes for which `train` refuses the data, and kinds that need no attention.
-ERRORS, REMARKS = (DOUBLE_BOS,), (ANOTHER_ANSWER, UNREAD_METADATA)
+ERRORS, REMARKS = (DOUBLE_BOS,), (ANOTHER_ANSWER, DOUBTFUL_NULLS, UNREAD_METADATA)
 # The ends of the kinds of notes on keys, each with the kind that has its advice.
 _UNREAD = {
     " of the template's options is not read": UNREAD_OPTION,

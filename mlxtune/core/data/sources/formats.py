@@ -31,6 +31,7 @@ from mlxtune.core.data.sources.conversions import (
     labelled,
 )
 from mlxtune.core.data.sources.keys import (
+    Note,
     check_row_is_learned,
     field_option,
     letters,
@@ -94,15 +95,20 @@ class Format:
         if isinstance(given, Mapping):  # OpenAI's pairs, whose prompt is an object
             known = {"messages", *_OPTIONAL, *turn_marks(given)}
             unread += tuple(unread_keys(given, known, texts))
-        if not unread:
-            return converted
-        if isinstance(converted, Pair):
-            return replace(converted, chosen=replace(converted.chosen, unread=unread))
-        return replace(converted, unread=unread)
+        return with_notes(converted, unread)
 
     def fits(self, content: JsonObject) -> bool:
         """Return whether the row has the keys; null counts as absent."""
         return all(content.get(key) is not None for key in self.keys)
+
+
+def with_notes(row: Row, notes: tuple[Note, ...]) -> Row:
+    """Return a row with notes on its keys added to it."""
+    if not notes:
+        return row
+    if isinstance(row, Pair):
+        return replace(row, chosen=replace(row.chosen, unread=row.chosen.unread + notes))
+    return replace(row, unread=row.unread + notes)
 
 
 def _texts(row: Row) -> list[str]:

@@ -11,7 +11,14 @@ from typing import Any
 
 from mlxtune.config.data_config import MESSAGE_NAMES, ROW_NAMES
 from mlxtune.core.data.conversation import Row
-from mlxtune.core.data.problems import TABLE_ENDINGS, BadRow, SkippedRows, shown, where
+from mlxtune.core.data.problems import (
+    DOUBTFUL_NULLS,
+    TABLE_ENDINGS,
+    BadRow,
+    SkippedRows,
+    shown,
+    where,
+)
 from mlxtune.core.data.sources.advice import check_is_row, missing_keys
 from mlxtune.core.data.sources.conversions import (
     ANSWERS,
@@ -27,9 +34,11 @@ from mlxtune.core.data.sources.formats import (
     formats_of,
     pair_keys,
     recognise,
+    with_notes,
 )
 from mlxtune.core.data.sources.messages import ROLES, role_of
-from mlxtune.core.data.sources.rows import read_objects
+from mlxtune.core.data.sources.nulls import may_be_filled
+from mlxtune.core.data.sources.rows import has_nulls, read_objects
 from mlxtune.core.data.sources.services import CLAUDE, as_sharegpt
 from mlxtune.errors import DataError, shorten
 
@@ -88,6 +97,8 @@ def read_rows(
                 converted = file_format.read(row, renamed)
             except BadRow as problem:
                 raise _in_their_words(problem, content, renamed) from problem
+            if has_nulls(content) and may_be_filled(content):
+                converted = with_notes(converted, ((DOUBTFUL_NULLS, ""),))
         except BadRow as problem:
             skipped.add(row, problem)
             bad += 1

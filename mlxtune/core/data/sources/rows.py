@@ -33,6 +33,7 @@ from mlxtune.core.data.problems import (
 )
 from mlxtune.core.data.sources import parquet_helper
 from mlxtune.core.data.sources.datafiles import CHATGPT_FILE, TO_PARQUET, needs, reading
+from mlxtune.core.data.sources.nulls import without_nulls
 from mlxtune.core.data.sources.text_rows import (
     UTF16,
     NumberedRow,
@@ -98,38 +99,35 @@ def read_objects(
     is the line's. Lines end in LF or CRLF; a UTF-8 byte order mark is dropped. A row of CSV or TSV
     has the number of its first line. A row of a JSON array or of parquet is an element, and its
     number is the element's. With `texts`, a file of plain text is a row, or several with
-    `split_at`. Objects in a row have no nulls: tables such as Arrow's give all
-    objects the keys of all, and fill them with null; NaN, which pandas writes for an empty cell,
-    is one of them.
+    `split_at`. Objects in a row have no nulls but those that a template writes.
 
     Only arrays are held in memory as a whole. Raises DataError when a file cannot be read, or
     unpacks to far more than its size.
     """
-    for number, row in _read_objects(path, texts, split_at):
-        yield number, row if isinstance(row, BadRow) else _without_nulls(row)
+    head = _head(path)
+    for number, row in _read_objects(path, head, texts, split_at):
+        yield number, _present(row, from_arrow=head.startswith(PARQUET))
 
 
-def _without_nulls(row: dict[str, Any]) -> dict[str, Any] | BadRow:
-    """Return a row whose nested objects have no nulls; its own nulls name its empty fields."""
+def _present(row: dict[str, Any] | BadRow, *, from_arrow: bool) -> dict[str, Any] | BadRow:
     try:
-        return {key: None if _is_null(value) else _present(value) for key, value in row.items()}
+        if isinstance(row, BadRow) or not has_nulls(row):
+            return row
+        return without_nulls(row, from_arrow=from_arrow)
     except RecursionError:
         return BadRow("JSON nested too deeply")
 
 
-def _is_null(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+def has_nulls(value: Any) -> bool:
+    """Return whether a row, or a value in it, is or holds null or NaN."""
+    if isinstance(value, dict | list):
+        return any(map(has_nulls, value.values() if isinstance(value, dict) else value))
+    return value is None or value != value
 
 
-def _present(value: Any) -> Any:
-    """Return a value without the nulls in its objects."""
-    if isinstance(value, dict):
-        return {key: _present(item) for key, item in value.items() if not _is_null(item)}
-    return [_present(item) for item in value] if isinstance(value, list) else value
-
-
-def _read_objects(path: Path, texts: bool, split_at: str | None) -> Iterator[NumberedRow]:
-    head = _head(path)
+def _read_objects(
+    path: Path, head: bytes, texts: bool, split_at: str | None
+) -> Iterator[NumberedRow]:
     if head.startswith(PARQUET):
         return _parquet_rows(path)
     if head.startswith(ZIP):

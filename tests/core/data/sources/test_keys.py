@@ -729,43 +729,10 @@ def test_calls_of_one_turn_have_one_mark(tmp_path: Path) -> None:
 # Nulls
 
 
-@pytest.mark.parametrize("kind", ["lines", "array"])
-def test_nulls_of_tables_are_absent_in_every_object(tmp_path: Path, kind: str) -> None:
-    clean = {"messages": CALLS, "tools": [{"type": "function", "function": {"name": "add"}}]}
-
-    def filled(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: filled(each) for key, each in value.items()} | {
-                "absent": None,
-                "empty": float("nan"),
-            }
-        return [filled(each) for each in value] if isinstance(value, list) else value
-
-    rows, path = [clean, filled(clean)], tmp_path / "data.jsonl"
-    path.write_text(json.dumps(rows) if kind == "array" else "\n".join(map(json.dumps, rows)))
-
-    one, other = read_rows(path, SkippedRows(path))
-
-    assert isinstance(one, Conversation) and isinstance(other, Conversation)
-    assert (one.messages, one.tools) == (other.messages, other.tools)
-
-
 def test_nan_is_an_empty_cell(tmp_path: Path) -> None:
     row = {"instruction": "Hi", "input": float("nan"), "output": "Hello!"}
     assert told(tmp_path, row) == [("user", "Hi", True), ("assistant", "Hello!", True)]
     assert reason(tmp_path, row | {"output": float("nan")}).startswith("'output' is empty")
-
-
-def test_null_in_arguments_as_text_is_meant(tmp_path: Path) -> None:
-    call = {"name": "f", "arguments": '{"unit": null}'}
-    row = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(row))
-
-    (one,) = read_rows(path, SkippedRows(path))
-
-    assert isinstance(one, Conversation)
-    assert one.messages[-1].tool_calls == ({"name": "f", "arguments": {"unit": None}},)
 
 
 # Further rows as other tools write them, and what they are read as
