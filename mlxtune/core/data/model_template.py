@@ -48,6 +48,7 @@ from mlxtune.core.data.template import (
 )
 
 _END_THINK = "</think>"
+_TAG = re.compile("(</?think>)")
 # The tags that open thinking in a generation prompt, and close it before the answer.
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
 _TEST_CONTENT = "mlxtune asks whether this is shown"
@@ -262,9 +263,12 @@ class ModelTemplate:
             content, answer = _content_after_thinking(message), turn.text[slice(*turn.spans[0])]
             # The content comes last and may quote the thinking, so look for thinking outside it.
             parts = answer.rpartition(content) if content else (answer, "", "")
-            if content and not parts[1]:
+            outside, inside = _by_thinking(message.content)
+            if any(text not in answer for text in outside):
                 notes[DROPPED_CONTENT if message.tool_calls else DROPPED_TEXT] = where
-            if message.thinking and not any(message.thinking in part for part in parts[::2]):
+            if any(text not in answer for text in inside) or (
+                message.thinking and not any(message.thinking in part for part in parts[::2])
+            ):
                 notes[DROPPED_THINKING] = where
             yield turn
         if dropped := _dropped(messages[chat.first : chosen[-1]], turn.text):
@@ -420,14 +424,14 @@ def _dropped(messages: Iterable[Message], rendered: str) -> int:
     """
     end = 0
     for place, message in enumerate(messages, start=1):
-        text = _content_after_thinking(message)
         if message.role == "system" or message.tool_calls:
             continue
-        # Messages stand in order, so that a long conversation is searched once.
-        if (start := rendered.find(text, end)) >= 0:
-            end = start + len(text)
-        elif text not in rendered and to_json(text)[1:-1] not in rendered:
-            return place
+        for text in _by_thinking(message.content)[0]:
+            # Messages stand in order, so that a long conversation is searched once.
+            if (start := rendered.find(text, end)) >= 0:
+                end = start + len(text)
+            elif text not in rendered and to_json(text)[1:-1] not in rendered:
+                return place
     return 0
 
 
@@ -461,6 +465,20 @@ def _answer_after(before: Message, where: str) -> BadRow | None:
     if before.tool_calls:
         return BadRow("a tool call without a result", f"{where} follows it: add the tool's message")
     return BadRow("two assistant turns in a row", f"{where}: join it to the turn before")
+
+
+def _by_thinking(content: str) -> tuple[list[str], list[str]]:
+    """Return the texts outside of thinking, and the texts of thinking, whose tags may repeat."""
+    outside: list[str] = []
+    inside: list[str] = []
+    *pieces, last = _TAG.split(content)
+    before = ""
+    for text, tag in zip(pieces[::2], pieces[1::2], strict=True):
+        is_thinking = tag == _END_THINK and before != _END_THINK
+        (inside if is_thinking else outside).append(text.strip())
+        before = tag
+    outside.append(last.strip())
+    return [*filter(None, outside)], [*filter(None, inside)]
 
 
 def _content_after_thinking(message: Message) -> str:
