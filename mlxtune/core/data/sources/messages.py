@@ -229,6 +229,13 @@ def _parse_message(where: str, message: Any) -> Message:
         content = fields["content"] = _joined(content, where)
     if role == "assistant":
         answer = _parse_answer(fields, is_learned(marks_of(message), where), where)
+        # A template gets one thinking; other fields of thinking are unread unless they repeat it.
+        removed |= {
+            name
+            for name in THINKING_FIELDS
+            if isinstance(thought := fields.get(name), str)
+            and thought.strip() not in ("", answer.thinking)
+        }
         return replace(answer, removed=tuple(sorted(removed))) if removed else answer
     if not isinstance(content, str):
         problem = _other_content(fields) or json_type(content)

@@ -16,6 +16,7 @@ from mlxtune.core.data.encode import Encoder
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import RowTally, SkippedRows
 from mlxtune.core.data.sources.formats import FORMATS, LABELS, PAIRS
+from mlxtune.core.data.sources.notes import notes_on_keys
 from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.core.data.template import TEMPLATES
 from tests.core.data import renderers
@@ -189,6 +190,7 @@ MARKED = [
     *(("training", False, None), ("loss_mask", 0, 1), ("lossWeight", 0.0, 1.0)),
     *(("trainable", "False", "true"), ("masked", True, False), ("is_masked", 1, 0)),
     *(("compute_loss", False, True), ("loss_scale", 0, 1), ("Train", "off", "on")),
+    *(("sample_weight", 0, 1), ("train_mask", 0, 1), ("response_mask", "0", "1")),
 ]
 
 
@@ -217,12 +219,45 @@ def test_turn_that_is_marked_is_context(
     assert notes(tmp_path, row) == {}
 
 
-@pytest.mark.parametrize("key", ["loss", "train", "weight", "loss_mask"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("loss", "train", "weight", "loss_mask"),
+        *("sample_weight", "response_mask", "assistant_mask", "train_mask"),
+    ],
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_row_that_is_marked_is_skipped(tmp_path: Path, key: str, name: str) -> None:
     row = EVERY[name][1] | {key: False}
     assert reason(tmp_path, row) == f"a row that is marked not to be learned ('{key}': false)"
     assert notes(tmp_path, row | {key: True}) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("split", "test"), ("Split", "Held-out"), ("subset", "validation")),
+        *(("status", "do not train"), ("tag", "Don't train"), ("note", "excluded")),
+        *(("metadata", {"train": False}), ("extra_info", {"masked": True})),
+    ],
+)
+def test_fact_that_excludes_a_row_from_training_is_noted(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    assert list(notes(tmp_path, CHAT | {key: value})) == [
+        f"key {key!r} of a row is not read as a mark"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("split", "train"), ("status", "reviewed"), ("topic", "test"), ("tag", "training")),
+        *(("metadata", {"train": True, "loss": 0}), ("note", "Do not train the dog at night")),
+    ],
+)
+def test_other_facts_are_metadata(tmp_path: Path, key: str, value: Any) -> None:
+    assert notes(tmp_path, CHAT | {key: value}) == {problems.UNREAD_METADATA: repr(key)}
 
 
 def test_measured_loss_of_a_row_is_no_mark(tmp_path: Path) -> None:
@@ -649,6 +684,19 @@ def test_row_decides_whether_the_template_thinks(tmp_path: Path, given: str, thi
     assert asked - {None} == {thinks}
 
 
+@pytest.mark.parametrize(("given", "thinks"), [("false", False), ("True", True), (0, False)])
+def test_switch_of_a_template_may_be_text_or_a_number(
+    tmp_path: Path, given: Any, thinks: bool
+) -> None:
+    for row in ({"enable_thinking": given}, {"chat_template_kwargs": {"enable_thinking": given}}):
+        assert converted(tmp_path, CHAT | row).options == {"enable_thinking": thinks}
+
+
+def test_switch_that_is_neither_true_nor_false_is_a_reason(tmp_path: Path) -> None:
+    said = reason(tmp_path, CHAT | {"enable_thinking": "maybe"})
+    assert said == """'enable_thinking' is neither true nor false ("maybe")"""
+
+
 def test_options_are_noted_where_the_built_in_template_has_none(tmp_path: Path) -> None:
     noted = notes(tmp_path, CHAT | {"enable_thinking": False})
     (kind,) = noted
@@ -671,9 +719,53 @@ def test_thinking_under_a_rare_name_is_trained_on(tmp_path: Path, key: str) -> N
     assert notes(tmp_path, row) == {}
 
 
-def test_second_thinking_is_noted(tmp_path: Path) -> None:
-    row = {"messages": [USER, ANSWER | {"thinking": "Greet.", "thought": "Or not."}]}
-    assert list(notes(tmp_path, row)) == ["key 'thought' of a message is not read as thinking"]
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("thinking", "thought"),
+        ("reasoning_content", "thinking"),
+        ("reasoning_content", "reasoning"),
+        ("thinking", "reasoning"),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_second_thinking_is_noted(tmp_path: Path, first: str, second: str, own: bool) -> None:
+    row = {"messages": [USER, ANSWER | {first: "Greet.", second: "Or not."}]}
+    template = own_template()[0] if own else None
+
+    assert list(notes(tmp_path, row, template=template, source=READS * own)) == [
+        f"key {second!r} of a message is not read as thinking"
+    ]
+
+
+# Templates, each with whether it reads a key of messages.
+READERS = {
+    "{% for message in messages %}{{ message.KEY }}": True,
+    "{{ messages[0]['KEY'] }}": True,
+    '{{ messages[loop.index0 - 1].get("KEY") }}': True,
+    "{% for m in messages[1:] %}{% if 'KEY' in m %}x": True,
+    "{%- set turns = messages -%}{% for turn in turns if turn %}{{ turn['KEY'] }}": True,
+    "{%- set last = messages[-1] %}{{ last.KEY }}": True,
+    "{{ messages | map(attribute='KEY') }}": True,
+    "{{ messages | selectattr('KEY') }}": True,
+    "{% for message in messages %}{{ message | tojson }}": True,
+    '{{ tool_call.KEY }}{{ tool["KEY"] }} {"KEY": <a string>}': False,
+    "{% for call in message.tool_calls %}{{ call.KEY }}": False,
+    "{% set function = messages[0]['tool_calls'][0] %}{{ function.KEY }}": False,
+}
+
+
+@pytest.mark.parametrize("key", ["name", "arguments", "function"])
+@pytest.mark.parametrize("source", READERS)
+def test_key_of_a_message_is_noted_if_only_calls_or_tools_have_it(
+    tmp_path: Path, source: str, key: str
+) -> None:
+    row = converted(tmp_path, {"messages": [USER | {key: "Bob"}, ANSWER]})
+
+    noted = notes_on_keys(row, source.replace("KEY", key))
+
+    assert bool(noted) is not READERS[source]
+    assert all(repr(key) in f"{kind} {detail}" for kind, detail in noted.items())
 
 
 # Agents' formats

@@ -160,7 +160,6 @@ def test_row_with_a_system_text_begins_with_it() -> None:
         (ANSWER | {"reasoning_content": "\nHm.\n"}, "Hm."),
         (ANSWER | {"thinking": "Hm."}, "Hm."),
         (ANSWER | {"reasoning": "Hm."}, "Hm."),
-        (ANSWER | {"reasoning_content": "First.", "thinking": "Second."}, "First."),
         (ANSWER | {"reasoning_content": "", "content": "<think>\nHm.\n</think>\n\nHi"}, "Hm."),
         (ANSWER | {"reasoning": "Field.", "content": "<think>Tags.</think>Hi"}, "Field."),
         (ANSWER | {"content": " \n<think>Hm.</think>Hi"}, "Hm."),
