@@ -15,7 +15,7 @@ writes an empty think block into the last turn only), each turn is a separate ex
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
@@ -39,6 +39,7 @@ from mlxtune.core.data.problems import (
 )
 from mlxtune.core.data.sources.keys import THINKING_FIELDS, reads_key, reads_variable
 from mlxtune.core.data.sources.messages import supervised_turns
+from mlxtune.core.data.sources.tool_calls import with_objects
 from mlxtune.core.data.template import (
     END_OF_TURN,
     PendingRendering,
@@ -49,6 +50,8 @@ from mlxtune.core.data.template import (
 
 _END_THINK = "</think>"
 _TAG = re.compile("(</?think>)")
+# A template that takes arguments as JSON text too.
+_TEXT_ARGUMENTS = re.compile(r"\.arguments is string\b")
 # The tags that open thinking in a generation prompt, and close it before the answer.
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
 _TEST_CONTENT = "mlxtune asks whether this is shown"
@@ -229,6 +232,9 @@ class ModelTemplate:
 
     def _fields_of(self, message: Message) -> Mapping[str, Any]:
         """Return a message's fields; its thinking is only in the field that the template reads."""
+        if message.tool_calls and not _TEXT_ARGUMENTS.search(self.source):
+            calls = with_objects(message.tool_calls, "arguments of a call")
+            message = replace(message, fields={**message.fields, "tool_calls": calls})
         name, content = self._thinking_field, message.content
         if name is None or not message.thinking:
             return message.fields

@@ -1,10 +1,17 @@
 """Checks tools and tool calls, which are objects, or such objects as JSON text; raises BadRow."""
 
+import json
+import math
+import re
+from collections.abc import Iterable
+from decimal import Decimal
 from typing import Any
 
 from mlxtune.core.data.conversation import function_name
 from mlxtune.core.data.problems import BadRow, json_type, parse_json
 
+# Text with a number that may be longer or larger than a float.
+_LONG_NUMBER = re.compile(r"[\d.]{17}|\d[eE][+-]?\d{3}")
 _OF_BARE_CALL = {"name", "id", "type"}
 
 
@@ -45,7 +52,8 @@ def plain_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a call with its arguments parsed from JSON text, if they are text.
 
     OpenAI's files have JSON text; templates expect an object, and mlx_lm.server parses the text.
-    Raises BadRow for arguments that are no object: templates render them in different ways.
+    Text stays if a number in it is one that no float equals. Raises BadRow for arguments that are
+    no object: templates render them in different ways.
     """
     if function_name(call) is None:  # rendering raises BadRow
         return call
@@ -55,6 +63,7 @@ def plain_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     bare = function.keys() <= _OF_BARE_CALL
     arguments = "{}" if bare else function.get("arguments")
     if isinstance(arguments, dict):
+        check_numbers(arguments, where)
         return call
     if not isinstance(arguments, str):
         problem = json_type(arguments) if "arguments" in function else "null or missing"
@@ -65,8 +74,51 @@ def plain_call(call: dict[str, Any], where: str) -> dict[str, Any]:
         raise _bad_arguments(where, str(problem)) from problem
     if not isinstance(parsed, dict):
         raise _bad_arguments(where, f"{json_type(parsed)} as JSON text")
+    if _LONG_NUMBER.search(arguments) and _changes_numbers(arguments):
+        return call
     function = function | {"arguments": parsed}
     return call | {"function": function} if nested else function
+
+
+def with_objects(calls: Iterable[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Return calls without arguments that stay text, as `plain_call` leaves them. Raises BadRow."""
+    found = []
+    for call in calls:
+        function = call["function"] if isinstance(call.get("function"), dict) else call
+        if isinstance(text := function.get("arguments"), str):
+            function = function | {"arguments": parse_json(text)}
+            check_numbers(function["arguments"], where)
+            call = function if "arguments" in call else call | {"function": function}
+        found.append(call)
+    return found
+
+
+def check_numbers(arguments: dict[str, Any], where: str) -> None:
+    """Raise BadRow for a number that JSON cannot write, such as Infinity."""
+    try:
+        json.dumps(arguments, allow_nan=False)
+    except ValueError as error:
+        kind = "a tool call with a number that JSON lacks"
+        raise BadRow(kind, f"{where}: Infinity or beyond 1e308: write it as text") from error
+    except RecursionError:  # rendering raises BadRow
+        return
+
+
+def _changes_numbers(text: str) -> bool:
+    """Return whether Python's floats change a number of JSON text."""
+    changed: list[str] = []
+
+    def read(number: str) -> float:
+        value = float(number)
+        try:
+            if not math.isfinite(value) or Decimal(repr(value)) != Decimal(number):
+                changed.append(number)
+        except ArithmeticError:  # an exponent beyond Decimal's
+            changed.append(number)
+        return value
+
+    json.loads(text, parse_float=read)
+    return bool(changed)
 
 
 def _bad_arguments(where: str, problem: str) -> BadRow:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from mlxtune.core.data.problems import BadRow
 from mlxtune.core.data.sources.messages import parse_conversation
+from tests.core.data.renderers import answers, assistant, chatml, converse, render
 from tests.core.data.sources.test_messages import ANSWER, CALL, USER, parse, refused
 
 
@@ -47,6 +49,45 @@ def test_other_arguments_are_refused_with_their_place(arguments: Any, bare: bool
     assert problem.kind == "a tool call whose arguments are not an object"
     assert problem.detail.startswith("message 2, call 2: 'arguments' is ")
     assert problem.detail.endswith("write an object, {} if empty")
+
+
+@pytest.mark.parametrize(
+    ("number", "stays"),
+    [
+        ("12345678901234567890.123", True),
+        *(("1e400", True), ("-1E+400", True), ("1e-400", True), ("1e-99999999999999999999", True)),
+        *(("0.30000000000000004", False), ("1e300", False), ("1E3", False), ("0.10", False)),
+        ("123456789012345678901234567890", False),
+    ],
+)
+def test_text_with_a_number_that_no_float_equals_stays_text(number: str, stays: bool) -> None:
+    text = f'{{"a": [{number}]}}'
+    message = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": text}]}
+
+    (call,) = parse(message).tool_calls
+
+    assert call["arguments"] == (text if stays else json.loads(text))
+
+
+@pytest.mark.parametrize("source", ["{{ x.arguments is string }}", "{{ x.arguments | tojson }}"])
+def test_text_that_stays_reaches_only_a_template_that_takes_text(source: str) -> None:
+    text = '{"a": 12345678901234567890.123}'
+    call = {"type": "function", "function": {"name": "f", "arguments": text}}
+    conversation = converse(("user", "Hi"), assistant("", tool_calls=[call]))
+
+    (answer,) = answers(render(chatml, conversation, source=source))
+
+    written = text if "string" in source else json.loads(text)
+    assert f'"arguments": {json.dumps(written)}' in answer
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_number_that_json_lacks_is_a_reason(text: bool) -> None:
+    arguments = '{"a": 1e400}' if text else {"a": float("inf")}
+    said = assistant("", tool_calls=[{"name": "f", "arguments": arguments}])
+
+    with pytest.raises(BadRow, match="a tool call with a number that JSON lacks"):
+        render(chatml, converse(("user", "Hi"), said))
 
 
 def test_arguments_under_another_key_are_refused() -> None:
