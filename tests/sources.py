@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from functools import cache
 from pathlib import Path
 
@@ -18,4 +19,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(tree_of(path)))
+    nodes = tuple(ast.walk(tree_of(path)))
+    # Otherwise garbage collections in later tests pass over a million nodes.
+    gc.freeze()
+    return nodes
