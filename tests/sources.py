@@ -14,12 +14,12 @@ PACKAGE = ROOT / "mlxtune"
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    # Otherwise garbage collections in later tests pass over a million nodes.
+    gc.freeze()
+    return tree
 
 
 @cache
 def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    nodes = tuple(ast.walk(tree_of(path)))
-    # Otherwise garbage collections in later tests pass over a million nodes.
-    gc.freeze()
-    return nodes
+    return tuple(ast.walk(tree_of(path)))
