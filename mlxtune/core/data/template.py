@@ -73,7 +73,7 @@ Template = Callable[[Conversation], Rendering]
 PendingRendering = Callable[[], Rendering]
 
 
-_IN_TAGS = re.compile(r"\s*<(?P<tag>\w{1,40})>\s*(?P<text>.*\S)\s*</(?P=tag)>\s*", re.DOTALL)
+_IN_TAGS = re.compile(r"\s*<(?P<tag>\w{1,40})>(?P<text>.*)</(?P=tag)>\s*", re.DOTALL)
 
 
 def _join(parts: Iterable[tuple[str, bool]]) -> Rendered:
@@ -96,7 +96,7 @@ def without_own_tags(conversation: Conversation, source: str) -> Conversation:
         found = _IN_TAGS.fullmatch(message.content) if message.role == "tool" else None
         if found is None or f"<{found['tag']}>" not in source:
             return message
-        text = found["text"]
+        text = found["text"].strip()
         return replace(message, content=text, fields={**message.fields, "content": text})
 
     return replace(conversation, messages=tuple(map(inner, conversation.messages)))
