@@ -18,6 +18,7 @@ from mlxtune.core.formatting import pluralise
 from mlxtune.errors import shorten
 
 ANOTHER_ANSWER = "prompt that another row answers differently"
+CLASS_LABEL = "label beside plain text, which is not learned"
 CONTROL_TOKEN = "control token written in content"
 DOUBLE_BOS = "BOS twice at the start"
 DOUBTFUL_NULLS = "nulls in tools or arguments, kept as values"
@@ -39,8 +40,10 @@ RENDERED_CHAT = "text that is a rendered chat"
 REFUSAL = "answer that refuses"
 OPPOSITE = "pair that another row has the other way round"
 REPLACED = "replacement character, where text was lost"
+TWO_THOUGHTS = "thinking both in an answer's text and in its own field"
 TRUNCATED_ANSWER = "answer cut at --max-seq-len"
 TWO_PROMPTS = "answers whose prompts the template renders differently"
+UNANSWERED = "last message that no answer follows"
 UNCLOSED_THINKING = "thinking that is never closed"
 UNKNOWN_END = "end of turn that is not among the model's end tokens"
 FURTHER_KEYS = "further keys that are not read"
@@ -54,6 +57,8 @@ UNDECLARED_TOOL = "call of a tool that is not declared"
 
 ADVICE = {
     ANOTHER_ANSWER: "the model learns a mix of the answers: keep one, unless several are intended",
+    CLASS_LABEL: "the model learns the text alone: to learn the label as the answer to the text, "
+    "use --field prompt=text --field completion=KEY",
     CONTROL_TOKEN: "the model reads it as a real control token: remove it from the text",
     DOUBLE_BOS: "the model's template writes it twice: fix the template",
     DOUBTFUL_NULLS: "the model sees them, as in transformers: if a table filled them in, convert "
@@ -78,8 +83,10 @@ ADVICE = {
     "'completion', without any",
     REFUSAL: "the model learns to refuse: remove the row, unless that is intended",
     REPLACED: "the model learns to write it: export the text again, in UTF-8",
+    TWO_THOUGHTS: "the model learns to write both: keep one",
     TRUNCATED_ANSWER: "the model learns neither the answer's end nor to stop: raise --max-seq-len",
     TWO_PROMPTS: "each answer keeps the prompt of inference, so the two share fewer tokens",
+    UNANSWERED: "it is not used: add its answer if there is one",
     UNCLOSED_THINKING: "the model learns to answer within its thinking: write </think> after it",
     UNKNOWN_END: "mlxtune stops at it, but other tools write on: give them the token, or run "
     "mlxtune fuse, which adds it to the model's end tokens",
@@ -112,7 +119,8 @@ MARKED = {
     "last turn": "the last assistant turn has weight 0",
 }
 # Kinds of notes for which `train` refuses the data, and kinds that need no attention.
-ERRORS, REMARKS = (DOUBLE_BOS,), (ANOTHER_ANSWER, DOUBTFUL_NULLS, UNREAD_METADATA)
+ERRORS = (DOUBLE_BOS,)
+REMARKS = (ANOTHER_ANSWER, DOUBTFUL_NULLS, UNANSWERED, UNREAD_METADATA)
 # The ends of the kinds of notes on keys, each with the kind that has its advice.
 _UNREAD = {
     " of the template's options is not read": UNREAD_OPTION,

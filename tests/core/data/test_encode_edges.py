@@ -121,12 +121,15 @@ def test_control_token_in_the_content_of_any_turn_is_noted_once_a_row() -> None:
         Document(10, "<|im_start|>user\nHi<|im_end|>"),
     )
 
-    assert found.counts == Counter({problems.CONTROL_TOKEN: 4, problems.RENDERED_CHAT: 1})
+    assert found.counts == Counter(
+        {problems.CONTROL_TOKEN: 4, problems.RENDERED_CHAT: 1, problems.UNANSWERED: 1}
+    )
     assert found.places == {
         problems.CONTROL_TOKEN: [
             *((3, "<|im_end|>"), (5, "<bos>"), (8, "<bos>"), (9, "<|endoftext|>")),
         ],
         problems.RENDERED_CHAT: [(10, "<|im_start|>")],
+        problems.UNANSWERED: [(8, "message 3")],
     }
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from mlxtune.config.objective_config import LABELLED, PAIRED
 from mlxtune.core.data.conversation import Conversation, Document, Pair, Row
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import CLASS_LABEL, BadRow
 from mlxtune.core.data.sources.conversions import (
     JsonObject,
     from_alpaca,
@@ -31,6 +31,7 @@ from mlxtune.core.data.sources.conversions import (
     labelled,
 )
 from mlxtune.core.data.sources.keys import (
+    EMPTY,
     Note,
     check_row_is_learned,
     field_option,
@@ -67,6 +68,7 @@ _ANSWER_WORDS = {
     "chosen": {"good", "better", "best", "preferred", "accepted", "winner", "positive"},
     "rejected": {"bad", "worse", "worst", "dispreferred", "loser", "negative"},
 }
+_CLASSES = ("label", "labels", "labeltext", "labelname")
 # Keys beside a conversation that every format of conversations reads.
 _OPTIONAL = ("system", "tools", "functions")
 
@@ -91,7 +93,9 @@ class Format:
         given = content.get("input") if "preferred_output" in self.keys else None
         if given is None and not isinstance(converted, Document):
             known |= turn_marks(content).keys()
-        unread = tuple(unread_keys(content, known, texts))
+        classes = _classes(content) if isinstance(converted, Document) else []
+        unread = tuple(unread_keys(content, {*known, *classes}, texts))
+        unread += tuple([(CLASS_LABEL, shorten(key)) for key in classes])
         if isinstance(given, Mapping):  # OpenAI's pairs, whose prompt is an object
             known = {"messages", *_OPTIONAL, *turn_marks(given)}
             unread += tuple(unread_keys(given, known, texts))
@@ -109,6 +113,18 @@ def with_notes(row: Row, notes: tuple[Note, ...]) -> Row:
     if isinstance(row, Pair):
         return replace(row, chosen=replace(row.chosen, unread=row.chosen.unread + notes))
     return replace(row, unread=row.unread + notes)
+
+
+def _classes(content: JsonObject) -> list[str]:
+    """Return the keys of a text's class, which a classifier would learn."""
+    keys = sorted(key for key in content if letters(key) in _CLASSES)
+    # A boolean says whether to learn an answer.
+    return [
+        key
+        for key in keys
+        if isinstance(value := content[key], str | int) and value not in EMPTY
+        if not isinstance(value, bool)
+    ]
 
 
 def _texts(row: Row) -> list[str]:

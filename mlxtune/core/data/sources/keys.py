@@ -295,6 +295,9 @@ def _is_number(value: Any) -> bool:
 @lru_cache(4096)
 def reads_key(template: str, key: str) -> bool:
     """Return whether a template's source reads a key of a message, as `.key` or `['key']`."""
+    if key in _CALL | _FUNCTION:  # which calls and tools have too
+        of = r"\b(?:\w*message\w*|msg|m|turn)(?:\[[^\]]*\])?(?:\.get\(\s*|[.\[])['\"]?"
+        return re.search(rf"{of}{re.escape(key)}\b", template) is not None
     return re.search(rf"[.'\"]{re.escape(key)}\b", template) is not None
 
 

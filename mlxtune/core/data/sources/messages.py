@@ -350,7 +350,7 @@ def _parse_answer(fields: dict[str, Any], trained: bool, where: str) -> Message:
         raise BadRow("empty answer", f"{where} has no content" + f": {advice}" * bool(advice))
     if not isinstance(content, str):
         raise BadRow("content is not text", f"{where}: {json_type(content)}")
-    thought, answer = _thinking_and_answer(content)
+    thought, answer = thinking_and_answer(content)
     thinking = thinking or thought
     if not calls and not thinking and (not answer or answer.isspace()):
         raise BadRow("empty answer", where)
@@ -367,7 +367,7 @@ def _thinking_field(fields: Mapping[str, Any], where: str) -> str:
     return ""
 
 
-def _thinking_and_answer(content: str) -> tuple[str, str]:
+def thinking_and_answer(content: str) -> tuple[str, str]:
     """Split `<think>thinking</think>answer`, whose opening tag may be in the prompt instead."""
     if "</think>" not in content:
         return "", content

@@ -25,6 +25,8 @@ from mlxtune.core.data.problems import (
     REFUSAL,
     RENDERED_CHAT,
     REPLACED,
+    TWO_THOUGHTS,
+    UNANSWERED,
     UNCLOSED_THINKING,
     UNDECLARED_TOOL,
     UNKNOWN_TAGS,
@@ -43,7 +45,7 @@ from mlxtune.core.data.sources.keys import (
     unread_in_message,
     unread_in_row,
 )
-from mlxtune.core.data.sources.messages import call_ids, result_id
+from mlxtune.core.data.sources.messages import call_ids, result_id, thinking_and_answer
 from mlxtune.errors import shorten
 
 # The beginnings of refusals, in lower case and with straight apostrophes.
@@ -69,14 +71,16 @@ _MOJIBAKE = re.compile(
 # The beginnings of turns in the templates of Qwen, Gemma, Llama, Mistral, Phi and gpt-oss, and in
 # the plain texts of Alpaca and Guanaco.
 _TURN = re.compile(
-    r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*(<\|im_start\|>|<start_of_turn>|<\|turn>"
+    r"\s*(?:(?:<s>|<bos>|<\|begin_of_text\|>)\s*)?(<\|im_start\|>|<start_of_turn>|<\|turn>"
     r"|<\|start_header_id\|>|\[INST\]|<\|user\|>|<\|system\|>|<\|start\|>"
-    r"|### ?(?:Human|User|Instruction|System|Assistant):|Below is an instruction that describes)"
+    r"|### ?(?:Human|User|Instruction|System|Assistant):|Below is an instruction that describes"
+    r"|(?:Human|USER|User):(?=.*^[ \t]*(?:Assistant|AI|Bot):|.*\bASSISTANT:))",
+    re.DOTALL | re.MULTILINE,
 )
-# Tags of thinking that few templates write.
+# Tags of thinking that few templates write: <reasoning>, [THINK], <|begin_of_thought|>, ◁think▷.
+_THOUGHT = r"[\w:]{0,20}(?:think|thought|reasoning|reflection|scratchpad|rationale)[\w:]{0,20}"
 _TAGGED = re.compile(
-    r"\s*(<(thinking|thoughts?|reasoning|reflection|scratchpad)>)(?=.*</\2>)"
-    r"|\s*(\[THINK\])(?=.*\[/THINK\])",
+    rf"\s*(?!<think>)([<\[◁]\|?{_THOUGHT}\|?[>\]▷])(?=.*[<\[◁][|/]*{_THOUGHT}\|?[>\]▷])",
     re.IGNORECASE | re.DOTALL,
 )
 # What pandas, Python, SQL and spreadsheets write for a cell without a value.
@@ -109,6 +113,8 @@ def notes_on(row: Conversation | Document, text: str) -> Iterator[Note]:
             yield RENDERED_CHAT, f"message {position}: {match[1]}"
         if message.role == "assistant":
             yield from _on_answer(row, message, f"message {position}")
+    if row.messages[-1].role != "assistant":
+        yield UNANSWERED, f"message {len(row.messages)}"
 
 
 def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[Note]:
@@ -124,6 +130,9 @@ def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[Note
         and "</think>" not in message.content
     ):
         yield UNCLOSED_THINKING, f"{where}: {_around(message.content, 0)}"
+    thought = thinking_and_answer(message.content)[0]
+    if thought and message.thinking and thought != message.thinking:
+        yield TWO_THOUGHTS, f"{where}: {_around(message.thinking, 0)}"
     for call in message.tool_calls:
         name = function_name(call)
         if name is not None and not _is_declared(row, name):
@@ -133,7 +142,7 @@ def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[Note
 def _thinking_tag(message: Message) -> str:
     """Return the rare tag that opens an answer's thinking, or empty text."""
     match = _TAGGED.match(message.content) if message.role == "assistant" else None
-    return (match[1] or match[3]) if match else ""
+    return match[1] if match else ""
 
 
 def _is_declared(row: Conversation, name: str) -> bool:

@@ -31,6 +31,7 @@ from tests.core.data.rows import (
     TEXT,
     USER,
     converted,
+    options_in,
     read,
     reason,
     told,
@@ -624,8 +625,15 @@ def test_answer_labelled_as_bad_is_no_example(tmp_path: Path, label: str) -> Non
     assert reason(tmp_path, PROMPT | {"label": label}).startswith("an answer labelled as bad")
 
 
-def test_class_of_plain_text_is_metadata(tmp_path: Path) -> None:
-    assert notes(tmp_path, TEXT | {"label": "bad"}) == {problems.UNREAD_METADATA: "'label'"}
+@pytest.mark.parametrize("key", ["label", "labels", "label_text"])
+@pytest.mark.parametrize("value", ["bad", 0, 1])
+def test_class_of_plain_text_is_noted_with_the_options_that_learn_it(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    assert notes(tmp_path, TEXT | {key: value}) == {problems.CLASS_LABEL: repr(key)}
+    fields = options_in(problems.ADVICE[problems.CLASS_LABEL].replace("KEY", key))
+    learned = converted(tmp_path, TEXT | {key: value}, fields=fields)
+    assert [m.content for m in learned.messages] == [TEXT["text"], str(value)]
 
 
 @pytest.mark.parametrize("key", ["rejected_response", "rejected_answer", "non_preferred_output"])
@@ -645,6 +653,24 @@ READS = "{{ message.zither }} {{ mood }} {{ message['reasoning_content'] }} {{ e
 def own_template(source: str = READS) -> tuple[ModelTemplate, renderers.Renderer]:
     renderer = renderers.Renderer(renderers.qwen3_like)
     return ModelTemplate(renderer, renderers.END_TOKENS, source), renderer
+
+
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("{{ tool_call.name }}{{ function['name'] }}{{ tool.name }}", False),
+        ("{{ message.name }}", True),
+        ("{{ message['name'] }}", True),
+        ("{{ messages[0].get('name') }}", True),
+    ],
+)
+def test_name_of_a_user_is_read_only_from_a_message(
+    tmp_path: Path, source: str, read: bool
+) -> None:
+    template, _ = own_template()
+    row = {"messages": [USER | {"name": "Bob"}, ANSWER]}
+    expected = {} if read else {problems.UNREAD_METADATA: "'name'"}
+    assert notes(tmp_path, row, template=template, source=source) == expected
 
 
 def test_key_that_the_template_reads_is_not_noted(tmp_path: Path) -> None:
@@ -1042,11 +1068,20 @@ def test_row_that_no_rule_covers_is_skipped_with_a_reason(
     assert said in reason(tmp_path, row)
 
 
-@pytest.mark.parametrize("tag", ["<thinking>", "<reasoning>", "<Thought>", "[THINK]"])
+@pytest.mark.parametrize(
+    ("tag", "end"),
+    [
+        *((tag, f"{tag[0]}/{tag[1:]}") for tag in ("<thinking>", "<reasoning>", "<Thought>")),
+        ("[THINK]", "[/THINK]"),
+        ("<|begin_of_thought|>", "<|end_of_thought|>"),
+        ("◁think▷", "◁/think▷"),
+        ("<seed:think>", "</seed:think>"),
+    ],
+)
 def test_thinking_in_tags_that_the_template_does_not_write_is_a_finding(
-    tmp_path: Path, tag: str
+    tmp_path: Path, tag: str, end: str
 ) -> None:
-    said = f"{tag}Greet.{tag[0]}/{tag[1:]}Hello!"
+    said = f"{tag}Greet.{end}Hello!"
     row = {"messages": [USER, ANSWER | {"content": said}]}
     template, _ = own_template()
 
