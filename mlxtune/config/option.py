@@ -181,6 +181,8 @@ def _read_names(value: Any) -> tuple[str, ...]:
 
 def _read_items(value: Any, are_paths: bool) -> tuple[str, ...]:
     if isinstance(value, Mapping):  # as `data: {a.jsonl: 2}` in a config file
+        if any(isinstance(each, list) for each in value.values()):
+            raise ValueError("must be rows, not columns: pass a list of objects, one for each row")
         if not all(map(_is_short, value.values())):
             raise ValueError(f"must have text or a number for each name, {_not(value)}")
         value = [f"{name}={each}" for name, each in value.items()]

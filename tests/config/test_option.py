@@ -263,6 +263,11 @@ def test_whole_number_is_not_rounded_from_another(value: Any) -> None:
             [{"text": "a"}],
             "--data must be paths: pass rows as train(data=rows), not in a config",
         ),
+        (
+            "data",
+            {"prompt": ["a"]},
+            "--data must be rows, not columns: pass a list of objects, one for each row",
+        ),
         ("targets", 5, "--targets must be names separated by commas, not 5"),
         (
             "targets",
