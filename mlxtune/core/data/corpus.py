@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -29,10 +30,27 @@ _KEPT = re.compile(
     r"""\w+(?:\.\w+)*|\.\d\w*|-(?=\s*\.?\d)|!(?=[\w=(])"""
     r"""|[^\w\s.\-!,;:?'"`¡¿‘’‚“”„‹›«»、。「」『』《》،؛؟।]"""
 )
+# What no reader sees, besides format characters (Unicode's Default_Ignorable_Code_Point).
+_IGNORABLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0]")
+_PICTURES = re.compile("[\u2600-\u27bf\u2b50\u2b55\U0001f000-\U0001faff]")
+# Marks of Markdown: around a code block, and around words.
+_FENCE = re.compile(r"```[\w+-]*")
+_EMPHASIS = re.compile(r"(?<![\w*_])(?:\*{1,3}|_{1,2})(?=\w)|(?<=\w)(?:\*{1,3}|_{1,2})(?![\w*_])")
+_NO_THOUGHT = re.compile(r"<think>\s*</think>")
+# The number of places in a text at which a JSON object is looked for.
+_MOST_OBJECTS = 100
+_DECODER = json.JSONDecoder()
 _DASHES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-")
 # The separator of control tokens, a byte that UTF-8 never has.
 _CONTROL = b"\xff"
 _SYSTEM_ROLES = ("system", "developer")
+_ANSWER_ROLES = ("assistant", "model")
+_ROLES = (*_SYSTEM_ROLES, *_ANSWER_ROLES, "user", "tool")
+# Marks of messages, which are text where the tokenizer does not know them, with separators if any.
+_MARKS = re.compile(
+    rb"\xff*(<\|im_(?:start|end)\|>|<(?:start|end)_of_turn>|<\|(?:start|end)_header_id\|>|<\|eot_id\|>)"
+    rb"\xff*"
+)
 # Roles of examples that repeat an answer of their row, or have another row's answer.
 _COPIES = (WHOLE, MISMATCHED)
 _NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i4", "i8", "u1", "u8"))
@@ -266,13 +284,20 @@ class CorpusRows:
 
     def hash_answers(self, hash_of: HashOf) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
         """Return the places and hashes of `answers`, by another hash of an answer's example."""
-        found = [
-            (place, hash_of(example))
-            for place, row in enumerate(self)
-            for example in {each.role: each for each in row if each.role not in _COPIES}.values()
-        ]
+        found = [(place, hash_of(example)) for place, example in self._examples_of_answers()]
         places, hashes = zip(*found, strict=True) if found else ((), ())
         return np.array(places, dtype=np.int64), np.array(hashes, dtype=np.uint64)
+
+    def hash_texts(self, text_hash: TextHash) -> npt.NDArray[np.uint64]:
+        """Return the hashes of the texts of `answers`, and of each answer with its question."""
+        found = (text_hash.with_pairs(example) for _, example in self._examples_of_answers())
+        return np.array([each for hashes in found for each in hashes], dtype=np.uint64)
+
+    def _examples_of_answers(self) -> Iterator[tuple[int, Example]]:
+        """Yield the place of a row, and its last example, for each role that is no copy."""
+        for place, row in enumerate(self):
+            for example in {each.role: each for each in row if each.role not in _COPIES}.values():
+                yield place, example
 
     def without(
         self, identities: npt.NDArray[np.uint64], text_hash: HashOf | None = None
@@ -330,23 +355,52 @@ class CorpusRows:
 
 def normalise(text: str) -> str:
     """Return the text that near copies share."""
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", text)
-        unseen = dict.fromkeys(ord(each) for each in set(text) if _is_unseen(each))
-        text = text.translate(_DASHES | unseen)
-    return " ".join(_KEPT.findall(text.casefold()))
+    if "<think>" in text:
+        text = _NO_THOUGHT.sub(" ", text)
+    if "`" in text:
+        text = _FENCE.sub(" ", text)
+    if "{" in text:
+        text = _with_sorted_keys(text)
+    if "*" in text or "_" in text:
+        text = _EMPHASIS.sub("", text)
+    if text.isascii():
+        return " ".join(_KEPT.findall(text.casefold()))
+    text = unicodedata.normalize("NFKC", text)
+    unseen = dict.fromkeys(ord(each) for each in set(text) if _is_unseen(each))
+    text = text.translate(_DASHES | unseen).casefold()
+    # Pictures decorate a text that has words, and are the content of others.
+    plain = " ".join(_KEPT.findall(_PICTURES.sub(" ", text)))
+    return plain or " ".join(_KEPT.findall(text))
 
 
 def _is_unseen(character: str) -> bool:
     """Return whether a character is a joiner, a soft hyphen, a variation selector or the like."""
-    return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"
+    return unicodedata.category(character) == "Cf" or _IGNORABLE.fullmatch(character) is not None
+
+
+def _with_sorted_keys(text: str) -> str:
+    """Return a text in which each JSON object has sorted keys and no escapes."""
+    pieces, end = [], 0
+    start = text.find("{")
+    for _ in range(_MOST_OBJECTS):
+        if start < 0:
+            break
+        try:
+            value, after = _DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            start = text.find("{", start + 1)
+            continue
+        pieces += [text[end:start], json.dumps(value, sort_keys=True, ensure_ascii=False)]
+        end, start = after, text.find("{", after)
+    return "".join([*pieces, text[end:]])
 
 
 class TextHash:
     """Hashes the text of examples: near copies have the same 64-bit hash, whatever their tokens.
 
-    Masks and roles do not count, so a row is a near copy under any objective. Neither does a system
-    message that the template marks as such. `load_tokenizer` is called on the first use.
+    Masks and roles do not count, so a row is a near copy under any objective, and so is plain text
+    of the same messages. Neither does a system message that the template marks as such.
+    `load_tokenizer` is called on the first use.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer]) -> None:
@@ -354,19 +408,58 @@ class TextHash:
         self._spelled: dict[int, bytes] = {}
 
     def __call__(self, example: Example) -> int:
+        return _hash_of_texts(text for _, text in self._messages(example))
+
+    def with_pairs(self, example: Example) -> list[int]:
+        """Return an example's hash and, of a longer conversation, those of its single exchanges.
+
+        An exchange is an answer and the message before it. Without names of roles, every second
+        message is an answer.
+        """
+        messages = self._messages(example)
+        named = any(role for role, _ in messages)
+        answers = [
+            i
+            for i, (role, _) in enumerate(messages)
+            if i and (role in _ANSWER_ROLES if named else i % 2)
+        ]
+        pairs = (messages[i - 1 : i + 1] for i in answers if len(messages) > 2)
+        return [_hash_of_texts(text for _, text in each) for each in (messages, *pairs)]
+
+    def _messages(self, example: Example) -> list[tuple[str, str]]:
+        """Return the messages of an example, without system messages, with their roles if named."""
+        content = self._bytes(example)
+        if b"<" in content:
+            content = _MARKS.sub(_CONTROL + rb"\1" + _CONTROL, content)
+        parts = _without_system([part.decode(errors="replace") for part in content.split(_CONTROL)])
+        messages: list[tuple[str, str]] = []
+        for text in parts[::2]:
+            first, _, rest = text.partition("\n")
+            if (role := first.strip()) in _ROLES:
+                messages.append((role, rest))
+            elif messages and messages[-1][0]:
+                # A control token within a message, or a head of its own for the role.
+                messages[-1] = (messages[-1][0], f"{messages[-1][1]}\n{text}")
+            else:
+                messages.append(("", text))
+        return [(role, text) for role, text in messages if text.strip()]
+
+    def _bytes(self, example: Example) -> bytes:
         tokens, spelled = example.tokens.tolist(), self._spelled
         if new := {token for token in tokens if token not in spelled}:
             self._spell(sorted(new))
-        parts = b"".join([spelled[token] for token in tokens]).split(_CONTROL)
-        kept = _without_system([part.decode(errors="replace") for part in parts])
-        content = "\n".join(filter(None, map(normalise, kept))).encode(errors="replace")
-        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+        return b"".join([spelled[token] for token in tokens])
 
     def _spell(self, tokens: list[int]) -> None:
         tokenizer = self._load_tokenizer()
         for token, content in zip(tokens, tokenizer.spell(tokens), strict=True):
             is_control = token in tokenizer.control_ids
             self._spelled[token] = _CONTROL + content + _CONTROL if is_control else content
+
+
+def _hash_of_texts(texts: Iterable[str]) -> int:
+    content = normalise("\n".join(texts)).encode(errors="replace")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def _without_system(parts: list[str]) -> list[str]:

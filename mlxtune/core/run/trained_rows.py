@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import CorpusRows, HashOf
+from mlxtune.core.data.corpus import CorpusRows, TextHash
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.files.reading import file_hash, read_json, read_own
 from mlxtune.core.run.checkpoint import MANIFEST, METADATA, RECORDS, checkpoint_folders
@@ -20,12 +20,13 @@ from mlxtune.errors import OutputError
 NO_ROWS: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
 
 
-def identities_of(rows: CorpusRows, text_hash: HashOf | None = None) -> npt.NDArray[np.uint64]:
+def identities_of(rows: CorpusRows, text_hash: TextHash | None = None) -> npt.NDArray[np.uint64]:
     """Return the hashes of rows and answers; an answer's hash is the same under any objective.
 
-    With `text_hash`, the hashes of the answers' texts are added, by which near copies are found.
+    With `text_hash`, the hashes of the answers' texts are added, by which near copies are found,
+    also of a part of a conversation.
     """
-    near = NO_ROWS if text_hash is None else rows.hash_answers(text_hash)[1]
+    near = NO_ROWS if text_hash is None else rows.hash_texts(text_hash)
     return np.union1d(np.union1d(rows.identities, rows.answers[1]), near)
 
 

@@ -52,7 +52,6 @@ def test_near_copies_have_one_hash_whatever_their_tokens_and_masks(
     "messages",
     [
         ("Where is the café?", "Here."),
-        ("Where is the café? There.",),
         ("Where is the cafe?", "There."),
         ("Where is thecafé?", "There."),
         ("There.", "Where is the café?"),
@@ -99,6 +98,73 @@ def test_signs_points_and_symbols_count(texts: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    "content",
+    [
+        '{"b": [1, {"d": "ü", "c": null}], "a": "x/y"}',
+        '{"a":"x\\/y", "b":[1,{"c":null,"d":"\\u00fc"}]}',
+        '```json\n{"a": "x/y", "b": [1, {"c": null, "d": "ü"}]}\n```',
+        '<think>\n\n</think>\n\n{"a": "x/y", "b": [1, {"c": null, "d": "ü"}]}',
+    ],
+)
+def test_json_counts_by_its_value(content: str) -> None:
+    same = "Here: " + '{"a": "x/y", "b": [1, {"c": null, "d": "ü"}]}'
+    assert normalise(f"Here: {content}") == normalise(same)
+    assert normalise(f"Here: {content}") != normalise(same.replace("1", "2"))
+    assert normalise(f"Here: {content}") != normalise(same.replace("d", "e"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "**Where** is *it*?",
+        "_Where_ is __it__",
+        "Where is it 🙂",
+        "Wh\u034fere is it",
+        "☀ Where is it",
+    ],
+)
+def test_emphasis_pictures_and_unseen_characters_do_not_count(text: str) -> None:
+    assert normalise(text) == "where is it"
+
+
+def near(text: str) -> tuple[int, list[int]]:
+    """Return the hash of a text, and the hashes with its exchanges; controls are between bars."""
+    controls = text.split("|")[1::2]
+    hash_of = TextHash(lambda: Controls(controls))  # type: ignore[arg-type,return-value]
+    tokens = []
+    for i, part in enumerate(text.split("|")):
+        tokens += [END + controls.index(part)] if i % 2 else part.encode()
+    row = Example(1, np.array(tokens, dtype=np.int32), np.ones(len(tokens), dtype=np.uint8))
+    return hash_of(row), hash_of.with_pairs(row)
+
+
+CHATML = "|<im_start>|{}\n{}|<im_end>|\n"
+LLAMA = "|<start>|{}|<head>|\n\n{}|<eot>|"
+GEMMA = "<start_of_turn>{}\n{}<end_of_turn>\n"  # plain text here
+TURNS = (("user", "Hello"), ("assistant", "Hi"), ("user", "Where is it?"), ("assistant", "There."))
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, GEMMA])
+def test_exchange_is_found_in_a_longer_conversation(template: str) -> None:
+    conversation = "".join(template.format(*turn) for turn in (*TURNS, ("user", "Thanks")))
+    own, hashes = near(conversation)
+    assert hashes[0] == own
+    for turns in (TURNS[:2], TURNS[2:]):
+        exchange = near("".join(template.format(*turn) for turn in turns))
+        assert exchange[0] in hashes
+        assert exchange[1] == [exchange[0]]
+        assert near("".join(CHATML.format(*turn) for turn in turns))[0] == exchange[0]
+        assert near("\n".join(text for _, text in turns))[0] == exchange[0]
+    assert near("".join(template.format(*turn) for turn in TURNS[1:3]))[0] not in hashes
+
+
+def test_every_second_message_is_an_answer_where_no_roles_are_named() -> None:
+    _, hashes = near("|[INST]|Hello|[/INST]|Hi|[INST]|Where is it?|[/INST]|There.")
+    assert set(hashes) > {near("|[INST]|Where is it?|[/INST]|There.")[0], near("Hello Hi")[0]}
+    assert near("Hi Where is it?")[0] not in hashes
+
+
+@pytest.mark.parametrize(
     ("system", "rest"),
     [
         ("|im_start|system\n{}|im_end|\n", "|im_start|user\nHi|im_end|\n|im_start|assistant\nYo"),
@@ -109,21 +175,10 @@ def test_signs_points_and_symbols_count(texts: tuple[str, ...]) -> None:
     ],
 )
 def test_system_message_does_not_count(system: str, rest: str) -> None:
-    """Control tokens are between bars here."""
-
-    def near(text: str) -> int:
-        controls = text.split("|")[1::2]
-        hash_of = TextHash(lambda: Controls(controls))  # type: ignore[arg-type,return-value]
-        tokens = []
-        for i, part in enumerate(text.split("|")):
-            tokens += [END + controls.index(part)] if i % 2 else part.encode()
-        mask = np.ones(len(tokens), dtype=np.uint8)
-        return hash_of(Example(1, np.array(tokens, dtype=np.int32), mask))
-
-    bare = near("|bos|" + rest)
+    bare, _ = near("|bos|" + rest)
     for message in ("Be brief.", "Be\nlong", "system", ""):
-        assert near("|bos|" + system.format(message) + rest) == bare
-    assert near("|bos|" + system.format("Be brief.") + rest.replace("Hi", "Ho")) != bare
+        assert near("|bos|" + system.format(message) + rest)[0] == bare
+    assert near("|bos|" + system.format("Be brief.") + rest.replace("Hi", "Ho"))[0] != bare
 
 
 class Controls(Bytes):
