@@ -35,12 +35,15 @@ _IGNORABLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe0
 _PICTURES = re.compile("[\u2600-\u27bf\u2b50\u2b55\U0001f000-\U0001faff]")
 # Marks of Markdown: around a code block, and around words.
 _FENCE = re.compile(r"```[\w+-]*")
-_EMPHASIS = re.compile(r"(?<![\w*_])(?:\*{1,3}|_{1,2})(?=\w)|(?<=\w)(?:\*{1,3}|_{1,2})(?![\w*_])")
+_EMPHASIS = re.compile(
+    r"(?<!\S)(?:\*{1,3}|_{1,3})(?=[^\s*_])|(?<=[^\s*_])(?:\*{1,3}|_{1,3})(?![^\s.,;:!?)])"
+    r"|(?<!\w)_+(?!\w)"
+)
 _NO_THOUGHT = re.compile(r"<think>\s*</think>")
 # The number of places in a text at which a JSON object is looked for.
 _MOST_OBJECTS = 100
 _DECODER = json.JSONDecoder()
-_DASHES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-")
+_DASHES_AND_QUOTES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-") | dict.fromkeys(map(ord, "“”„«»"), '"')
 # The separator of control tokens, a byte that UTF-8 never has.
 _CONTROL = b"\xff"
 _SYSTEM_ROLES = ("system", "developer")
@@ -355,22 +358,27 @@ class CorpusRows:
 
 def normalise(text: str) -> str:
     """Return the text that near copies share."""
+    text = _folded(text)
     if "<think>" in text:
         text = _NO_THOUGHT.sub(" ", text)
     if "`" in text:
         text = _FENCE.sub(" ", text)
     if "{" in text:
-        text = _with_sorted_keys(text)
+        text = _folded(_with_sorted_keys(text))  # escapes are resolved now
     if "*" in text or "_" in text:
         text = _EMPHASIS.sub("", text)
+    # Pictures decorate a text that has words, and are the content of others.
+    plain = text if text.isascii() else _PICTURES.sub(" ", text)
+    return " ".join(_KEPT.findall(plain) or _KEPT.findall(text))
+
+
+def _folded(text: str) -> str:
+    """Return a text in lower case, with one form of equal characters, and no unseen ones."""
     if text.isascii():
-        return " ".join(_KEPT.findall(text.casefold()))
+        return text.lower()
     text = unicodedata.normalize("NFKC", text)
     unseen = dict.fromkeys(ord(each) for each in set(text) if _is_unseen(each))
-    text = text.translate(_DASHES | unseen).casefold()
-    # Pictures decorate a text that has words, and are the content of others.
-    plain = " ".join(_KEPT.findall(_PICTURES.sub(" ", text)))
-    return plain or " ".join(_KEPT.findall(text))
+    return text.translate(_DASHES_AND_QUOTES | unseen).casefold()
 
 
 def _is_unseen(character: str) -> bool:

@@ -90,6 +90,8 @@ def test_spacing_and_punctuation_do_not_count(texts: tuple[str, ...]) -> None:
         ("if (!done)", "if (done)"),
         ("C", "C++", "C#"),
         ("snake_case", "snake case"),
+        ("a * b", "a ** b", "a b"),
+        ("f(*x)", "f(**x)", "f(x)"),
         ("👍", "👎"),
     ],
 )
@@ -102,11 +104,14 @@ def test_signs_points_and_symbols_count(texts: tuple[str, ...]) -> None:
     [
         '{"b": [1, {"d": "ü", "c": null}], "a": "x/y"}',
         '{"a":"x\\/y", "b":[1,{"c":null,"d":"\\u00fc"}]}',
+        '{"A": "X/Y", "B": [1, {"D": "Ü", "C": NULL}]}',
+        "{“b”:\u00a0[1,{“d”: “u\u0308”, “c”: null}], “a”: “x/\u200by”}",
         '```json\n{"a": "x/y", "b": [1, {"c": null, "d": "ü"}]}\n```',
         '<think>\n\n</think>\n\n{"a": "x/y", "b": [1, {"c": null, "d": "ü"}]}',
     ],
 )
 def test_json_counts_by_its_value(content: str) -> None:
+    assert normalise('{"a_b": 1, "ab": 2}') == normalise('{"AB": 2, "A_B": 1}')
     same = "Here: " + '{"a": "x/y", "b": [1, {"c": null, "d": "ü"}]}'
     assert normalise(f"Here: {content}") == normalise(same)
     assert normalise(f"Here: {content}") != normalise(same.replace("1", "2"))
@@ -118,6 +123,8 @@ def test_json_counts_by_its_value(content: str) -> None:
     [
         "**Where** is *it*?",
         "_Where_ is __it__",
+        "**Where is it?**",
+        "_Where _ is _ it_",
         "Where is it 🙂",
         "Wh\u034fere is it",
         "☀ Where is it",
