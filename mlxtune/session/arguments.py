@@ -163,6 +163,11 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
         if validation is not None:
             changed.setdefault("val_data", validation)
     for name in ("data", "val_data"):
+        if _is_columns(changed.get(name)):
+            raise DataError(
+                f"{name} has columns, not rows: pass [dict(zip({name}, row)) for row in "
+                f"zip(*{name}.values())]"
+            )
         if _is_row(changed.get(name)):
             raise DataError(f"{name} is one row: put it in a list, {name}=[{{…}}]")
         if (rows := _table_rows(changed.get(name))) is not None:
@@ -190,6 +195,15 @@ def _is_row(value: Any) -> bool:
     """Return whether a value is one row, not a dictionary of paths and weights."""
     own = (value[name] for name in ROW_NAMES if name in value) if isinstance(value, Mapping) else ()
     return any(not isinstance(each, int | float) for each in own)
+
+
+def _is_columns(value: Any) -> bool:
+    """Return whether a value is a dictionary of columns; a row's lists hold messages."""
+    lists = list(value.values()) if isinstance(value, Mapping) else []
+    return bool(lists) and all(
+        isinstance(each, list | tuple) and each and not isinstance(each[0], Mapping)
+        for each in lists
+    )
 
 
 def _table_rows(value: Any) -> Any:

@@ -66,6 +66,22 @@ def test_fields_of_the_config_are_keywords_beside_the_function_s_own() -> None:
         described(TrainConfig("m", data=("d",)), rank=3)
 
 
+@pytest.mark.parametrize("columns", [{"a": [1]}, {"prompt": ["Hi", "?"], "completion": ["a", "b"]}])
+def test_columns_are_refused_with_the_rows_to_pass(columns: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="data has columns, not rows: pass") as raised:
+        with_rows({"data": columns})
+    rows = eval(str(raised.value).partition("pass ")[2], {"data": columns})
+    assert rows == [
+        dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+    ]
+
+
+def test_row_of_lists_of_messages_is_one_row() -> None:
+    turns = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(DataError, match="data is one row"):
+        with_rows({"data": {"prompt": turns, "completion": turns}})
+
+
 def test_nulls_of_a_dataset_are_absent_keys() -> None:
     class Filled(list[Any]):
         features = None
