@@ -18,6 +18,8 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.shards import shard_base
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import TrainConfig, user_cache
+from mlxtune.config.fields import flag
+from mlxtune.config.train_config import OPTIONS
 from mlxtune.core.files.hashing import hash_in_background
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.run_folder import ResumePoint
@@ -45,6 +47,22 @@ class RunParts:
     notes: tuple[str, str]
 
 
+def _check_no_validation(session: RunSession) -> None:
+    """Raise ConfigError for options that have no effect without validation rows."""
+    # Earlier versions accepted --patience, and a repeated run has every option.
+    repeated = {*session.given} >= {*OPTIONS}
+    without = {
+        "val_steps": session.config.val_steps,
+        "patience": "patience" in session.given and not repeated,
+    }
+    if problems := [
+        f"{flag(name)}: there are no validation rows: leave it out, or set --val-split above 0"
+        for name, is_set in without.items()
+        if is_set
+    ]:
+        raise ConfigError(problems)
+
+
 def prepare(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> RunParts:
     """Read the data, plan the memory, and load the model.
 
@@ -55,10 +73,8 @@ def prepare(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> RunPa
     operations.load_ahead(session.folder)
     # The data comes first, to report its problems before minutes of loading.
     dataset = session.load()
-    if config.val_steps and not dataset.rows.validation:
-        raise ConfigError(
-            ["--val-steps: there are no validation rows: leave it out, or set --val-split above 0"]
-        )
+    if not dataset.rows.validation:
+        _check_no_validation(session)
 
     # Memory comes next: a run that does not fit ends before its weights are read.
     base = prepare_base(config, session.release_base(), console, workers)

@@ -30,6 +30,7 @@ from mlxtune import (
 )
 from mlxtune.backend.adapters import checkpoint_tensors
 from mlxtune.config import DataConfig
+from mlxtune.config.fields import flag
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.run.checkpoint import write_checkpoint
@@ -447,11 +448,13 @@ def test_validation_within_epochs_changes_no_step(
     assert f'"x":{json.dumps(steps, separators=(",", ":"))}' in html
 
 
-def test_validation_within_epochs_without_rows_is_an_error_before_any_work(
-    model: Path, chat: Path, tmp_path: Path
+@pytest.mark.parametrize("name", ["val_steps", "patience"])
+def test_option_of_validation_without_rows_is_an_error_before_any_work(
+    model: Path, chat: Path, tmp_path: Path, name: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"--val-steps: there are no validation rows: leave"):
-        train(config(model, chat, tmp_path, val_steps=3, val_split=0))
+    options = {name: 3, "val_split": 0}
+    with pytest.raises(ConfigError, match=rf"{flag(name)}: there are no validation rows: leave"):
+        train(config(model, chat, tmp_path, **options))
     assert not (tmp_path / "checkpoints").exists()
 
 
