@@ -229,6 +229,14 @@ def test_underscores_and_values_without_options_are_answered(cli: Cli) -> None:
     assert "such as --adapter tests;" in cli("eval", "tests", "more").error
 
 
+@pytest.mark.parametrize(
+    "values", [("q_proj", "v_proj"), ("q_proj,", "v_proj"), ("q_proj,v_proj",)]
+)
+def test_names_without_commas_are_shown_with_them(cli: Cli, values: tuple[str, ...]) -> None:
+    error = cli("train", "--targets", *values, "--lr", 1).error
+    assert ("use --targets q_proj,v_proj; see --help" in error) is (len(values) > 1)
+
+
 def test_option_without_its_choice_is_named_with_one(cli: Cli) -> None:
     named = "--grad-checkpoint needs a value: --grad-checkpoint on"
     assert cli("train", "--grad-checkpoint").error == named
