@@ -12,6 +12,18 @@ _READ = (
     *("presence_penalty", "presence_context_size", "frequency_penalty", "frequency_context_size"),
     *("xtc_probability", "xtc_threshold", "logit_bias", "logprobs", "top_logprobs", "seed"),
 )
+_WHOLE = frozenset(
+    (
+        *("max_tokens", "max_completion_tokens", "top_k", "top_logprobs", "seed"),
+        *("repetition_context_size", "presence_context_size", "frequency_context_size"),
+    )
+)
+_NUMBERS = frozenset(
+    (
+        *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    )
+)
 # Numbers beyond these would overflow in the logits, which ends mlx-lm's thread.
 _BOUNDS = {
     "temperature": (0, 100),
@@ -48,6 +60,9 @@ def checked_body(body: Mapping[str, Any], vocab_size: int, context: object) -> d
         require(body.get(name, 1) == 1, name, "must be 1: this server gives one answer")
     form = body.get("response_format", {"type": "text"})
     require(form == {"type": "text"}, "response_format", "must be text")
+    # As in OpenAI's API, null asks for the default.
+    body = {name: value for name, value in body.items() if value is not None}
+    _check_numbers(body)
     checked = {name: body[name] for name in _READ if name in body}
     for name, (lowest, highest) in _BOUNDS.items():
         value = checked.get(name, lowest)
@@ -70,6 +85,18 @@ def checked_body(body: Mapping[str, Any], vocab_size: int, context: object) -> d
     if longest is not None:
         checked["max_tokens"] = longest
     return checked
+
+
+def _check_numbers(body: Mapping[str, Any]) -> None:
+    """Raise RefusedRequest for an entry that is not the number that mlx-lm expects."""
+    for names, kind, noun in (
+        (_WHOLE, int, "a whole number"),
+        (_NUMBERS, (int, float), "a number"),
+    ):
+        for name in names & body.keys():
+            value = body[name]
+            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            require(is_number, name, f"must be {noun}")
 
 
 def require(holds: bool, param: str, problem: str) -> None:

@@ -18,6 +18,7 @@ from mlxtune.serve.api_requests import RefusedRequest, checked_body, stops_of, t
         ({"max_tokens": 10**12}, {"max_tokens": 512}),
         ({"max_completion_tokens": 7, "max_tokens": 9}, {"max_tokens": 7}),
         ({"stream_options": {"include_usage": 1}}, {"stream_options": {"include_usage": True}}),
+        ({"temperature": None, "seed": None, "max_tokens": None}, {}),
         ({"adapters": "/etc", "draft_model": "x", "user": "me"}, {}),
     ],
     ids=str,
@@ -27,7 +28,24 @@ def test_entries_are_within_the_limits_of_the_model(
 ) -> None:
     found = checked_body(body, 100, 512)
     assert found == {"stream_options": {"include_usage": False}} | checked
-    assert "max_tokens" not in body or checked_body(body, 100, None)["max_tokens"] >= 7
+    assert not body.get("max_tokens") or checked_body(body, 100, None)["max_tokens"] >= 7
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"top_p": True}, "top_p must be a number"),
+        ({"xtc_threshold": [0.1]}, "xtc_threshold must be a number"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
+        ({"max_completion_tokens": "9"}, "max_completion_tokens must be a whole number"),
+        ({"seed": "7"}, "seed must be a whole number"),
+    ],
+)
+def test_entry_that_is_no_number_is_named(body: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RefusedRequest) as raised:
+        checked_body(body, 100, 512)
+    assert str(raised.value) == problem
 
 
 def test_error_names_the_entry() -> None:
