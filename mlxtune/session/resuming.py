@@ -190,8 +190,9 @@ def _difference(name: str, value: Any, stored: Any) -> str | None:
     if option.affects is Affects.LENGTH:
         if isinstance(stored, int) and (value is None or value >= stored):
             return None
-        ours = _shown(stored, option)
-        return f"{flag(name)} can only be raised (the run has {ours})"
+        if stored is None:
+            return f"{flag(name)}: the run has no such limit, and may not get shorter: leave it out"
+        return f"{flag(name)} can only be raised (the run has {_shown(stored, option)})"
     if value == stored:
         return None
     given, ours = _shown(value, option), _shown(stored, option)

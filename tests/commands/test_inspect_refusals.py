@@ -205,7 +205,7 @@ def test_device_is_no_file_to_replace(
     # If the check fails, this test must not replace the device.
     monkeypatch.setattr("mlxtune.session.session.load_dataset", None)
     assert inspect("--dump", name).error == (
-        f"{name} is not a regular file: choose another --html or --dump"
+        f"{name} cannot be written as a file: choose another --html or --dump"
     )
 
 

@@ -167,7 +167,7 @@ def test_run_is_resumed_from_another_folder_and_after_it_was_moved(
         (["--val-steps", 2], "--val-steps 2: the run has the default (only at its end)"),
         (
             ["--max-steps", 2],
-            "--max-steps can only be raised (the run has the default (at the end of --epochs)",
+            "--max-steps: the run has no such limit, and may not get shorter: leave it out",
         ),
     ],
 )
