@@ -17,6 +17,7 @@ from mlxtune.backend.models.model_config import misfit
 from mlxtune.backend.models.model_folder import (
     NOT_TEXT,
     check_weights,
+    incomplete,
     read_config,
     weight_names,
     without_wildcards,
@@ -195,6 +196,10 @@ def load_lazily(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, dic
     except Exception as error:
         if problem := misfit(error, config):
             raise ModelError(f"{folder / 'config.json'}: {problem}") from error
+        # Other errors are mlx-lm's own, such as the name of a variable.
+        problem = one_line(error) if isinstance(error, ValueError) else ""
+        if known := incomplete(folder, config, problem):
+            raise ModelError(known) from error
         raise _broken(folder, error) from error
 
 

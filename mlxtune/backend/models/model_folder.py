@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 from mlx_lm import utils as mlx_lm_utils
 
@@ -20,7 +20,9 @@ from mlxtune.config.limits import INDEX, TOKENIZER, VOCABULARY, TooLarge, limits
 from mlxtune.core.files import reading
 from mlxtune.core.files.scratch import linked_folder
 from mlxtune.core.files.tensor_files import TensorInfo, read_header
-from mlxtune.errors import ModelError, one_line
+from mlxtune.core.formatting import join_few
+from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
+from mlxtune.errors import ModelError, one_line, shorten
 from mlxtune.hub.client import check_responses, reason
 
 # The files that tokenizers and templates need.
@@ -98,11 +100,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
     """
     path = folder / "config.json"
     if not path.exists():
-        if within := sorted(folder.glob("*/config.json")):
-            nested = within[0].parent
-            raise ModelError(f"{folder} has no config.json: name a folder in it, such as {nested}")
-        others = _other_weights(folder) or "is this a model folder?"
-        raise ModelError(f"{folder} has no config.json: {others}")
+        raise ModelError(_not_a_model(folder))
     check_files(folder)
     try:
         config = mlx_lm_utils.load_config(folder)
@@ -129,6 +127,21 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
             f"or remove {'it' if one else 'them'} if nothing depends on {'it' if one else 'them'}"
         )
     return config
+
+
+def _not_a_model(folder: Path) -> str:
+    """Return what a folder without config.json is, and what to do."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        if "peft_type" in json_object(folder / ADAPTER_CONFIG):
+            return f"{folder} is a PEFT adapter, not a model: convert it with mlxtune import"
+        return (
+            f"{folder} is an adapter, not a model: name its base model as --model-path, and the "
+            "adapter as --adapter, or as --init-adapter to train it further"
+        )
+    # Hugging Face's cache has a folder of each revision in `snapshots`.
+    if within := sorted((*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json"))):
+        return f"{folder} has no config.json: name a folder in it, such as {within[0].parent}"
+    return f"{folder} has no config.json: {_other_weights(folder) or 'is this a model folder?'}"
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> str:
@@ -247,13 +260,48 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
         others = _other_weights(folder) or "download it again"
         raise ModelError(f"{folder} has no weights (model*.safetensors): {others}")
     if problem := next(weight_problems(headers, config), None):
-        raise ModelError(f"{folder}: its weights are broken: {problem}: download it again")
+        known = incomplete(folder, config, problem)
+        raise ModelError(known or f"{folder}: its weights are broken: {problem}: download it again")
     for name, count in counts(config, LAYERS):
         if count > tensors:
             raise ModelError(
                 f"{folder / 'config.json'}: {name} is {count}, but the weights have only {tensors} "
                 "tensors: the two do not belong together: download the model again"
             )
+
+
+def incomplete(folder: Path, config: Mapping[str, Any], problem: str) -> str | None:
+    """Return why a folder is not to be loaded, and what to do, if its other files say why.
+
+    Only a folder with a problem is incomplete: mlx-lm converts some formats of other tools, and
+    reads no index, which may list files of an earlier version.
+    """
+    stored = next(_foreign_formats(config), None)
+    if stored is not None:
+        detail = f" ({problem})" if problem else ""
+        return (
+            f"{folder} is quantised with {stored:.40}, and mlx-lm cannot load it{detail}: download "
+            "the unquantised model, and add --quantize 4 if memory is short, or one made for MLX"
+        )
+    index = json_object(folder / "model.safetensors.index.json").get("weight_map")
+    listed = {name for name in index.values() if isinstance(name, str)} if _is_map(index) else ()
+    if missing := sorted(name for name in listed if not (folder / name).exists()):
+        names = join_few(map(shorten, missing))
+        return f"{folder} lacks {names}, which its index lists: download the rest"
+    return None
+
+
+def _is_map(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
+def _foreign_formats(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of formats of quantised weights other than MLX's own."""
+    parts = (config, config.get("text_config"))
+    for part in (part for part in parts if _is_map(part) and not part.get("quantization")):
+        stored = part.get("quantization_config")
+        if _is_map(stored) and isinstance(method := stored.get("quant_method"), str):
+            yield method
 
 
 def _other_weights(folder: Path) -> str:
