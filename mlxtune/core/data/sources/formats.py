@@ -63,7 +63,7 @@ _PAIR_KEYS = {
 }
 _PAIR = "'chosen' and 'rejected'"
 # Words in other tools' keys for a label, and for the two answers of a pair.
-_LABEL_WORDS = {"label": {"rating", "score", "feedback", "thumbs", "vote", "liked", "good"}}
+_LABEL_WORDS = {"label": {"rating", "score", "feedback", "thumbs", "vote", "liked", "good", "kto"}}
 _ANSWER_WORDS = {
     "chosen": {"good", "better", "best", "preferred", "accepted", "winner", "positive"},
     "rejected": {"bad", "worse", "worst", "dispreferred", "loser", "negative"},
