@@ -117,7 +117,7 @@ def _changes_numbers(text: str) -> bool:
             changed.append(number)
         return value
 
-    json.loads(text, parse_float=read)
+    json.JSONDecoder(parse_float=read).decode(text)
     return bool(changed)
 
 
