@@ -209,7 +209,8 @@ class ModelTemplate:
 
     def _prepare(self, conversation: Conversation) -> _Chat:
         """Remove the template's own tags; decide about a system message that it leaves out."""
-        conversation = without_own_tags(conversation, self.source)
+        if any(message.role == "tool" for message in conversation.messages):
+            conversation = without_own_tags(conversation, self.source)
         messages = conversation.messages
         if messages[0].role != "system" or self._shows_system:
             return _Chat(conversation, 0, {})

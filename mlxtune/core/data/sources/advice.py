@@ -123,27 +123,6 @@ def _all_are(kind: type, values: Iterable[Any]) -> bool:
     return all(isinstance(each, kind) for each in values)
 
 
-def check_is_row(content: JsonObject) -> None:
-    """Raise BadRow for a table's columns: equally many cells each, in lists or by their numbers."""
-    first, *others = (*content.values(), None)
-    if isinstance(first, dict) and len(others) > 1:
-        numbered = bool(first) and all(map(str.isdigit, first))
-        are_columns = numbered and all(
-            isinstance(each, dict) and each.keys() == first.keys() for each in others[:-1]
-        )
-    else:
-        are_columns = (
-            isinstance(first, list)
-            and len(first) > 1
-            and len(others) > 1
-            and all(isinstance(each, list) and len(each) == len(first) for each in others[:-1])
-            and all(isinstance(cell, str) for each in content.values() for cell in each)
-        )
-    if are_columns:
-        write = 'as pandas\' to_json(orient="records", lines=True) does'
-        raise BadRow("columns, not a row", f"write a row per line, {write}")
-
-
 # Keys of other tools' layouts that are not read, each with the remedy.
 _LAYOUTS = {
     **dict.fromkeys(

@@ -19,7 +19,7 @@ from mlxtune.core.data.problems import (
     shown,
     where,
 )
-from mlxtune.core.data.sources.advice import check_is_row, missing_keys
+from mlxtune.core.data.sources.advice import missing_keys
 from mlxtune.core.data.sources.conversions import (
     ANSWERS,
     ASKS,
@@ -134,13 +134,34 @@ def _checked(content: JsonObject, fields: Mapping[str, str], objective: str) -> 
     """Return a row in our layout that fits an objective. Raises BadRow."""
     if _is_message(content) and "text" not in fields:
         raise BadRow("a message, not a row", 'wrap all of a chat: {"messages": […]}')
-    check_is_row(content)
+    _check_is_row(content)
     renamed = _in_our_layout(_rename_row(content, fields), formats_of(objective))
     try:
         check_kind(renamed, objective)
     except BadRow as problem:
         raise _in_their_words(problem, content, renamed) from problem
     return renamed
+
+
+def _check_is_row(content: JsonObject) -> None:
+    """Raise BadRow for a table's columns: equally many cells each, in lists or by their numbers."""
+    first, *others = (*content.values(), None)
+    if isinstance(first, dict) and len(others) > 1:
+        numbered = bool(first) and all(map(str.isdigit, first))
+        are_columns = numbered and all(
+            isinstance(each, dict) and each.keys() == first.keys() for each in others[:-1]
+        )
+    else:
+        are_columns = (
+            isinstance(first, list)
+            and len(first) > 1
+            and len(others) > 1
+            and all(isinstance(each, list) and len(each) == len(first) for each in others[:-1])
+            and all(isinstance(cell, str) for each in content.values() for cell in each)
+        )
+    if are_columns:
+        write = 'as pandas\' to_json(orient="records", lines=True) does'
+        raise BadRow("columns, not a row", f"write a row per line, {write}")
 
 
 def _is_message(content: JsonObject) -> bool:
