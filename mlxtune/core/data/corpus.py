@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from typing import Any, overload
 
 import numpy as np
@@ -42,6 +42,8 @@ _EMPHASIS = re.compile(
 _NO_THOUGHT = re.compile(r"<think>\s*</think>")
 # The number of places in a text at which a JSON object is looked for.
 _MOST_OBJECTS = 100
+# With fewer rows, what all of them start with may be their content.
+_FEWEST_ROWS = 5
 _DECODER = json.JSONDecoder()
 _DASHES_AND_QUOTES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-") | dict.fromkeys(map(ord, "“”„«»"), '"')
 # The separator of control tokens, a byte that UTF-8 never has.
@@ -49,10 +51,9 @@ _CONTROL = b"\xff"
 _SYSTEM_ROLES = ("system", "developer")
 _ANSWER_ROLES = ("assistant", "model")
 _ROLES = (*_SYSTEM_ROLES, *_ANSWER_ROLES, "user", "tool")
-# Marks of messages, which are text where the tokenizer does not know them, with separators if any.
+# Marks of messages that are text, because the tokenizer does not know them.
 _MARKS = re.compile(
-    rb"\xff*(<\|im_(?:start|end)\|>|<(?:start|end)_of_turn>|<\|(?:start|end)_header_id\|>|<\|eot_id\|>)"
-    rb"\xff*"
+    rb"(?<!\xff)(<\|im_(?:start|end)\|>|<(?:start|end)_of_turn>|<\|(?:start|end)_header_id\|>|<\|eot_id\|>)"
 )
 # Roles of examples that repeat an answer of their row, or have another row's answer.
 _COPIES = (WHOLE, MISMATCHED)
@@ -294,7 +295,28 @@ class CorpusRows:
     def hash_texts(self, text_hash: TextHash) -> npt.NDArray[np.uint64]:
         """Return the hashes of the texts of `answers`, and of each answer with its question."""
         found = (text_hash.with_pairs(example) for _, example in self._examples_of_answers())
-        return np.array([each for hashes in found for each in hashes], dtype=np.uint64)
+        hashes = np.array([each for hashes in found for each in hashes], dtype=np.uint64)
+        return np.concatenate([hashes, self._hash_without_start(text_hash)[1]])
+
+    def _hash_without_start(
+        self, text_hash: TextHash
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """Return `hash_answers` of the texts without the paragraphs with which all rows start.
+
+        Templates without system messages put such a message there.
+        """
+        shared: list[str] = []
+        number = 0
+        for number, (_, example) in enumerate(self._examples_of_answers(), start=1):
+            *paragraphs, _ = text_hash.first_message(example).split("\n\n")
+            both = zip(shared if number > 1 else paragraphs, paragraphs, strict=False)
+            shared = [own for own, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
+            if not shared:
+                break
+        if not shared or number < _FEWEST_ROWS:
+            return self.only(np.zeros(0, dtype=np.int64)).hash_answers(text_hash)
+        length = sum(len(each) + 2 for each in shared)
+        return self.hash_answers(lambda example: text_hash.without_start(example, length))
 
     def _examples_of_answers(self) -> Iterator[tuple[int, Example]]:
         """Yield the place of a row, and its last example, for each role that is no copy."""
@@ -303,7 +325,7 @@ class CorpusRows:
                 yield place, example
 
     def without(
-        self, identities: npt.NDArray[np.uint64], text_hash: HashOf | None = None
+        self, identities: npt.NDArray[np.uint64], text_hash: TextHash | None = None
     ) -> CorpusRows:
         """Return the rows that have neither their identity nor an answer's hash in `identities`.
 
@@ -311,7 +333,9 @@ class CorpusRows:
         """
         known = np.isin(self.identities, identities)
         if len(identities):
-            near = [] if text_hash is None else [self.hash_answers(text_hash)]
+            near = []
+            if text_hash is not None:
+                near = [self.hash_answers(text_hash), self._hash_without_start(text_hash)]
             for indices, hashes in (self.answers, *near):
                 known[indices[np.isin(hashes, identities)]] = True
         return self.only(np.flatnonzero(~known))
@@ -434,6 +458,15 @@ class TextHash:
         pairs = (messages[i - 1 : i + 1] for i in answers if len(messages) > 2)
         return [_hash_of_texts(text for _, text in each) for each in (messages, *pairs)]
 
+    def first_message(self, example: Example) -> str:
+        """Return the text of an example's first message; empty without a message."""
+        return next((text for _, text in self._messages(example)), "")
+
+    def without_start(self, example: Example, length: int) -> int:
+        """Return the hash of an example without the first characters of its first message."""
+        texts = [text for _, text in self._messages(example)]
+        return _hash_of_texts(["".join(texts[:1])[length:], *texts[1:]])
+
     def _messages(self, example: Example) -> list[tuple[str, str]]:
         """Return the messages of an example, without system messages, with their roles if named."""
         content = self._bytes(example)
@@ -450,7 +483,7 @@ class TextHash:
                 messages[-1] = (messages[-1][0], f"{messages[-1][1]}\n{text}")
             else:
                 messages.append(("", text))
-        return [(role, text) for role, text in messages if text.strip()]
+        return [(role, text.strip()) for role, text in messages if text.strip()]
 
     def _bytes(self, example: Example) -> bytes:
         tokens, spelled = example.tokens.tolist(), self._spelled

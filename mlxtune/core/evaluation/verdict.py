@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import CorpusRows, HashOf
+from mlxtune.core.data.corpus import CorpusRows, TextHash
 from mlxtune.core.evaluation.interval import (
     CONFIDENCE,
     Floats,
@@ -67,7 +67,7 @@ class JudgedRows:
         rows: CorpusRows,
         trained: npt.NDArray[np.uint64],
         candidates: int = 1,
-        text_hash: HashOf | None = None,
+        text_hash: TextHash | None = None,
     ) -> "JudgedRows":
         """Leave out of `rows` those with identities in `trained`, unless no rows would remain.
 

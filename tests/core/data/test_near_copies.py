@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from mlxtune.core.data.corpus import TextHash, normalise
+from mlxtune.core.data.corpus import Corpus, CorpusRows, TextHash, normalise
 from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encoded_file import ExampleArrays
+from mlxtune.core.run.trained_rows import identities_of
 
 END = 256
 
@@ -147,14 +151,16 @@ def near(text: str) -> tuple[int, list[int]]:
 
 CHATML = "|<im_start>|{}\n{}|<im_end>|\n"
 LLAMA = "|<start>|{}|<head>|\n\n{}|<eot>|"
+TURN = "|<start_of_turn>|{}\n{}|<end_of_turn>|"
 GEMMA = "<start_of_turn>{}\n{}<end_of_turn>\n"  # plain text here
 TURNS = (("user", "Hello"), ("assistant", "Hi"), ("user", "Where is it?"), ("assistant", "There."))
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA, GEMMA])
+@pytest.mark.parametrize("template", [CHATML, LLAMA, TURN, GEMMA])
 def test_exchange_is_found_in_a_longer_conversation(template: str) -> None:
     conversation = "".join(template.format(*turn) for turn in (*TURNS, ("user", "Thanks")))
     own, hashes = near(conversation)
+    assert near(conversation.replace("There", "Here"))[0] != own
     assert hashes[0] == own
     for turns in (TURNS[:2], TURNS[2:]):
         exchange = near("".join(template.format(*turn) for turn in turns))
@@ -195,3 +201,25 @@ class Controls(Bytes):
 
     def spell(self, ids: list[int]) -> list[bytes]:
         return [self._names[i - END].encode() if i >= END else bytes([i]) for i in ids]
+
+
+@pytest.mark.parametrize(
+    ("shared", "rows", "left"),
+    [("Be brief.\n\nOnly JSON.\n\n", 6, 0), ("Be brief.\n\n", 4, 4), ("", 6, 0)],
+)
+def test_paragraphs_that_all_rows_start_with_do_not_count(
+    shared: str, rows: int, left: int
+) -> None:
+    hash_of = TextHash(Bytes)  # type: ignore[arg-type]
+
+    def corpus(start: str, first: int = 0) -> CorpusRows:
+        numbers = range(first, first + rows)
+        texts = [(f"{start}Text {i}.\n\nIs it long?", "Yes") for i in numbers]
+        files = [[replace(example(*text), row=i + 1) for i, text in enumerate(texts)]]
+        return Corpus([ExampleArrays.of(file).truncate() for file in files]).select()
+
+    trained = identities_of(corpus("Answer in words.\n\n"), hash_of)
+    assert len(corpus(shared).without(trained, hash_of)) == left
+    assert len(corpus("Answer in words.\n\n").without(trained, hash_of)) == 0
+    assert len(corpus(shared).without(identities_of(corpus(""), hash_of), hash_of)) == left
+    assert len(corpus(shared, first=rows).without(trained, hash_of)) == rows
