@@ -74,7 +74,7 @@ def test_config_error_holds_all_problems_and_joins_them() -> None:
     assert str(error) == "--rank must be at least 1, not 0; --data is required"
 
 
-def test_interrupt_is_no_mistake_and_no_plain_exception() -> None:
+def test_interrupt_is_a_keyboard_interrupt() -> None:
     interrupt = TrainingInterrupted(Path("checkpoints/step-7"), 7)
 
     assert isinstance(interrupt, KeyboardInterrupt)
@@ -284,7 +284,7 @@ def test_option_of_another_config_is_named_with_the_config() -> None:
 
 
 @pytest.mark.usefixtures("in_python")
-def test_file_that_is_no_adapter_is_named_with_its_option(tmp_path: Path) -> None:
+def test_non_adapter_file_is_reported_with_its_option(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n')
     with pytest.raises(MlxTuneError, match=r"bad\.jsonl .*: check init_adapter"):

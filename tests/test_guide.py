@@ -55,7 +55,7 @@ def test_command_in_the_text_of_the_guide_has_options_that_exist(line: str) -> N
     typed(line)
 
 
-def test_newcomers_path_goes_all_the_way() -> None:
+def test_guide_covers_the_whole_path_of_a_newcomer() -> None:
     called = [
         word
         for block in blocks(GUIDE)

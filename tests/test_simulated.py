@@ -48,7 +48,7 @@ def test_hidden_packages_and_proc_are_absent_in_every_process(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("device", [slow("m1-8"), long("h200")])
-def test_device_answers_and_the_code_takes_a_gpus_ways(tmp_path: Path, device: str) -> None:
+def test_device_works_and_gpu_code_is_used(tmp_path: Path, device: str) -> None:
     python = make_environment(tmp_path, hidden=False, device=device)
     code = (
         "import json, mlxtune.backend, mlx.core as mx\n"

@@ -201,6 +201,45 @@ def test_misuse_of_a_word_is_found(word: str, source: str) -> None:
     assert misused(rule, names_in(found, "backend/step/new.py"))
 
 
+AVOIDED_IN_NAMES = {
+    "limits are MAX or MIN": (
+        r"^_?(MOST|FEWEST|LONGEST|SHORTEST|LARGEST|SMALLEST|HIGHEST|LOWEST|LEAST)(_|$)",
+        ["_MOST_ROWS", "LONGEST"],
+    ),
+    "spelling is American": (
+        r"(?i)(quanti|initiali|normali|summari|recogni|plurali|tokeni|seriali|optimi)s(e|ing|ation)"
+        r"|(?i:colour|neighbour|behaviour|favour|licence|labelled|centre)",
+        ["initialise", "_COLOURS", "test_quantised_head_is_split"],
+    ),
+    "tests are named after the behaviour": (
+        r"^test_.*(_(told|said|anew|whatever|hears|says_so|all_the_same)|_are_no(?!_more)"
+        r"|(?<!there)_is_no(?!_longer))(_|$)",
+        ["test_file_is_no_table", "test_run_trains_all_the_same"],
+    ),
+}
+
+
+def names_of_tests() -> list[Name]:
+    """Return the names that the tests give, by their files."""
+    return [
+        Name(text, path.relative_to(ROOT).as_posix())
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for text in (path.stem, *given(nodes_of(path)))
+    ]
+
+
+@pytest.mark.parametrize("rule", AVOIDED_IN_NAMES)
+def test_names_of_package_and_tests_follow_a_rule(rule: str) -> None:
+    pattern, wrong = AVOIDED_IN_NAMES[rule]
+    assert all(re.search(pattern, name) for name in wrong)
+    found = {
+        f"{name.file}: {name.text}"
+        for name in every_name() + names_of_tests()
+        if re.search(pattern, name.text)
+    }
+    assert sorted(found) == []
+
+
 # Words of the glossary in text: messages, templates and pages
 
 

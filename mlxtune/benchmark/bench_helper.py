@@ -159,7 +159,7 @@ class OurTrainer:
             started = following
 
     def _start(self, number: int, examples: Sequence[Example]) -> "OptimizerStep":
-        rate = self._config.rate
+        rate = self._config.peak_rate
         return self.pipeline.start_batch(examples, step=number, learning_rate=rate)
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mlxtune.backend.adapters import compare_logits, fusing, gptq
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
-from mlxtune.backend.adapters.certificate import MOST_LOST, Retention, try_in_order
+from mlxtune.backend.adapters.certificate import MAX_LOST, Retention, try_in_order
 from mlxtune.backend.adapters.file_formats import merged_gguf
 from mlxtune.backend.adapters.storage import AS_BASE, Storage
 from mlxtune.backend.device import allocator
@@ -22,7 +22,7 @@ from mlxtune.config import DataConfig, EvalConfig, FuseConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.evaluation.row_losses import sums_of
 from mlxtune.core.files.remembered import is_own
-from mlxtune.core.formatting import byte_size, duration, pluralise
+from mlxtune.core.formatting import byte_size, duration, pluralize
 from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.errors import MlxTuneError
 from mlxtune.session import verified_output
@@ -33,7 +33,7 @@ from mlxtune.session.resuming import run_config
 from mlxtune.session.trained_model import as_trained
 
 # The largest number of rows to measure on: more rows take longer and hardly change the result.
-_MOST_ROWS = 100
+_MAX_ROWS = 100
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,12 @@ def _choose_storage(
         allocator.release()
         return value
 
-    chosen = storages[:1] if config.force else storages
-    retention = try_in_order(measure.name, "nats", measure.base, measure.trained, chosen, value_of)
-    first, best = retention.tried[0], retention.chosen
-    if first.lost > MOST_LOST:
+    selected = storages[:1] if config.force else storages
+    retention = try_in_order(
+        measure.name, "nats", measure.base, measure.trained, selected, value_of
+    )
+    first, best = retention.tried[0], retention.selected
+    if first.lost > MAX_LOST:
         if not any(storage.gptq for storage in storages):
             source.console.say("GPTQ", "not tried, as it is for the affine mode: more bits remain")
         source.console.warn(
@@ -179,7 +181,7 @@ def _round_by_gptq(
     if (drawn := gptq.calibration(base, merged, examples)) is None:
         say("not tried: it needs more than the free memory")
         return None
-    used = f"{pluralise(len(drawn.real), 'token')} of {pluralise(len(drawn.ids), 'example')}"
+    used = f"{pluralize(len(drawn.real), 'token')} of {pluralize(len(drawn.ids), 'example')}"
     say(f"rounding on {used}, in up to {byte_size(drawn.memory)} of memory")
     read_weights(base)
     made, nearest = gptq.round_projections(
@@ -207,7 +209,7 @@ def _measure_of(
         adapted.use_adapter(True)
         if without > trained:
             return _Measure(
-                f"Loss on {pluralise(len(rows), 'validation row')}", without, trained, loss
+                f"Loss on {pluralize(len(rows), 'validation row')}", without, trained, loss
             )
     prompts = verified_output.prompts_for(source)
     reference = compare_logits.reference_of(adapted, prompts, "float32", everywhere=False)
@@ -217,7 +219,7 @@ def _measure_of(
     def divergence(base: BaseModel) -> float:
         return compare_logits.compare(base.model, reference).mean_kl
 
-    return _Measure(f"KL on {pluralise(len(prompts), 'prompt')}", without, 0.0, divergence)
+    return _Measure(f"KL on {pluralize(len(prompts), 'prompt')}", without, 0.0, divergence)
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ def _rows_of_run(source: verified_output.Source) -> _Rows:
 
 
 def _sample(rows: CorpusRows, seed: int) -> CorpusRows:
-    if len(rows) <= _MOST_ROWS:
+    if len(rows) <= _MAX_ROWS:
         return rows
-    drawn = np.random.default_rng(seed).permutation(len(rows))[:_MOST_ROWS]
+    drawn = np.random.default_rng(seed).permutation(len(rows))[:_MAX_ROWS]
     return CorpusRows(rows.corpus, [rows.indices[i] for i in sorted(drawn.tolist())])

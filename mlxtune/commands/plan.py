@@ -59,7 +59,7 @@ def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
         line := memory_planning.truncation_loss_line(config, base, workload, dataset)
     ):
         console.warn(line)
-    chosen = memory_planning.choose_plan(config, base, workload)
+    memory_plan = memory_planning.choose_plan(config, base, workload)
     adapter = apply_lora(base.model, config.pipeline_config())
     for warning in adapter.warnings():
         console.warn(warning)
@@ -71,11 +71,11 @@ def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
         dtype=base.dtype,
         device=default_device.device_name(),
         max_seq_len=config.max_seq_len,
-        memory=chosen,
-        larger_limit=memory_planning.larger_limit(config, chosen, workload),
+        memory=memory_plan,
+        larger_limit=memory_planning.larger_limit(config, memory_plan, workload),
         longest=longest,
         free_memory=allocator.free_now(),
-        speed=read_speed(config.cache_path, memory_planning.speed_key(chosen, base.dtype)),
+        speed=read_speed(config.cache_path, memory_planning.speed_key(memory_plan, base.dtype)),
     )
     if dataset is None:
         return run_plan

@@ -21,7 +21,7 @@ from mlxtune.core.evaluation.verdict import JudgedRows
 from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.files.reading import read_text
 from mlxtune.core.files.writing import write_json
-from mlxtune.core.machine.conditions import ConditionsWatch, Sensors, kept_awake
+from mlxtune.core.machine.conditions import ConditionsPoller, Sensors, kept_awake
 from mlxtune.core.run import run_folder, trained_rows
 from mlxtune.core.run.metrics import InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import StepProfiler
@@ -134,7 +134,7 @@ def train(
             ledgers=session.dataset.ledgers,
             model_path=config.model_path,
         )
-        with stop_requests(session) as should_stop, ConditionsWatch(Sensors()) as watch:
+        with stop_requests(session) as should_stop, ConditionsPoller(Sensors()) as watch:
             trainer = make_trainer(session, parts, should_stop, stop_after, watch, observers, live)
             print_plan(session, parts, trainer)
             check_run(session, parts, trainer)
@@ -147,15 +147,15 @@ def train(
             text_hash = session.reader.text_hash
             own = trained_rows.identities_of(trainer.train_rows, text_hash)
             trained = np.union1d(own, trained_before(session))
-            records = records_of(session, parts, trainer, trained)
+            files = files_to_write(session, parts, trainer, trained)
             write = partial(write_adapter, parts.pipeline, trainer, config.output_path, resume)
             # A run that is replayed up to a step writes checkpoints, but no adapter.
             training = trainer.train(
-                records, resume=resume, write_adapter=write if stop_after is None else None
+                files, resume=resume, write_adapter=write if stop_after is None else None
             )
         if stop_after is not None:
             return result_of(training=None, adapter=None, peak_memory_gb=allocator.peak_gb())
-        run = finish(session, parts, trainer, training, records[run_folder.ABOUT])
+        run = finish(session, parts, trainer, training, files[run_folder.ABOUT])
         judged = JudgedRows.of(trainer.val_rows, trained, candidates_of(training), text_hash)
         peak_gb, total_steps = allocator.peak_gb(), trainer.total_steps
         # Free the model: the adapter is read back from its file and judged on a new one.
@@ -177,7 +177,7 @@ def train(
         )
 
 
-def records_of(
+def files_to_write(
     session: RunSession, parts: RunParts, trainer: InstructTrainer, trained: npt.NDArray[np.uint64]
 ) -> dict[str, Any]:
     """Return the files that a run writes before its first step, by their names.
@@ -272,7 +272,7 @@ def make_trainer(
     parts: RunParts,
     should_stop: Callable[[], bool],
     stop_after: int | None,
-    watch: ConditionsWatch,
+    watch: ConditionsPoller,
     observers: Sequence[TrainingObserver],
     live: bool,
 ) -> InstructTrainer:
@@ -296,9 +296,7 @@ def make_trainer(
             on_record=observer.on_profile,
             on_problem=observer.on_problem,
         )
-    surroundings = MachineMonitor(
-        lambda: watch.latest, observer, config.pause_on_battery, should_stop
-    )
+    monitor = MachineMonitor(lambda: watch.latest, observer, config.pause_on_battery, should_stop)
     return InstructTrainer(
         pipeline,
         rows,
@@ -308,7 +306,7 @@ def make_trainer(
         should_stop=should_stop,
         stop_after=stop_after,
         profiler=profiler,
-        surroundings=surroundings,
+        monitor=monitor,
         objective=pipeline.objective,
         cache=config.cache_path,
     )
@@ -340,7 +338,7 @@ def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -
     plan, steps = parts.plan, (trainer.total_steps, trainer.steps_per_epoch, config.max_steps)
     lines = (
         plan_text.few_steps_line(*steps, config if session.auto_chose_epochs else None),
-        plan_text.large_rate_line(config.rate),
+        plan_text.large_rate_line(config.peak_rate),
         plan_text.micro_batches_line(plan),
         plan_text.peak_line(plan),
         plan_text.free_line(plan, allocator.free_now()),

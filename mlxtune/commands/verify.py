@@ -181,7 +181,7 @@ def _train_again(config: TrainConfig, newest: Checkpoint, replay: _Replay) -> st
         if extension.step <= replay.start:
             continue
         own = replace(config, epochs=extension.epochs, max_steps=extension.max_steps)
-        # A run that was complete had also been validated at its end.
+        # A complete run was also validated at its end.
         complete = extension.step == extension.total_steps and extension.step in validated
         _train_to(own, extension.step + complete, resumed)
         written, _ = find_checkpoints(config.checkpoint_path)
@@ -267,7 +267,7 @@ def _rate(config: TrainConfig, newest: Checkpoint, step: int) -> float:
     until = (each.total_steps for each in extensions_of(newest.metadata) if step <= each.step)
     schedule = make_schedule(
         config.schedule,
-        peak=config.rate,
+        peak_rate=config.peak_rate,
         total_steps=next(until, total),
         warmup_fraction=config.warmup_fraction,
         lr_min=config.lr_min,

@@ -272,7 +272,7 @@ def suggestion(
     close = difflib.get_close_matches(plain, own, n=1)
     hint = "".join(close)
     if close and write is as_flag:
-        # Only an option of the same name surely takes this value.
+        # Only an option of the same name is certain to take this value.
         shown = _shown(value) if hint == plain and hint not in flags and value else None
         hint = as_flag(hint, shown)
     return f" (did you mean {hint}?)" if hint else ""

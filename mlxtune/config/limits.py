@@ -157,7 +157,7 @@ def _marks(content: bytes, start: int, end: int) -> int:
 
 
 def check_value(value: Any, limits: Limits, name: str) -> None:
-    """Raise TooLarge, naming the file, for text, a list, a number or nesting beyond the limits."""
+    """Raise TooLarge, which names the file, for text, lists, numbers or nesting beyond limits."""
     for each, depth in _walk(value):
         if isinstance(each, str):
             if len(each) > limits.text:

@@ -58,10 +58,10 @@ class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
             object.__setattr__(self, "lr", self.default_rate)
         super().__post_init__()
         if is_default:
-            object.__setattr__(self, "lr", DefaultRate(self.rate))
+            object.__setattr__(self, "lr", DefaultRate(self.peak_rate))
 
     @property
-    def rate(self) -> float:
+    def peak_rate(self) -> float:
         """The peak learning rate, `lr`, which is always a number."""
         assert self.lr is not None
         return self.lr
@@ -230,14 +230,14 @@ class TrainConfig(_LoopConfig, LoraConfig, StepConfig):
         choices=("trackio", "tensorboard", "wandb"),
     )
 
-    def is_found_later(self, name: str) -> bool:
+    def is_resolved_later(self, name: str) -> bool:
         return name == "model_path" and self.init_adapter is not None
 
     def contradictions(self) -> Iterator[str]:
         yield from self._tensor_problems()
-        if self.schedule == "warmup-cosine" and self.lr_min > self.rate:
+        if self.schedule == "warmup-cosine" and self.lr_min > self.peak_rate:
             yield (
-                f"--lr-min {self.lr_min:g} is above --lr {self.rate:g}: "
+                f"--lr-min {self.lr_min:g} is above --lr {self.peak_rate:g}: "
                 "lower it or use another --schedule"
             )
 

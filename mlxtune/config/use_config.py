@@ -21,7 +21,7 @@ _MAIN_FILES = {
     "gguf": "adapter.gguf",
     "flat": "adapter.safetensors",
 }
-_LONGEST_PATTERN = 1000
+_MAX_PATTERN_CHARS = 1000
 # Repetition counts of five digits or more: compiling takes memory for each repetition.
 _REPEATED = re.compile(r"\{[^}]*\d{5}")
 # llama.cpp's names of types, such as Q4_K_M, IQ2_XXS and BF16.
@@ -112,8 +112,8 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
                     raise ValueError("it repeats more than 9,999 times")
                 regex.compile(pattern)
                 # The time limit of a search does not cover all its steps, so limit the pattern too.
-                if not 0 < len(pattern) <= _LONGEST_PATTERN:
-                    yield f"--match regex= takes 1 to {_LONGEST_PATTERN:,} characters"
+                if not 0 < len(pattern) <= _MAX_PATTERN_CHARS:
+                    yield f"--match regex= takes 1 to {_MAX_PATTERN_CHARS:,} characters"
             except (regex.error, ValueError, RecursionError, MemoryError) as error:
                 yield f"--match {shorten(self.match)} is not a pattern: {error}"
         elif self.match not in ("exact", "json", "contains"):

@@ -30,7 +30,7 @@ _LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?")
 _BODY = Limits(2 * MAX_BYTES, values=100_000, entries=20_000, text=MAX_BYTES)
 # Limits of a request in seconds and bytes, including its headers; a client that takes no bytes of
 # its answer for the second number of seconds is disconnected.
-_SECONDS, _WRITE_SECONDS, _LONGEST = 10.0, 60.0, _BODY.bytes + 128 * 1024
+_SECONDS, _WRITE_SECONDS, _MAX_REQUEST_BYTES = 10.0, 60.0, _BODY.bytes + 128 * 1024
 # After a refusal, how much of the rest of a request is read, so that the client sees the answer.
 _DRAIN_SECONDS, _DRAIN_BYTES = 1.0, 2**26
 _CHAT, _TEXT = ("/v1/chat/completions", "/chat/completions"), ("/v1/completions",)
@@ -49,7 +49,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
     def setup(self) -> None:
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(LimitedReader(self.connection, _SECONDS, _LONGEST))
+        self.rfile = io.BufferedReader(LimitedReader(self.connection, _SECONDS, _MAX_REQUEST_BYTES))
         self._status, self._fields, self._begun = 200, dict[str, str](), False
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -37,8 +37,8 @@ _BOUNDS = {
     "frequency_context_size": (1, 2**31 - 1),
 }
 _COLDEST = 1e-4
-_MOST_BIASES, _LARGEST_BIAS = 1024, 100
-_MOST_STOPS, _LONGEST_STOP = 16, 1000
+_MAX_BIASES, _MAX_BIAS = 1024, 100
+_MAX_STOPS, _MAX_STOP_CHARS = 16, 1000
 
 
 class RefusedRequest(Exception):
@@ -115,9 +115,9 @@ def tools_of(body: Mapping[str, Any]) -> list[Any] | None:
 def stops_of(body: Mapping[str, Any]) -> tuple[str, ...]:
     stops = body.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
-    require(isinstance(stops, list) and len(stops) <= _MOST_STOPS, "stop", "must be a few texts")
+    require(isinstance(stops, list) and len(stops) <= _MAX_STOPS, "stop", "must be a few texts")
     for each in stops:
-        require(isinstance(each, str) and 0 < len(each) <= _LONGEST_STOP, "stop", "must be text")
+        require(isinstance(each, str) and 0 < len(each) <= _MAX_STOP_CHARS, "stop", "must be text")
     return tuple(stops)
 
 
@@ -125,14 +125,14 @@ def _check_biases(biases: object, vocab_size: int) -> None:
     """Raise RefusedRequest for biases of tokens that the model lacks, or without limits."""
     require(
         isinstance(biases, dict)
-        and len(biases) <= _MOST_BIASES
+        and len(biases) <= _MAX_BIASES
         and all(
             re.fullmatch("[0-9]{1,9}", token)
             and int(token) < vocab_size
             and isinstance(bias, int | float)
-            and abs(bias) <= _LARGEST_BIAS
+            and abs(bias) <= _MAX_BIAS
             for token, bias in biases.items()
         ),
         "logit_bias",
-        f"must have numbers from -{_LARGEST_BIAS} to {_LARGEST_BIAS} for tokens of the model",
+        f"must have numbers from -{_MAX_BIAS} to {_MAX_BIAS} for tokens of the model",
     )

@@ -34,11 +34,11 @@ class ApiServer(LimitedServer):
         handler: Callable[..., Any],
     ) -> None:
         infos = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, _, _, _, place = infos[0]
+        self.address_family, _, _, _, bind_address = infos[0]
         self.answers, self.key, self.origins = answers, key, origins
-        self.is_local = is_loopback(str(place[0]))
+        self.is_local = is_loopback(str(bind_address[0]))
         self._answering, self._changed, self._closing = 0, threading.Condition(), False
-        super().__init__(place, partial(handler, answers, system_fingerprint="mlxtune"))
+        super().__init__(bind_address, partial(handler, answers, system_fingerprint="mlxtune"))
 
     @property
     def models(self) -> ServedModels:

@@ -172,7 +172,7 @@ class ServedModels:
     # The adapters on the base model
 
     def switch_to(self, model: ServedModel) -> None:
-        """Attach a model's adapter to the base model in place of the one that is attached.
+        """Attach a model's adapter to the base model in place of the current adapter.
 
         Raises ModelError. No model can then run before the next switch, which removes what is left.
         """
@@ -235,7 +235,7 @@ def _ids_of(messages: list[Any], **options: Any) -> list[int]:
 
 
 def trained_on(adapter: AdapterFile | None) -> dict[str, Any]:
-    """Return what is known of an adapter's training, without paths."""
+    """Return an adapter's training facts, without paths."""
     if adapter is None:
         return {}
     metadata = adapter.origin.metadata

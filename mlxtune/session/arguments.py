@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 C = TypeVar("C", bound=Checked)
 # The largest numbers of rows and of bytes to read from an iterable of unknown length.
-_MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
+_MAX_ROWS, _MAX_BYTES = 1_000_000, 2**30
 # The name of a file of rows: the keyword, and a hash of the content.
 _NAME = re.compile(r"(data|val_data)-[0-9a-f]{16}\.jsonl$")
 
@@ -71,7 +71,7 @@ def resolve(config: C) -> ResolvedOptions[C]:
         return ResolvedOptions(config, given)
     # These imports load mlx, which --help must not do.
     from mlxtune.backend.adapters.adapter_file import AdapterFile
-    from mlxtune.backend.adapters.initialise import with_adapter
+    from mlxtune.backend.adapters.initialize import with_adapter
     from mlxtune.session.trained_model import base_name
 
     initial = AdapterFile.find(path, "--init-adapter")
@@ -256,7 +256,7 @@ def _lines(rows: Iterable[Any], name: str, length: int | None) -> Iterator[bytes
     for number, row in enumerate(rows, start=1):
         if length is not None and number > length:
             raise DataError(f"{name} has more rows than its length, {length:,}")
-        if length is None and (number > _MOST_ROWS or size > _MOST_BYTES):
+        if length is None and (number > _MAX_ROWS or size > _MAX_BYTES):
             raise DataError(
                 f"{name} has no end after {number - 1:,} rows ({byte_size(size)}): end the "
                 "iterable (itertools.islice), or write its rows to a file and name the file"

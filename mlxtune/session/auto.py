@@ -11,7 +11,7 @@ from mlxtune.config import OPTIONS, DataConfig, TrainConfig
 from mlxtune.config.fields import flag
 from mlxtune.config.objective_config import DEFAULT_RATE
 from mlxtune.core.data.inspection import truncation_loss
-from mlxtune.core.formatting import pluralise, short_number
+from mlxtune.core.formatting import pluralize, short_number
 from mlxtune.core.steps import order
 from mlxtune.core.training.schedule import count_steps
 from mlxtune.session.dataset import load_rows
@@ -23,7 +23,7 @@ S = TypeVar("S", bound=TrainingSession[Any])
 # A number of tokens that no example exceeds.
 _UNCUT = 10**9
 # One or two epochs hardly overfit; on small data sets, further epochs do.
-_MOST_EPOCHS, _FEWEST_STEPS = 3, 100
+_MAX_EPOCHS, _MIN_STEPS = 3, 100
 _VALIDATIONS = 10
 # Half of the validations: many runs improve again at the end, when the rate falls.
 _PATIENCE = 5
@@ -31,7 +31,7 @@ _RANK, _ALPHA = 16, 32.0
 # The rate for a model of 4 billion parameters, the power by which it rises for smaller models, and
 # its bounds. The demo's model of 0.7 million parameters learns fastest at the upper bound.
 _RATE, _RATE_SIZE, _RATE_POWER = 2e-4, 4e9, 0.35
-_LOWEST_RATE, _HIGHEST_RATE = 5e-5, 5e-3
+_MIN_RATE, _MAX_RATE = 5e-5, 5e-3
 
 
 def with_auto_options(session: S) -> S:
@@ -53,19 +53,19 @@ def with_auto_options(session: S) -> S:
         needed=default_length if loss is None else loss.enough,
         fitting=_UNCUT,
     )
-    chosen = choose(facts, config, session.given)
+    selected = choose(facts, config, session.given)
     # The longest example that fits depends on the chosen LoRA options.
     names = {"lora_rank": "rank", "lora_alpha": "alpha", "targets": "targets"}
     lora = {
-        default_length: chosen[name] for default_length, name in names.items() if name in chosen
+        default_length: selected[name] for default_length, name in names.items() if name in selected
     }
     longest = longest_example(config, base, replace(config.pipeline_config(), **lora))
-    chosen = choose(replace(facts, fitting=longest.recomputed), config, session.given)
-    config = replace(config, auto=False, **chosen)
+    selected = choose(replace(facts, fitting=longest.recomputed), config, session.given)
+    config = replace(config, auto=False, **selected)
     command = command_line(config)
     console.say("Auto", command, copyable=True)
     reasons = (
-        f"for {pluralise(facts.rows, 'training row')}, a model of "
+        f"for {pluralize(facts.rows, 'training row')}, a model of "
         f"{short_number(facts.parameters)} parameters, and supervised tokens of which 99% lie "
         f"within the first {facts.needed:,} of an example"
     )
@@ -99,11 +99,11 @@ def choose(facts: Facts, config: TrainConfig, set_by_user: Collection[str]) -> d
     """
     training = config.trainer_config()
     per_epoch, _ = count_steps(training, facts.rows)
-    epochs = min(max(math.ceil(_FEWEST_STEPS / per_epoch), 1), _MOST_EPOCHS)
+    epochs = min(max(math.ceil(_MIN_STEPS / per_epoch), 1), _MAX_EPOCHS)
     if "epochs" not in set_by_user:
         training = replace(training, epochs=epochs)
     _, steps = count_steps(training, facts.rows)
-    chosen: dict[str, Any] = {
+    selected: dict[str, Any] = {
         "targets": ("all",),
         "rank": _RANK,
         "alpha": _ALPHA if "rank" not in set_by_user else 2.0 * config.rank,
@@ -112,14 +112,14 @@ def choose(facts: Facts, config: TrainConfig, set_by_user: Collection[str]) -> d
         "epochs": epochs,
     }
     if facts.validates:
-        chosen |= {"val_steps": math.ceil(steps / _VALIDATIONS), "patience": _PATIENCE}
-    return {name: value for name, value in chosen.items() if name not in set_by_user}
+        selected |= {"val_steps": math.ceil(steps / _VALIDATIONS), "patience": _PATIENCE}
+    return {name: value for name, value in selected.items() if name not in set_by_user}
 
 
 def _rate(parameters: int, fraction: float) -> float:
     """Return a `fraction` of the peak rate for a model's size, to one significant digit."""
     rate = _RATE * (_RATE_SIZE / max(parameters, 1)) ** _RATE_POWER
-    return float(f"{fraction * min(max(rate, _LOWEST_RATE), _HIGHEST_RATE):.0e}")
+    return float(f"{fraction * min(max(rate, _MIN_RATE), _MAX_RATE):.0e}")
 
 
 def command_line(config: TrainConfig) -> str:

@@ -18,7 +18,7 @@ from mlxtune.core.data.problems import (
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files, needs
 from mlxtune.core.data.sources.keys import field_option
 from mlxtune.core.data.sources.text_rows import encoding_of, is_text_file
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.errors import DataError, ModelError, shorten
 from mlxtune.hub.dataset_download import HubData, fetch
 from mlxtune.hub.dataset_name import DataValue, data_value
@@ -74,7 +74,7 @@ def with_hub_data(
             return value
         data = fetch(meant.name, held_out=held_out, quiet=config.quiet)
         sets[str(data.name)] = data
-        files = pluralise(sum(map(len, data.files.values())), "file")
+        files = pluralize(sum(map(len, data.files.values())), "file")
         console.say(
             "Hub",
             f"{' and '.join(data.titles.values())}: {files}, commit "
@@ -235,7 +235,7 @@ def _check_usable(
     if skipped.total and config.strict:
         are, them = ("is", "it") if one else ("are", "them")
         raise DataError(
-            f"{skipped.first()}; {skipped.total} of {pluralise(read, 'row')} {are} bad: "
+            f"{skipped.first()}; {skipped.total} of {pluralize(read, 'row')} {are} bad: "
             f"fix {them}, or leave out --strict to skip {them}"
         )
     if not read:
@@ -264,7 +264,7 @@ def _choose_rows(
     if isinstance(config, InspectConfig):
         return RunRows(corpus.select(), corpus.select([])), [Finding("error", problem, 0, advice)]
     skipped = [file.skipped for file in files if file.skipped.total]
-    total = pluralise(sum(each.total for each in skipped), "other row")
+    total = pluralize(sum(each.total for each in skipped), "other row")
     first = ": " if total == "1 other row" else ", the first: "
     others = f"; skipped {total}{first}{skipped[0].first()}" if skipped else ""
     raise DataError(f"{', '.join(map(shown, config.data))}: {problem}: {advice}{others}")

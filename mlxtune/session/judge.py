@@ -29,7 +29,7 @@ from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses, evaluat
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.writing import write_json
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.run_folder import EVALUATION, EVALUATION_HASH, RESULT, SAMPLES
 from mlxtune.core.training.observer import TrainingObserver
@@ -41,10 +41,10 @@ from mlxtune.views.console import RunConsole
 from mlxtune.views.run_text import less_likely_line
 
 # The largest number of tokens in a sample answer at the end of a run.
-_LONGEST_SAMPLE = 128
+_MAX_SAMPLE_TOKENS = 128
 _NOTHING_TO_ANSWER = "no row has a prompt and a whole answer (plain text has neither)"
 # The largest number of tokens in a sample answer after a validation: training waits for the answer.
-_LONGEST_LIVE = 64
+_MAX_LIVE_TOKENS = 64
 
 
 def compare_losses(
@@ -214,7 +214,7 @@ class ValidationAnswers(TrainingObserver):
         config, reader = self._session.config, self._session.reader
         if drawn := _draw(self._rows, config.samples, config.seed, reader):
             quiet = RunConsole(quiet=True)
-            generated = answer_rows(self._loaded, reader, drawn, _LONGEST_LIVE, quiet)
+            generated = answer_rows(self._loaded, reader, drawn, _MAX_LIVE_TOKENS, quiet)
             content = asdict(StepSamples(step, generated.samples))
             write_json(config.checkpoint_path / SAMPLES, content)
 
@@ -251,10 +251,10 @@ def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     try:
         if drawn := _draw(judged.rows, config.samples, config.seed, session.reader):
             allocator.release()
-            generated = answer_rows(loaded, session.reader, drawn, _LONGEST_SAMPLE, console)
+            generated = answer_rows(loaded, session.reader, drawn, _MAX_SAMPLE_TOKENS, console)
             evaluation = replace(evaluation, generated=generated)
             _write_evaluation(config.checkpoint_path, evaluation)
-            console.say("Samples", f"{pluralise(generated.rows, 'row')} answered, for the report")
+            console.say("Samples", f"{pluralize(generated.rows, 'row')} answered, for the report")
         else:
             console.say("Samples", f"none: {_NOTHING_TO_ANSWER}")
     except MlxTuneError as problem:

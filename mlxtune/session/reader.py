@@ -159,7 +159,7 @@ class Reader:
 
     @cached_property
     def _turn_end(self) -> Prompt | None:
-        """A short prompt, with the end that the template gives its answer; None without one."""
+        """A short prompt with the template's end of an answer, or None if it has no end."""
         asked = {"messages": [{"role": "user", "content": "Hi"}]}
         with suppress(DataError, ModelError):
             return prompt_of(self.encoder, asked, str(self._folder)) if self.has_template else None
@@ -179,7 +179,7 @@ class Reader:
 
     @property
     def unknown_end_note(self) -> dict[str, str]:
-        """A note on conversations whose end of turn other tools do not know, with the remedies."""
+        """A note on an end-of-turn token that other tools don't recognise, with the remedies."""
         if (end := self.unknown_end) is None:
             return {}
         written = self.tokenizer.spell([end])[0].decode(errors="replace")

@@ -104,7 +104,7 @@ class TrainingSession(Session[T]):
         self._has_base = True
 
     def with_choices(self, config: T, command: str) -> Self:
-        """Return a session with the options that --auto chose, and all that this one has opened.
+        """Return a session with the options that --auto chose and everything opened so far.
 
         No choice changes what --auto opens: the data files, their reader and the model.
         """

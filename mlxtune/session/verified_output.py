@@ -41,7 +41,7 @@ from mlxtune.core.files.writing import (
     write_file,
     write_json,
 )
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
 from mlxtune.session.interrupt import end_in_order
@@ -224,7 +224,7 @@ def write_fused(
     left_out = fusing.write_model(model, model_config, source.folder, folder, text_alone=text_alone)
     if left_out:
         source.console.warn(
-            f"left out {pluralise(left_out, 'tensor')} for images or sound: the written model and "
+            f"left out {pluralize(left_out, 'tensor')} for images or sound: the written model and "
             "its "
             "config.json are of text alone"
         )
@@ -252,7 +252,7 @@ def write_fused(
 
 
 def _trained_reader(source: Source) -> tuple[UseConfig, Reader] | None:
-    """Return training's options and reader of conversations; None if it was on plain text."""
+    """Return the training options and the conversation reader; None for training on plain text."""
     trust = source.config.trust_remote_code
     use = UseConfig(str(source.folder), adapter=str(source.file.path), trust_remote_code=trust)
     trained = as_trained(use, source.file)

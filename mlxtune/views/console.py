@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Column, Table
 from rich.text import Text
 
-from mlxtune.core.formatting import duration, pluralise
+from mlxtune.core.formatting import duration, pluralize
 from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.run.profile import StepProfile
 from mlxtune.core.training.observer import RunStart, TrainingObserver
@@ -34,9 +34,9 @@ _STAGE_WIDTH = 12
 # The displayed loss is the mean loss of this many steps.
 _AVERAGED = 10
 _VERDICT = re.compile(r"(?:the adapter )?(helped|hardly helped|hardly hurt|hurt|cannot tell)\b")
-_VERDICT_COLOURS = {"helped": "green", "hurt": "red"}
-_VERDICT_COLOURS |= dict.fromkeys(("hardly helped", "hardly hurt", "cannot tell"), "yellow")
-# The least time in seconds between updates of a notebook's line, as each is sent to the browser.
+_VERDICT_COLORS = {"helped": "green", "hurt": "red"}
+_VERDICT_COLORS |= dict.fromkeys(("hardly helped", "hardly hurt", "cannot tell"), "yellow")
+# Minimum seconds between updates of a notebook's line, because every update goes to the browser.
 _SECONDS_BETWEEN = 0.1
 
 
@@ -143,7 +143,7 @@ class RunConsole(TrainingObserver):
         self._first.arrived()
 
     def on_encoding(self, path: Path, rows: int) -> None:
-        self.show(f"encoding {path}: {pluralise(rows, 'row')}")
+        self.show(f"encoding {path}: {pluralize(rows, 'row')}")
 
     def show(self, text: str) -> None:
         self.result_arrived()
@@ -274,7 +274,7 @@ def _marked(name: Text, message: str) -> Text:
     text = Text(message)
     verdict = _VERDICT.match(message) if name.plain.strip() == "Verdict" else None
     if verdict is not None:
-        text.stylize(_VERDICT_COLOURS[verdict[1]], *verdict.span(1))
+        text.stylize(_VERDICT_COLORS[verdict[1]], *verdict.span(1))
     return text
 
 

@@ -119,7 +119,7 @@ def test_reader_that_has_enough_ends_the_command_in_silence(run: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [long("generate"), slow("chat")])
-def test_prompts_from_what_is_no_text(model: Path, tmp_path: Path, command: str) -> None:
+def test_non_text_prompts(model: Path, tmp_path: Path, command: str) -> None:
     options = ["--model-path", model, "--max-new-tokens", 2, "--quiet"]
     with Path("/dev/zero").open("rb") as file:
         refused(attack(command, *options, stdin=file, cwd=tmp_path))
@@ -137,7 +137,7 @@ def test_prompts_from_what_is_no_text(model: Path, tmp_path: Path, command: str)
         slow("TMP", "missing"),
     ],
 )
-def test_folder_for_temporary_files_that_is_none(
+def test_missing_temporary_folder(
     model: Path, tmp_path: Path, cli: Cli, name: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -229,7 +229,7 @@ def test_environment_that_is_odd(
 # Locks
 
 
-def test_folder_without_locks_is_named_with_what_helps(
+def test_file_system_without_locks_is_reported_with_a_remedy(
     train: Cli, monkeypatch: pytest.MonkeyPatch, output: Path
 ) -> None:
     def no_locks(*_: object, **__: object) -> None:

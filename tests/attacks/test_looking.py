@@ -90,7 +90,7 @@ CASES += [(command, state) for command in ("verify", "report --json") for state 
 
 
 @pytest.mark.parametrize(("command", "state"), dict.fromkeys(CASES))
-def test_looking_changes_nothing(
+def test_viewing_a_run_changes_no_file(
     cli: Cli,
     run: Path,
     model: Path,

@@ -72,7 +72,7 @@ def _large_adapter(weights: Path, *, rank: int) -> int:
 
 
 @pytest.mark.parametrize("command", slow_except(ADAPTER_COMMANDS, "generate", "import"))
-def test_adapter_of_a_gigabyte_that_is_a_hole_is_refused(
+def test_sparse_gigabyte_adapter_is_refused(
     cli: Cli, model: Path, chat: Path, adapter: Path, tmp_path: Path, command: str
 ) -> None:
     assert _large_adapter(adapter, rank=1_200_000) > GB
@@ -127,7 +127,7 @@ def _hollow(run: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["verify"], ["train", "--resume"]])
-def test_checkpoint_of_400_gigabytes_of_nothing_is_not_hashed(
+def test_sparse_400_gigabyte_checkpoint_is_not_hashed(
     cli: Cli, adapter: Path, command: list[str]
 ) -> None:
     run = adapter.parent / "checkpoints"
@@ -417,7 +417,7 @@ def test_models_answer_of_the_hub_is_limited_too(cli: Cli, hub: Hub, chat: Path)
     assert "the hub's response is compressed (gzip)" in error
 
 
-def test_model_that_is_whole_is_taken(cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_complete_model_is_accepted(cli: Cli, model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model, tmp_path / "copy")
     assert (
         cli("generate", "--model-path", folder, "--prompt", "hi", "--max-new-tokens", 1).code == 0

@@ -173,7 +173,7 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
 
 
 @pytest.mark.usefixtures("in_process")
-def test_every_way_to_compute_takes_the_same_steps(bench: Cli, tmp_path: Path) -> None:
+def test_all_executions_take_the_same_steps(bench: Cli, tmp_path: Path) -> None:
     found = {}
     for kind in ("gpu", "plain"):
         assert bench("--execution", kind, "--json", tmp_path / kind).code == 0

@@ -198,7 +198,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE.keys())
-def test_broken_model_is_one_line_that_names_the_folder_and_a_remedy(
+def test_broken_model_gives_a_one_line_error_with_a_remedy(
     train: Cli, broken: Path, tmp_path: Path, damage: Callable[[Path], object], said: str
 ) -> None:
     damage(broken)
@@ -311,7 +311,7 @@ def test_adapter_in_place_of_a_model_is_named_as_such(
         ("chat.jsonl", " is a file: --model-path takes the folder"),
     ],
 )
-def test_model_path_that_is_no_folder_is_named(
+def test_non_folder_model_path_is_reported(
     train: Cli, tmp_path: Path, name: str, said: str
 ) -> None:
     assert train("--model-path", tmp_path / name).error == f"{tmp_path / name}{said}" + (

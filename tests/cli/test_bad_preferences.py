@@ -14,7 +14,7 @@ PAIRS = [
     for i in range(1, 11)
 ]
 ANSWERS = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
-LABELLED = [row | {"label": True} for row in ANSWERS]
+LABELED = [row | {"label": True} for row in ANSWERS]
 DPO = ("--objective", "dpo")
 
 
@@ -34,7 +34,7 @@ def write(folder: Path, rows: list[dict[str, str]]) -> Path:
             "an answer without a preference (prompt format: add 'chosen' and 'rejected', or use "
             "--objective sft)",
         ),
-        (LABELLED, DPO, "an answer with a label, not a pair (use --objective kto)"),
+        (LABELED, DPO, "an answer with a label, not a pair (use --objective kto)"),
         (
             PAIRS,
             ("--objective", "kto"),

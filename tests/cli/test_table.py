@@ -64,7 +64,7 @@ def test_help_says_what_a_command_does_and_shows_an_example(
 
 
 @each_command
-def test_example_can_be_typed_verbatim(command: click.Command) -> None:
+def test_help_example_parses_verbatim(command: click.Command) -> None:
     typed = examples(command)
     assert [words[1] for words in typed].count(str(command.name)) >= 1
     for words in typed:

@@ -103,14 +103,14 @@ def test_measured_loss_is_that_of_the_folder_written(
     config = FuseConfig(str(run / "out"), str(tmp_path / "fused"), quiet=True, **options)
     found = fuse(config).certificate.retention
     assert found is not None
-    assert found.chosen.method == ("nearest" if "force" in options else "gptq")
+    assert found.selected.method == ("nearest" if "force" in options else "gptq")
     rows = (run / "chat.jsonl").read_text().splitlines()
     held_out = [rows[i] for i in held_out_rows(run)]
     data = tmp_path / "held_out.jsonl"
     data.write_text("\n".join(held_out) + "\n")
     assert found.base == pytest.approx(loss(run / "model", data), rel=1e-5)
     assert found.trained == pytest.approx(loss(run / "model", data, run / "out"), rel=1e-5)
-    assert found.chosen.value == pytest.approx(loss(tmp_path / "fused", data), rel=1e-5)
+    assert found.selected.value == pytest.approx(loss(tmp_path / "fused", data), rel=1e-5)
 
 
 def test_imported_adapter_is_rounded_by_gptq_on_rows_that_are_named(
@@ -239,8 +239,8 @@ def test_real_model_of_four_bits_keeps_what_it_learned(tmp_path: Path) -> None:
     )
     found = fuse(FuseConfig(str(output), str(tmp_path / "fused"), quiet=True)).certificate
     assert found.retention is not None
-    assert found.retention.tried[0].lost > 0.1 > 0.02 > found.retention.chosen.lost
-    assert found.retention.chosen.bits == 4
+    assert found.retention.tried[0].lost > 0.1 > 0.02 > found.retention.selected.lost
+    assert found.retention.selected.bits == 4
     mx.clear_cache()
 
 

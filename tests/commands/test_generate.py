@@ -140,7 +140,9 @@ def test_python_receives_the_text_as_a_stream(expected: str) -> None:
         (["--prompt", "a", "--adapter", "nowhere"], "", "nowhere: no such file or folder"),
     ],
 )
-def test_nonsense_is_one_line(say: Any, arguments: list[object], stdin: Any, said: str) -> None:
+def test_malformed_input_ends_in_one_line(
+    say: Any, arguments: list[object], stdin: Any, said: str
+) -> None:
     assert said in say("generate", *arguments, stdin=stdin).error
 
 
@@ -170,7 +172,7 @@ def test_adapter_of_plain_text_completes_text_unless_a_template_is_named(
     assert "trained on plain text: mlxtune generate" in say("chat").err
 
 
-def test_pipe_that_nobody_writes_to_is_not_waited_for(say: Any, tmp_path: Path) -> None:
+def test_pipe_without_a_writer_does_not_block(say: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert "not valid JSON" in say("generate", "--messages", tmp_path / "pipe").error
     assert "cannot be read" in say("generate", "--messages", tmp_path).error
@@ -188,7 +190,7 @@ def test_prompt_that_is_longer_than_what_the_model_reads_is_refused(say: Any) ->
 def test_line_without_an_end_is_not_read_for_ever(
     say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxtune.commands.chat._LONGEST_LINE", 100)
+    monkeypatch.setattr("mlxtune.commands.chat._MAX_LINE_BYTES", 100)
     outcome = say("chat", "--quiet", stdin="a" * 1000)
     assert outcome.code == 1
     assert "has a line of more than 100 characters" in outcome.err
@@ -202,7 +204,7 @@ def test_second_system_message_is_refused(say: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("messages", ["5", '"abc"', "null", "{}"])
-def test_messages_that_are_no_list_are_refused_beside_a_system_message_too(
+def test_messages_must_be_a_list_even_with_a_system_message(
     say: Any, tmp_path: Path, messages: str
 ) -> None:
     path = tmp_path / "m.json"

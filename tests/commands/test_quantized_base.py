@@ -161,7 +161,7 @@ def test_answers_match_the_trained_model(cli: Cli, home: Path, adapter: Path) ->
     ],
     indirect=["adapter"],
 )
-def test_fused_folder_matches_the_quantised_base(
+def test_fused_folder_matches_the_quantized_base(
     home: Path, adapter: Path, tmp_path: Path, dequantize: bool
 ) -> None:
     from mlx_lm.utils import load
@@ -189,7 +189,7 @@ def test_fused_folder_matches_the_quantised_base(
 
 @pytest.mark.parametrize("adapter", slow_except(["4", "mxfp4", "nf4"], "nf4"), indirect=True)
 @pytest.mark.parametrize("format", [slow("mlx-lm"), "peft"])
-def test_export_is_proved_on_the_quantised_base(
+def test_export_is_verified_on_the_quantized_base(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
     from mlxtune.backend.models import loading

@@ -107,7 +107,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 # The result
 
 
-def test_result_says_where_everything_is(run: Run, chat: Path) -> None:
+def test_result_names_the_written_paths(run: Run, chat: Path) -> None:
     folder, result = run
     assert result.adapter == folder / ADAPTER
     assert result.checkpoint_dir == folder / "checkpoints"

@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from mlxtune import TrainConfig, plan, resume, train
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.adapters.initialise import with_adapter
+from mlxtune.backend.adapters.initialize import with_adapter
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config.fields import flag
 from mlxtune.core.training.trainer import InstructTrainer
@@ -171,8 +171,8 @@ def test_plan_counts_the_parameters_of_an_adapter_to_continue_from(
     cli: Cli, model: Path, first: Path
 ) -> None:
     explicit = plan(model_path=model, rank=4, num_layers=1, **MEMBERS["dora"])
-    planned = plan(model_path=model, init_adapter=first)
-    assert planned.trainable_parameters == explicit.trainable_parameters
+    predicted = plan(model_path=model, init_adapter=first)
+    assert predicted.trainable_parameters == explicit.trainable_parameters
     by_flags = cli("plan", "--model-path", model, "--init-adapter", first, "--json")
     assert json.loads(by_flags.out)["lora"]["trainable_parameters"] == explicit.trainable_parameters
 

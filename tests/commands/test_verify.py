@@ -375,7 +375,7 @@ def test_replay_of_an_extended_run_follows_the_schedule_of_each_stretch(
     assert f"extended after step {first['step']}" in (run / "report.html").read_text()
 
 
-def test_replay_finds_other_weights_in_a_checkpoint_on_its_way(
+def test_replay_finds_changed_weights_in_a_checkpoint(
     model: Path, chat: Path, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"epochs": 3, "lr": 1e-2, "keep": 9, "samples": 0, "quiet": True}
@@ -696,7 +696,7 @@ def test_evaluation_has_its_hash_in_the_result(run: Path, spoil: str) -> None:
     assert problem in bad(run)["evaluation.json"]
 
 
-def test_finished_run_without_a_result_or_verdict_says_so(run: Path) -> None:
+def test_finished_run_names_a_missing_result_or_verdict(run: Path) -> None:
     rewrite(run / "result.json", without("evaluation_sha256"))
     (run / "evaluation.json").unlink()
     details = {check.name: check.detail for check in verify(run).checks}

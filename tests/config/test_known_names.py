@@ -86,7 +86,7 @@ def test_every_option_of_mlx_lm_is_ours_or_known() -> None:
         ("zzz", "3", ""),
     ],
 )
-def test_name_is_answered_with_ours_and_what_differs(name: str, value: Any, answer: str) -> None:
+def test_foreign_name_gets_our_name_and_the_difference(name: str, value: Any, answer: str) -> None:
     own, flags = options_of(TrainConfig), flags_of(TrainConfig)
 
     assert suggestion(name, value, own, as_flag, flags).startswith(answer)
@@ -100,7 +100,7 @@ def test_name_is_answered_by_the_options_of_its_command() -> None:
     assert suggestion("temp", "1", own, as_flag) == ""
 
 
-def test_python_names_are_answered_all_at_once() -> None:
+def test_all_unknown_python_names_get_suggestions() -> None:
     unknown: dict[str, Any] = {"learning_rate": 2e-5, "use_rslora": True, "lora_r": 8, "epoch": 1}
     with pytest.raises(ConfigError) as raised:
         TrainConfig(model_path="m", data=("d",), **unknown)

@@ -130,17 +130,17 @@ def test_tool_call_has_the_form_of_the_protocol(tmp_path: Path) -> None:
 
 
 def test_requests_for_one_model_are_kept_together_but_none_waits_for_ever() -> None:
-    from mlxtune.serve.answering import _MOST_OVERTAKEN, _RequestQueue
+    from mlxtune.serve.answering import _MAX_OVERTAKEN, _RequestQueue
 
     queue = _RequestQueue()
     for name in "abab":
         queue.put((None, SimpleNamespace(model=SimpleNamespace(name=name)), None))
     assert [queue.get()[1].model.name for _ in range(4)] == ["a", "a", "b", "b"]
-    waiting = ["a", *"b" * 2 * _MOST_OVERTAKEN]
+    waiting = ["a", *"b" * 2 * _MAX_OVERTAKEN]
     for name in waiting:
         queue.put((None, SimpleNamespace(model=SimpleNamespace(name=name)), None))
     taken = [queue.get()[1].model.name for _ in waiting]
-    assert taken.index("a") == _MOST_OVERTAKEN
+    assert taken.index("a") == _MAX_OVERTAKEN
 
 
 # Rows of data

@@ -117,7 +117,7 @@ def test_wrong_request_gets_an_error_of_the_protocol(server: ApiServer, name: st
     assert send(server)[0] == 200
 
 
-def test_garbage_is_answered_and_the_server_lives(server: ApiServer) -> None:
+def test_garbage_gets_a_response_and_the_server_survives(server: ApiServer) -> None:
     for line in (b"\x00\xff\x00\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 65_537):
         with socket.create_connection(server.server_address[:2], timeout=SECONDS) as connection:
             connection.sendall(line)
@@ -196,7 +196,7 @@ def test_server_survives_any_parameters(server: ApiServer, parameters: dict[str,
     ],
     ids=str,
 )
-def test_extreme_parameters_are_answered(server: ApiServer, parameters: dict[str, Any]) -> None:
+def test_extreme_parameters_get_a_response(server: ApiServer, parameters: dict[str, Any]) -> None:
     options = {"max_tokens": 3} | parameters
     assert ask(server, model="base", messages=ASKED, **options)[0] == 200
     assert server.answers.is_healthy

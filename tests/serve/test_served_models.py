@@ -53,11 +53,11 @@ def test_adapter_of_another_base_is_refused_by_name(tmp_path: Path, model_type: 
         pass
 
 
-def test_adapter_of_a_quantised_base_is_refused_beside_others(tmp_path: Path) -> None:
+def test_adapter_of_a_quantized_base_is_refused_beside_others(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "plain", 1)
-    quantised = write_adapter(tmp_path / "quantised", 1, quantize="nf4")
+    quantized = write_adapter(tmp_path / "quantised", 1, quantize="nf4")
     problem = pytest.raises(ModelError, match=r"quantised.* the base quantised to nf4.* apart")
-    with problem, server_of(adapter, quantised):
+    with problem, server_of(adapter, quantized):
         pass
 
 

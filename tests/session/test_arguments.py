@@ -128,14 +128,14 @@ NO_DICTIONARY = (
         ([{"text": object()}], "data: row 1 is not JSON: it has a value of type object"),
     ],
 )
-def test_rows_that_are_none_are_named(rows: Any, problem: str) -> None:
+def test_invalid_rows_are_named(rows: Any, problem: str) -> None:
     with pytest.raises(DataError) as raised:
         with_rows({"data": rows})
     assert str(raised.value) == problem
 
 
 def test_rows_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "_MOST_ROWS", 3)
+    monkeypatch.setattr(arguments, "_MAX_ROWS", 3)
     with pytest.raises(DataError, match=r"^data has no end after 3 rows \(107 B\): end the iter"):
         with_rows({"data": cycle(ROWS)})
     assert len(read(with_rows({"data": ROWS * 2})["data"])) == 4
@@ -217,7 +217,7 @@ def test_saved_rows_that_were_changed_are_written_again() -> None:
     assert path.read_bytes() == whole
 
 
-def test_length_that_is_not_known_and_first_row_that_is_none() -> None:
+def test_unknown_length_and_invalid_first_row() -> None:
     class Bar(Once):
         def __len__(self) -> int:
             raise TypeError("object of type 'generator' has no len()")
@@ -309,7 +309,7 @@ def test_plain_run_builds_one_config(
     assert len(built) == 2
 
 
-def test_run_builds_a_config_each_for_the_hub_auto_and_the_adapter(
+def test_hub_auto_and_adapter_each_build_one_config(
     hub: Hub, model: Path, tmp_path: Path, built: list[TrainConfig]
 ) -> None:
     rows = write_chat(tmp_path / "rows.jsonl", sums(20)).read_bytes()

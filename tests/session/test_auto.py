@@ -62,7 +62,7 @@ def test_auto_makes_room_for_the_supervised_tokens(tmp_path: Path) -> None:
     assert f"--max-seq-len {session.config.max_seq_len}" in session.command
 
 
-def test_auto_counts_a_row_as_often_as_an_epoch_uses_it(tmp_path: Path, model: Path) -> None:
+def test_auto_counts_weighted_rows(tmp_path: Path, model: Path) -> None:
     data = write_chat(tmp_path / "chat.jsonl", sums(20))
     numbers = []
     for weight in ("", "=10"):

@@ -28,7 +28,7 @@ from mlxtune.views.run_text import finding_line
 from tests.command import Cli
 from tests.models import CHATML, THINKING, sums, write_chat, write_model, write_tokenizer
 
-LONGEST = 4096
+MAX_LENGTH = 4096
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
 
@@ -41,7 +41,7 @@ def own_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def inspected(model: Path, data: Any, tmp_path: Path, **options: Any) -> Inspection:
-    options = {"max_seq_len": LONGEST, "val_split": 0} | options
+    options = {"max_seq_len": MAX_LENGTH, "val_split": 0} | options
     html = str(tmp_path / "page.html")
     return run_inspect(InspectConfig(str(model), data, html=html, **options))
 
@@ -49,7 +49,7 @@ def inspected(model: Path, data: Any, tmp_path: Path, **options: Any) -> Inspect
 def both(model: Path, data: Any, tmp_path: Path, **options: Any) -> Inspection:
     """Inspect, and check that train with the same options gives the same ledgers."""
     found = inspected(model, data, tmp_path, **options)
-    options = {"max_seq_len": LONGEST, "val_split": 0} | options
+    options = {"max_seq_len": MAX_LENGTH, "val_split": 0} | options
     output = str(tmp_path / "run" / "adapters.safetensors")
     config = TrainConfig(str(model), data, output=output, quiet=True, **options)
     result = train(config, dry_run=True)
@@ -94,7 +94,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("option", ["auto", "named"])
-def test_every_format_is_recognised_or_named(
+def test_every_format_is_recognized_or_named(
     own_template: Path, tmp_path: Path, name: str, option: str
 ) -> None:
     row, text = FORMATS[name]

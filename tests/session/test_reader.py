@@ -151,7 +151,7 @@ def test_changed_option_encodes_again(load: Load, loads: list[Path]) -> None:
     assert len(loads) == len(options) + 2
 
 
-def test_other_version_of_the_code_encodes_anew(
+def test_other_code_version_encodes_again(
     load: Load, loads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashes = mlxtune.session.reader._code_hashes()

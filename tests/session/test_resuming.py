@@ -199,7 +199,7 @@ def test_moved_run_keeps_its_record_of_trained_rows(
     assert (tmp_path / "new" / "checkpoints" / record.name).read_bytes() == before
 
 
-def test_other_data_is_an_error_and_moved_data_is_none(
+def test_other_data_is_an_error_but_moved_data_is_accepted(
     cli: Cli, train: Cli, chat: Path, tmp_path: Path, output: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -218,7 +218,7 @@ def test_other_data_is_an_error_and_moved_data_is_none(
     assert output.is_file()
 
 
-def test_change_of_data_is_counted_by_file_and_the_way_on_is_named(
+def test_changed_data_is_counted_by_file_with_a_remedy(
     cli: Cli, model: Path, tmp_path: Path
 ) -> None:
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]

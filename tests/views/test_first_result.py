@@ -73,7 +73,7 @@ def test_only_the_first_late_result_is_announced(clock: Clock) -> None:
     assert clock.waiting == 0
 
 
-def test_nothing_is_late_after_a_result(clock: Clock) -> None:
+def test_no_timeout_follows_a_result(clock: Clock) -> None:
     late: list[bool] = []
     first = FirstResult(lambda: late.append(True), clock.start)
     first.wait()

@@ -35,7 +35,7 @@ _NAMES = {
 }
 # Limits far beyond any real scale or alpha. Within them, products with float32 weights, and ratios
 # of scales, are finite.
-_LEAST_SCALE, _MOST_ALPHA = 1e-8, 1e30
+_MIN_SCALE, _MAX_ALPHA = 1e-8, 1e30
 _UNREADABLE = (OSError, RuntimeError, TypeError, ValueError)
 
 
@@ -179,7 +179,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 def is_valid_scale(scale: float, rank: int) -> bool:
     """Return whether a scale, and the alpha that it implies, are in the supported range."""
-    return scale > _LEAST_SCALE and scale * rank < _MOST_ALPHA
+    return scale > _MIN_SCALE and scale * rank < _MAX_ALPHA
 
 
 def valid_dropout(path: Path, option: str, value: Any) -> float:

@@ -12,7 +12,7 @@ from mlx.utils import tree_unflatten
 from mlxtune.backend.adapters.adapter_file import AdapterFile, AdapterInfo, training_options
 from mlxtune.backend.adapters.adapter_folder import check_shapes, layer_and_path, other_base_error
 from mlxtune.backend.adapters.checkpoint_tensors import trained_tensors
-from mlxtune.backend.lora.apply import LoRASummary, lora_layer, summarise
+from mlxtune.backend.lora.apply import LoRASummary, lora_layer, summarize
 from mlxtune.backend.lora.lora_layers import DoRALinear, DropoutKeys
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models.loading import BaseModel
@@ -38,7 +38,7 @@ from mlxtune.core.files.reading import read_json
 from mlxtune.errors import ConfigError, ModelError, one_line
 
 # The smallest normal float32; adding less to a weight never changes it.
-_SMALLEST = 2.0**-126
+_MIN_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,10 @@ class Adapted:
 
     def use_adapter(self, on: bool) -> None:
         """Switch the adapter on or off, even for a `Forward` that was built while it was on."""
-        chosen = [(path, module if on else module.linear) for path, module in self.modules.items()]
-        self.model.update_modules(tree_unflatten(chosen))
+        selected = [
+            (path, module if on else module.linear) for path, module in self.modules.items()
+        ]
+        self.model.update_modules(tree_unflatten(selected))
 
 
 def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
@@ -96,7 +98,7 @@ def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
         if isinstance(module, DoRALinear):
             module.compute_magnitudes()
     base.model.eval()
-    summary = summarise(base.model, config, dropout_keys)
+    summary = summarize(base.model, config, dropout_keys)
     return Adapted(base, adapter, summary, modules, _changes_nothing(info, tensors, names))
 
 
@@ -108,7 +110,7 @@ def _changes_nothing(
         return False
     highest = {name: float(mx.abs(each).max()) for name, each in tensors.items()}
     bounds = (highest[f"{name}.lora_a"] * highest[f"{name}.lora_b"] for name in names)
-    return all(info.scale * info.rank * bound < _SMALLEST for bound in bounds)
+    return all(info.scale * info.rank * bound < _MIN_NORMAL for bound in bounds)
 
 
 def _config_of(adapter: AdapterFile, names: list[str]) -> InstructConfig:

@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.adapters.storage import Storage
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.errors import OutputError
 
 CERTIFICATE = "certificate.json"
 # If a storage format loses more than this fraction of the gain, the next format is tried.
-MOST_LOST = 0.03
+MAX_LOST = 0.03
 
 Logits = npt.NDArray[np.float32]
 
@@ -120,20 +120,20 @@ class Retention:
     tried: tuple[StorageTrial, ...]
 
     @property
-    def chosen(self) -> StorageTrial:
+    def selected(self) -> StorageTrial:
         """The trial of the storage in use: the one that loses least, and the smallest of these."""
         return min(self.tried, key=lambda trial: trial.lost)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the retention in certificate.json, with the storage in use and the gain kept."""
-        used = {"bits": self.chosen.bits, "method": self.chosen.method}
-        return asdict(self) | used | {"kept": 1 - self.chosen.lost}
+        used = {"bits": self.selected.bits, "method": self.selected.method}
+        return asdict(self) | used | {"kept": 1 - self.selected.lost}
 
     def line(self) -> str:
         """Return the retention as a line of text."""
         gain = f"{self.base:.4g} {self.unit} without the adapter, {self.trained:.4g} with it"
         # The first trial uses the base's own storage, for comparison.
-        shown = dict.fromkeys((self.chosen, self.tried[0]))
+        shown = dict.fromkeys((self.selected, self.tried[0]))
         trials = [
             f"{example.value:.4g} stored {example.storage} ({example.lost:.0%} of the gain lost)"
             for example in shown
@@ -213,20 +213,18 @@ class Certificate:
             else f"rounding explains {self.tolerance:.2g}"
         )
         lines = [
-            f"{pluralise(compared.prompts, 'prompt')}, {pluralise(compared.tokens, 'position')}, "
+            f"{pluralize(compared.prompts, 'prompt')}, {pluralize(compared.tokens, 'position')}, "
             f"{self.dtype}: logits differ by up to {compared.largest_difference:.2g} ({allowed}; "
             f"the adapter changes them by up to {self.effect:.2g})",
             f"KL {compared.mean_kl:.2g} nats per token; greedy answers agree in {compared.same} of "
-            f"{pluralise(compared.generated, 'token')}",
+            f"{pluralize(compared.generated, 'token')}",
         ]
         if self.tolerance is not None and self.tolerance > self.effect:
-            other = "--dtype float32 proves" if self.weights is None else "equal weights prove"
-            lines.append(
-                f"rounding may hide the adapter, so logits alone prove little: {other} more"
-            )
+            other = "use --dtype float32" if self.weights is None else "also compare weights"
+            lines.append(f"rounding may hide the adapter, so logits alone prove little: {other}")
         if self.weights is not None:
             lines.append(
-                f"{pluralise(self.weights.fused, 'tensor')} fused, with errors up to "
+                f"{pluralize(self.weights.fused, 'tensor')} fused, with errors up to "
                 f"{self.weights.largest_error:.2g} of the largest weight; "
                 f"{self.weights.unchanged} identical to the base model's"
             )
@@ -268,7 +266,7 @@ def try_in_order(
     storages: Sequence[Storage],
     value_of: Callable[[Storage], float | None],
 ) -> Retention:
-    """Measure storage formats in order until one loses at most `MOST_LOST`, or all are measured.
+    """Measure storage formats in order until one loses at most `MAX_LOST`, or all are measured.
 
     A format without a value is left out.
     """
@@ -278,6 +276,6 @@ def try_in_order(
             continue
         lost = fraction_lost(base, trained, value)
         tried.append(StorageTrial(storage.name, storage.bits, storage.method, value, lost))
-        if tried[-1].lost <= MOST_LOST:
+        if tried[-1].lost <= MAX_LOST:
             break
     return Retention(measure, unit, base, trained, tuple(tried))

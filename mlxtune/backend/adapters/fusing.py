@@ -213,7 +213,7 @@ def write_model(
 
 
 def _other_parts(base: Path, weights: Collection[str]) -> dict[str, mx.array]:
-    """Return the tensors of a model folder that are not text's, without reading their data."""
+    """Return a model folder's tensors that the text model lacks, without reading their data."""
     files = (mx.load(str(path)) for path in sorted(base.glob("model*.safetensors")))
     return {
         name: value

@@ -30,7 +30,7 @@ from mlxtune.core.data.encode import Example
 # Frantar's damping: the fraction of the mean diagonal entry that is added to the diagonal.
 _DAMPING = 0.01
 # More tokens take longer and hardly change the result.
-_MOST_TOKENS = 1 << 15
+_MAX_TOKENS = 1 << 15
 # The fraction of the free memory to plan for.
 _FREE = 0.8
 # The number of float32 copies of a projection's inputs, Hessian and weight at the peak.
@@ -120,21 +120,21 @@ def calibration(base: BaseModel, merged: Merged, examples: Iterable[Example]) ->
     heads = int(base.text_config.get("num_attention_heads") or 0) if on_cpu() else 0
     available = allocator.free_now()
     free = math.inf if available is None else _FREE * available - held
-    chosen: list[npt.NDArray[np.int32]] = []
+    selected: list[npt.NDArray[np.int32]] = []
     length = used = 0
     for example in examples:
         longest = max(length, len(example))
-        tokens = (len(chosen) + 1) * longest
+        tokens = (len(selected) + 1) * longest
         needed = 4 * tokens * (_INPUTS * widest + 2 * heads * longest)
-        if needed > free or (chosen and tokens > _MOST_TOKENS):
+        if needed > free or (selected and tokens > _MAX_TOKENS):
             break
-        chosen.append(example.tokens)
+        selected.append(example.tokens)
         length, used = longest, needed
-    if not chosen:
+    if not selected:
         return None
     # An example's own tokens are the padding, because experts cannot tell it apart.
-    ids = np.stack([np.resize(tokens, length) for tokens in chosen])
-    lengths = np.array([len(tokens) for tokens in chosen])
+    ids = np.stack([np.resize(tokens, length) for tokens in selected])
+    lengths = np.array([len(tokens) for tokens in selected])
     real = np.flatnonzero(np.arange(length) < lengths[:, None])
     return Calibration(ids, real, held + used)
 

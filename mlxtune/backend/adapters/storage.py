@@ -20,7 +20,7 @@ from mlxtune.errors import ConfigError
 _MORE_BITS = (6, 8)
 _QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
 # The smallest group size of the affine format; formats of 4-bit floats have smaller groups.
-_SMALLEST_GROUP = 32
+_MIN_GROUP_SIZE = 32
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ def storages_for(modules: Iterable[nn.Module], bits: int | None = None) -> list[
         if bits is not None:
             raise ConfigError(["--bits is for trained layers that are quantised: leave it out"])
         return [AS_BASE]
-    fewest = min(module.bits for module in quantized)
-    if bits is not None and bits < fewest:
-        raise ConfigError([f"--bits must be at least the base's {fewest}, not {bits}"])
-    least = bits or fewest
-    name = AS_BASE.name if least == fewest else f"in {least} bits"
+    fewest_bits = min(module.bits for module in quantized)
+    if bits is not None and bits < fewest_bits:
+        raise ConfigError([f"--bits must be at least the base's {fewest_bits}, not {bits}"])
+    least = bits or fewest_bits
+    name = AS_BASE.name if least == fewest_bits else f"in {least} bits"
     formats = [Storage(name, least)]
     if any(format_of(module, least)["mode"] == "affine" for module in quantized):
         formats.append(Storage(f"{name}, by GPTQ", least, gptq=True))
     if bits is None:
-        formats += [*(Storage(f"in {n} bits", n) for n in _MORE_BITS if n > fewest), PLAIN]
+        formats += [*(Storage(f"in {n} bits", n) for n in _MORE_BITS if n > fewest_bits), PLAIN]
     return formats
 
 
@@ -97,7 +97,7 @@ def format_of(module: nn.Module, bits: int = 0) -> dict[str, Any]:
     """Return the format of a quantised projection that gets this many bits, unless it has them."""
     if bits <= module.bits:
         return {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-    group = max(module.group_size, _SMALLEST_GROUP)
+    group = max(module.group_size, _MIN_GROUP_SIZE)
     return {"group_size": group, "bits": bits, "mode": "affine"}
 
 

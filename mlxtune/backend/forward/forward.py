@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxtune.backend.forward.head import TrunkAndHead
+from mlxtune.backend.forward.head import BackboneAndHead
 from mlxtune.backend.forward.layer_calls import Layerwise
 from mlxtune.backend.forward.loss import (
     LossFn,
@@ -34,8 +34,8 @@ from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
 # The factor that multiplies the loss if a model computes in float16, because gradients of single
-# tokens are near that format's smallest numbers, 6e-8 to 6e-5. A power of two changes only
-# exponents, and with this one, gradient entries overflow only above 256. The step divides the
+# tokens can underflow in float16, whose smallest numbers are 6e-8 to 6e-5. A power of two changes
+# only exponents, and with this one, gradient entries overflow only above 256. The step divides the
 # gradients by the factor in float32.
 _RAISED_FLOAT16 = 256.0
 
@@ -62,7 +62,7 @@ class StepInputs:
 
     tokens: mx.array
     labels: mx.array
-    chosen: Gather | None = None
+    selected: Gather | None = None
     positions: mx.array | None = None
     keys: mx.array | None = None
     layout: Layout | None = None
@@ -98,7 +98,7 @@ class Forward:
         self._undo_operations = operations.prepare(model)
         joins = trains and operations.joins
         self._undo_sharing = share_inputs(model) if joins else lambda: None
-        self._trunk_and_head = parts = TrunkAndHead(model)
+        self._backbone_and_head = parts = BackboneAndHead(model)
         self.operations = operations if operations.serves(parts.dtype) else MLX
         self.mixers = Mixers(
             model,
@@ -134,7 +134,7 @@ class Forward:
         return replace(
             execution,
             operations=self.operations,
-            head_apart=execution.head_apart and self._trunk_and_head.is_separable,
+            head_apart=execution.head_apart and self._backbone_and_head.is_separable,
             packs=execution.packs and self._can_pack,
         )
 
@@ -168,7 +168,7 @@ class Forward:
     @property
     def dtype(self) -> mx.Dtype | None:
         """The dtype of the hidden states, None if unknown."""
-        return self._trunk_and_head.dtype
+        return self._backbone_and_head.dtype
 
     @property
     def loss_scale(self) -> float:
@@ -182,14 +182,14 @@ class Forward:
         if self.execution.packs or not self._should_pack:
             return ""
         return (
-            self._trunk_and_head.packing_problem
+            self._backbone_and_head.packing_problem
             or "the model's head does not run apart from its layers"
         )
 
     @property
     def plain_head(self) -> bool:
         """Whether the head is a single product."""
-        return self._trunk_and_head.weight is not None
+        return self._backbone_and_head.weight is not None
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -215,8 +215,8 @@ class Forward:
         if not self.execution.head_apart:
             places = mx.array(positions)
             return StepInputs(tokens, mx.array(labels), positions=places, keys=keys)
-        chosen = mx.array(labels.reshape(-1)[positions])
-        return StepInputs(tokens, chosen, Gather(positions, batch.inputs.size), keys=keys)
+        selected_labels = mx.array(labels.reshape(-1)[positions])
+        return StepInputs(tokens, selected_labels, Gather(positions, batch.inputs.size), keys=keys)
 
     def scaled_loss(
         self,
@@ -240,10 +240,10 @@ class Forward:
             self.mixers.recording(outputs),
         ):
             self._set_dropout(inputs)
-            if inputs.chosen is None:
+            if inputs.selected is None:
                 losses = self._whole_losses(inputs)
             else:
-                hidden = inputs.chosen.gather(self._hidden(inputs))
+                hidden = inputs.selected.gather(self._hidden(inputs))
                 head, around = self._head(inputs.labels), self._around_head
                 losses = (head(hidden) if around is None else around(head, hidden))[0]
         loss, *values = reduce(losses)
@@ -268,18 +268,18 @@ class Forward:
             np.errstate(all="ignore"),
         ):
             self._set_dropout(inputs)
-            if inputs.chosen is None:
+            if inputs.selected is None:
                 return self._whole_losses(inputs)
-            hidden, labels = inputs.chosen.gather(self._hidden(inputs)), inputs.labels
+            hidden, labels = inputs.selected.gather(self._hidden(inputs)), inputs.labels
             if (
                 self._linear_head is not None
-                and (weight := self._trunk_and_head.weight) is not None
+                and (weight := self._backbone_and_head.weight) is not None
             ):
                 losses = self._linear_head.head_losses(weight, hidden, labels, **self._vocabulary)
             else:
                 chunk = self.execution.loss_chunk
                 losses = head_losses(
-                    self._trunk_and_head.logits, hidden, labels, chunk, self._entropies
+                    self._backbone_and_head.logits, hidden, labels, chunk, self._entropies
                 )
         return losses
 
@@ -302,17 +302,17 @@ class Forward:
         return losses.reshape(-1)[inputs.positions]
 
     def _hidden(self, inputs: StepInputs) -> mx.array:
-        """Return the trunk's output (B T, H)."""
-        caches = None if inputs.layout is None else self._trunk_and_head.packed_caches()
-        hidden = self._trunk_and_head.hidden(inputs.tokens, caches)
+        """Return the backbone's output (B T, H)."""
+        caches = None if inputs.layout is None else self._backbone_and_head.packed_caches()
+        hidden = self._backbone_and_head.hidden(inputs.tokens, caches)
         return hidden.reshape(-1, hidden.shape[-1])
 
     def _head(self, labels: mx.array) -> HeadFn:
-        if self._linear_head is not None and (weight := self._trunk_and_head.weight) is not None:
+        if self._linear_head is not None and (weight := self._backbone_and_head.weight) is not None:
             losses = partial(self._linear_head.trained_head_losses, weight)
             return lambda hidden: [losses(hidden, labels, **self._vocabulary)]
         chunk = self.execution.loss_chunk
-        return trained_head(self._trunk_and_head.logits, labels, chunk, self._entropies)
+        return trained_head(self._backbone_and_head.logits, labels, chunk, self._entropies)
 
     def _set_dropout(self, inputs: StepInputs) -> None:
         """Set the dropout keys, and the positions in a packed sequence."""

@@ -160,7 +160,7 @@ class _Repacking:
         def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
             flat = cotangent.reshape(-1, cotangent.shape[-1])
             if layout.shared is None:
-                return gathered(flat, layout.places)[None]
+                return gathered(flat, layout.flat_indices)[None]
             tokens, indices = layout.shared
             # The gradients of padding are zeros.
             total, each = mx.split(gathered(flat, indices), [len(layout.positions)])

@@ -131,8 +131,8 @@ def _matrices(
 
     Raises ModelError if LoRA cannot be applied.
     """
-    chosen = targets.choose_targets(base.model, config)
-    ranks = {id(module): targets.rank_of(path, config) for path, module in chosen.items()}
+    selected = targets.choose_targets(base.model, config)
+    ranks = {id(module): targets.rank_of(path, config) for path, module in selected.items()}
     dtype = getattr(mx, base.dtype)
     sizes = [
         [

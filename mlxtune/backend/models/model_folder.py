@@ -191,7 +191,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
-    """Raise ModelError unless a file of model code is trusted, and in the model's folder."""
+    """Raise ModelError unless a file of model code is trusted and in the model's folder."""
     if not trusted:
         raise ModelError(
             f"{path}: asks to run {file!r:.100} from its folder: read that file, then add "
@@ -321,7 +321,7 @@ def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 
     With these problems, MLX or mlx-lm would fail or crash.
     """
-    quantised = is_quantized(config)
+    quantized = is_quantized(config)
     for name, info in tensors.items():
         if NOT_TEXT.search(name) or not _LOADED.fullmatch(name):
             continue
@@ -330,7 +330,7 @@ def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
         scaled = info.dtype in _SCALED and any(stem + scale in tensors for scale in _SCALES)
         if info.dtype not in known and not scaled:
             yield f"{name:.100} is {info.dtype}, not one of {', '.join(known)}"
-        elif quantised and kind == "scales" and f"{stem}.weight" in tensors:
+        elif quantized and kind == "scales" and f"{stem}.weight" in tensors:
             yield from _scales_problems(stem, tensors)
 
 

@@ -115,14 +115,18 @@ class Engine:
     # The states of a step
 
     def start_step(
-        self, examples: Sequence[Example], number: int | None, rate: float, requests: Requests
+        self,
+        examples: Sequence[Example],
+        number: int | None,
+        learning_rate: float,
+        requests: Requests,
     ) -> OptimizerStep:
         """Build and launch a step at a learning rate, and return it without waiting for it.
 
         If possible, the step is built while the device computes the previous step, which is
         committed before this step is launched.
         """
-        step = self.new_step(examples, number, rate, requests)
+        step = self.new_step(examples, number, learning_rate, requests)
         if self._can_build_ahead(step):
             self.accumulate(step, after=self.launched)
         if not self.commit_launched():
@@ -140,7 +144,7 @@ class Engine:
         self,
         examples: Sequence[Example],
         number: int | None = None,
-        rate: float | None = None,
+        learning_rate: float | None = None,
         requests: Requests = NO_REQUESTS,
     ) -> OptimizerStep:
         """Return a step that is not built; by default, its number follows the launched step's."""
@@ -150,7 +154,9 @@ class Engine:
         lengths = self.batches.lengths(training)
         indices = self._own_indices(lengths)
         own_examples, own_lengths = [training[i] for i in indices], lengths.only(indices)
-        return OptimizerStep(examples, number, rate, indices, own_examples, own_lengths, requests)
+        return OptimizerStep(
+            examples, number, learning_rate, indices, own_examples, own_lengths, requests
+        )
 
     def _can_build_ahead(self, step: OptimizerStep) -> bool:
         """Return whether a step can be built while the device computes the launched step.
@@ -199,9 +205,11 @@ class Engine:
         if self._workers.world_size > 1:
             self._sum_over_workers(total, step.requests)
         total.use_known_loss()
-        if step.rate is not None:
+        if step.learning_rate is not None:
             total.set_update(
-                self.optimizer.update(vectors, total.gradients, total.loss, step.rate, before)
+                self.optimizer.update(
+                    vectors, total.gradients, total.loss, step.learning_rate, before
+                )
             )
         step.built = total
 
@@ -231,7 +239,7 @@ class Engine:
         total.add(values, self.vectors.join_gradients(gradients), tokens, padding)
         sums = total.loss, total.gradients, total.values
         total.compute_by(self.runner.graph(tokens, outputs, gradients, *sums))
-        allocator.relieve_pressure()
+        allocator.clear_cache_near_limit()
 
     def launch(self, step: OptimizerStep) -> None:
         """Make the device compute a built step, without waiting for it."""
@@ -275,7 +283,7 @@ class Engine:
         return total
 
     def _compute(self, step: OptimizerStep) -> StepGradients:
-        """Wait for a step's graph, which is built if it is not yet, or no longer."""
+        """Wait for a step's graph, which is built first if it is missing."""
         if step.built is None:
             self.accumulate(step)
         total = step.take()
@@ -292,7 +300,7 @@ class Engine:
         self.runner.warn_of_limit()
         self.forward.trained.assign(update.parameters)
         self.optimizer.commit(update)
-        allocator.relieve_pressure()
+        allocator.clear_cache_near_limit()
         self.phases.end("optimizer")
         loss, grad_norm, counts = float(total.loss), float(update.norm), total.all_counts()
         if not update.finite:

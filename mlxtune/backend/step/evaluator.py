@@ -30,7 +30,7 @@ from mlxtune.core.steps.pack import Pack, StepLengths
 # The maximum number of tokens in a batch, the number of operations per parameter and token, and the
 # maximum number of operations in a batch. Such a batch takes about a second on a fast GPU, or ten
 # seconds on two CPU cores, and may delay Ctrl-C for as long.
-_MOST_TOKENS, _OPERATIONS = 16384, 2
+_MAX_TOKENS, _OPERATIONS = 16384, 2
 _GPU_OPERATIONS, _CPU_OPERATIONS = 1e13, 1e12
 
 Keys = Callable[[PaddedBatch | Pack], mx.array | None]
@@ -101,12 +101,12 @@ class LossEvaluator:
     ) -> npt.NDArray[np.float64]:
         losses = np.zeros(len(examples))
         for start in range(0, len(examples), AT_ONCE):
-            chosen = examples[start : start + AT_ONCE]
-            lengths = self._training.lengths(chosen)
+            selected = examples[start : start + AT_ONCE]
+            lengths = self._training.lengths(selected)
             show = lambda done, start=start: on_progress(start + done)  # noqa: E731
             for attempt in self._runner.attempts(lengths, self._halve):
                 with attempt:
-                    batches = self._batches_of(lengths).iterate(chosen, lengths)
+                    batches = self._batches_of(lengths).iterate(selected, lengths)
                     self._compute(batches, losses[start:], show, keys)
         return losses
 
@@ -151,7 +151,7 @@ class LossEvaluator:
             nonlocal done
             losses[list(micro_batch.examples)] = _sums(batch, np.array(each, dtype=np.float64))
             done += len(micro_batch.examples)
-            allocator.relieve_pressure()
+            allocator.clear_cache_near_limit()
             on_progress(done)
 
         for micro_batch, batch in batches:
@@ -171,7 +171,7 @@ class LossEvaluator:
 def most_tokens(parameters: int) -> int:
     """Return how many tokens a batch may have so that a model of this size takes only seconds."""
     operations = _CPU_OPERATIONS if on_cpu() else _GPU_OPERATIONS
-    return min(_MOST_TOKENS, int(operations / (_OPERATIONS * parameters)))
+    return min(_MAX_TOKENS, int(operations / (_OPERATIONS * parameters)))
 
 
 def _sums(batch: PaddedBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

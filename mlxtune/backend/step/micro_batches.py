@@ -32,7 +32,7 @@ class MicroBatches:
         self._last: tuple[Any, list[MicroBatch]] = None, []
 
     def lengths(self, examples: Sequence[Example]) -> StepLengths:
-        """Return the lengths of examples, by which they are divided."""
+        """Return the lengths of examples, for dividing them into micro-batches."""
         return StepLengths.of(examples, keyed=self.keyed)
 
     def iterate(
@@ -40,11 +40,11 @@ class MicroBatches:
     ) -> Iterator[tuple[MicroBatch, PaddedBatch | Pack]]:
         """Yield each micro-batch of examples with these lengths, and its arrays."""
         for micro_batch in self.divided(lengths or self.lengths(examples)):
-            chosen = [examples[i] for i in micro_batch.examples]
+            selected = [examples[i] for i in micro_batch.examples]
             if self.forward.execution.packs:
-                yield micro_batch, pack(chosen, keyed=self.keyed, padding=micro_batch.added)
+                yield micro_batch, pack(selected, keyed=self.keyed, padding=micro_batch.added)
             else:
-                yield micro_batch, collate(chosen, micro_batch.width)
+                yield micro_batch, collate(selected, micro_batch.width)
 
     def is_one(self, lengths: StepLengths) -> bool:
         """Return whether the examples fit into one micro-batch."""

@@ -113,7 +113,7 @@ class StepGradients:
 
 @dataclass(eq=False)
 class OptimizerStep:
-    """Step `number` on `examples`, at a learning rate; without a `rate`, it only has gradients.
+    """Step `number` on `examples`, at a learning rate, or without one only its gradients.
 
     This worker computes the gradients of the examples `own_examples`, whose indices among all
     examples that get a gradient are `own_indices`; `lengths` are their lengths. With several
@@ -123,7 +123,7 @@ class OptimizerStep:
 
     examples: Sequence[Example]
     number: int
-    rate: float | None
+    learning_rate: float | None
     own_indices: Sequence[int]
     own_examples: Sequence[Example]
     lengths: StepLengths
@@ -140,7 +140,7 @@ class OptimizerStep:
 
     def not_finite(self, loss: float, grad_norm: float) -> NonFiniteLossError:
         """Return the reason why the step was not applied, and a remedy."""
-        at = f"at learning rate {self.rate:g}"
+        at = f"at learning rate {self.learning_rate:g}"
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return NonFiniteLossError(
                 f"step {self.number}: the adapter would not be finite after a step {at}; "

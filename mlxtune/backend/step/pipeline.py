@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.adapters import checkpoint_tensors, initialise
+from mlxtune.backend.adapters import checkpoint_tensors, initialize
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.forward.forward import Forward, StepInputs
 from mlxtune.backend.forward.operations import best_execution, logits_dtype
@@ -84,7 +84,7 @@ class InstructPipeline:
         self._base = base_model, base_record
         self._provenance = provenance
         self.initial_hash = (
-            initialise.initialise(model, self.lora, initial) if fresh else initial_hash
+            initialize.initialize(model, self.lora, initial) if fresh else initial_hash
         )
         self._engine = Engine(
             self.forward, self.lora, config, objective=objective, workers=workers, warn=warn

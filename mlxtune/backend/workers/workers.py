@@ -127,7 +127,7 @@ class Workers:
         return values if self.shards_model else mx.distributed.all_sum(values, group=self.group)
 
     def merge(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Merge values (n,) exactly; each worker passes zeros in place of the others' values."""
+        """Merge values (n,) exactly; each worker passes zeros for the values of other workers."""
         if self.world_size == 1 or self.shards_model or not len(values):
             return values
         bits = mx.array(np.ascontiguousarray(values).view(np.uint32))

@@ -287,10 +287,10 @@ class CorpusRows:
         return self.hash_answers(lambda example: identity([_unmasked(example)]))
 
     def hash_answers(self, hash_of: HashOf) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """Return the places and hashes of `answers`, by another hash of an answer's example."""
-        found = [(place, hash_of(example)) for place, example in self._examples_of_answers()]
-        places, hashes = zip(*found, strict=True) if found else ((), ())
-        return np.array(places, dtype=np.int64), np.array(hashes, dtype=np.uint64)
+        """Return the indices and hashes of `answers`, by another hash of an answer's example."""
+        found = [(index, hash_of(example)) for index, example in self._examples_of_answers()]
+        indices, hashes = zip(*found, strict=True) if found else ((), ())
+        return np.array(indices, dtype=np.int64), np.array(hashes, dtype=np.uint64)
 
     def hash_texts(self, text_hash: TextHash) -> npt.NDArray[np.uint64]:
         """Return the hashes of the texts of `answers`, and of each answer with its question."""
@@ -380,8 +380,8 @@ class CorpusRows:
         return drawn
 
 
-def normalise(text: str) -> str:
-    """Return the text that near copies share."""
+def normalize(text: str) -> str:
+    """Return the normalised text, which is equal for near copies."""
     text = _folded(text)
     if "<think>" in text:
         text = _NO_THOUGHT.sub(" ", text)
@@ -499,7 +499,7 @@ class TextHash:
 
 
 def _hash_of_texts(texts: Iterable[str]) -> int:
-    content = normalise("\n".join(texts)).encode(errors="replace")
+    content = normalize("\n".join(texts)).encode(errors="replace")
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 

@@ -38,12 +38,12 @@ from mlxtune.core.data.template import PendingRendering, Rendered, Rendering, Te
 
 _CHUNK_ROWS = 512
 # Tokenizers take some 200 bytes of memory for each character of a batch.
-_CHUNK_CHARACTERS, _MOST_CHARACTERS = 2**21, 2**22
+_CHUNK_CHARACTERS, _MAX_CHARS = 2**21, 2**22
 # The maximum number of characters of prompts, or of their tails, to encode singly: 30 s of work.
-_MOST_PROMPTS = 2**24
+_MAX_PROMPTS = 2**24
 _STARTED_ROWS = 32
 # Texts before answers are short and recur, so their tokens are cached.
-_CACHED_TAILS, _LONGEST_TAIL = 4096, 1000
+_CACHED_TAILS, _MAX_TAIL = 4096, 1000
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ class Encoder:
     # If true, pairs also get an example whose chosen text carries loss from its first token on.
     trains_prompts: bool = False
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
-    _prompt_budget: int = _MOST_PROMPTS
+    _prompt_budget: int = _MAX_PROMPTS
 
     def encode(
         self, rows: Iterable[Row], skipped: SkippedRows, notes: RowTally
@@ -229,7 +229,7 @@ class Encoder:
                     _check_surrogates(text)
                     rendering = self._render_row(row, iter(pending))
                     together = sum if len(rendering.texts) > 1 and _prefers(rendering) else max
-                    if (longest := together(map(_length, rendering.texts))) > _MOST_CHARACTERS:
+                    if (longest := together(map(_length, rendering.texts))) > _MAX_CHARS:
                         raise BadRow("its text is too long", f"{longest:,} characters: split it")
                 except BadRow as problem:
                     skipped.add(row.row, problem)
@@ -323,13 +323,13 @@ class Encoder:
         turn's prompt as inference tokenises that prompt. If not, because a token crosses an edge of
         an answer, each turn is an example: the tokens of its prompt, then the tokens of its answer.
         """
-        self._prompt_budget = _MOST_PROMPTS
+        self._prompt_budget = _MAX_PROMPTS
         ranges = [self._token_span(text.text, whole, span) for span in text.spans]
         spans = [span for span in ranges if span is not None]
         if len(spans) == len(ranges):
             yield self._example(row, text, whole.ids, spans)
             return
-        if sum(start for start, _ in text.spans) > _MOST_PROMPTS:
+        if sum(start for start, _ in text.spans) > _MAX_PROMPTS:
             yield Example(row, np.zeros(0, np.int32), np.zeros(0, np.uint8))
             return
         prompts = self._encoded(text.text[:start] for start, _ in text.spans)
@@ -363,7 +363,7 @@ class Encoder:
             ids = list(self.tokenizer.encode_batch([tail])[0].ids) if tail else []
             if len(self._tails) >= _CACHED_TAILS:
                 self._tails.clear()
-            if len(tail) <= _LONGEST_TAIL:
+            if len(tail) <= _MAX_TAIL:
                 self._tails[tail] = ids
         return ids
 

@@ -33,7 +33,7 @@ from mlxtune.core.data.problems import (
     where,
 )
 
-_PLACES = 5
+_MAX_PLACES = 5
 _NEAR = " but for white space, case, punctuation, Unicode form or the system message"
 # The ratio of mean lengths at which length alone could identify preferred answers.
 _MUCH_LONGER = 1.5
@@ -132,10 +132,10 @@ def _note_leaks(files: Sequence[EncodedFile], rows: RunRows, text_hash: HashOf |
     same = _first_equal(validation.identities, train.identities)
     near = np.full(len(same), -1)
     if text_hash is not None and (same < 0).any():
-        places, hashes = validation.hash_answers(text_hash)
+        indices, hashes = validation.hash_answers(text_hash)
         trained, trained_hashes = train.hash_answers(text_hash)
         equal = _first_equal(hashes, trained_hashes)
-        near[places[equal >= 0]] = trained[equal[equal >= 0]]
+        near[indices[equal >= 0]] = trained[equal[equal >= 0]]
     # Without preferences, rows are in one cluster only if they are equal.
     prompt = _first_equal(validation.clusters, train.clusters)
     kinds = ((LEAK, "same as ", same, ""), (LEAK, "same as ", near, _NEAR))
@@ -155,8 +155,8 @@ def _first_equal(values: npt.NDArray[Any], among: npt.NDArray[Any]) -> npt.NDArr
     known, first = np.unique(among, return_index=True)
     if not len(known):
         return np.full(len(values), -1)
-    places = np.searchsorted(known, values).clip(max=len(known) - 1)
-    return np.where(known[places] == values, first[places], -1)
+    indices = np.searchsorted(known, values).clip(max=len(known) - 1)
+    return np.where(known[indices] == values, first[indices], -1)
 
 
 def _note_opposites(files: Sequence[EncodedFile], corpus: Corpus) -> None:
@@ -180,7 +180,7 @@ def _note_opposites(files: Sequence[EncodedFile], corpus: Corpus) -> None:
 def _note_contradictions(
     files: Sequence[EncodedFile], corpus: Corpus, text_hash: HashOf | None
 ) -> None:
-    """Note rows whose prompt an earlier row answers differently, by their first answers.
+    """Note rows whose first answer differs from an earlier row's answer to the same prompt.
 
     Prompts are compared by their tokens, as `text_hash` needs the tokenizer; near copies of an
     answer are the same answer.
@@ -246,7 +246,7 @@ def _findings(
                 kind=kind,
                 rows=sum(tally.counts[kind] for _, tally in tallies),
                 advice=advise(kind),
-                places=tuple(sources[:_PLACES]),
+                places=tuple(sources[:_MAX_PLACES]),
                 tokens=sum(_lost(file, tally, kind) for file, tally in tallies),
             )
         )

@@ -57,7 +57,7 @@ _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"
 _TEST_CONTENT = "mlxtune asks whether this is shown"
 # Each turn is rendered with all messages before it, so many short turns would take minutes. The
 # maximum number of characters to render in all, and the number to add for each message.
-_MOST_RENDERED, _PER_MESSAGE = 2**27, 64
+_MAX_RENDERED, _PER_MESSAGE = 2**27, 64
 
 
 class TextRequest(Protocol):
@@ -255,15 +255,15 @@ class ModelTemplate:
         """Yield each supervised turn: its prompt, its answer, and the text after the answer."""
         conversation, notes = chat.conversation, chat.notes
         messages = conversation.messages
-        chosen = supervised_turns(conversation, self.turns)
-        _check_cost(messages, chosen)
-        for position in chosen:
+        selected = supervised_turns(conversation, self.turns)
+        _check_cost(messages, selected)
+        for position in selected:
             message, where = messages[position], f"message {position + 1}"
             try:
                 turn = self._turn(chat, position, where)
             except BadRow:
                 has_prompt = any(each.role in ("user", "tool") for each in messages[:position])
-                if has_prompt or position == chosen[-1]:
+                if has_prompt or position == selected[-1]:
                     raise
                 notes[NO_PROMPT] = ""
                 continue
@@ -278,7 +278,7 @@ class ModelTemplate:
             ):
                 notes[DROPPED_THINKING] = where
             yield turn
-        if dropped := _dropped(messages[chat.first : chosen[-1]], turn.text):
+        if dropped := _dropped(messages[chat.first : selected[-1]], turn.text):
             notes.setdefault(DROPPED_TEXT, f"message {chat.first + dropped}")
         tool = function_name(conversation.tools[0]) if conversation.tools else None
         if tool is not None and tool not in turn.prompt:
@@ -400,7 +400,7 @@ def _check_cost(messages: Sequence[Message], turns: Sequence[int]) -> None:
     """Raise BadRow for a conversation whose turns take too long to render one by one."""
     ends = [0, *accumulate(map(_size, messages))]
     cost = sum(ends[turn] + ends[turn + 1] for turn in turns)
-    if cost > _MOST_RENDERED:
+    if cost > _MAX_RENDERED:
         raise BadRow(
             "it has too many turns to render",
             f"{len(messages):,} messages, {cost:,} characters in all: split the conversation",
@@ -425,12 +425,12 @@ def _without_tags(content: str) -> str:
 
 
 def _dropped(messages: Iterable[Message], rendered: str) -> int:
-    """Return the 1-based place of the first message whose text is not rendered; 0 if all are.
+    """Return the 1-based number of the first message whose text is not rendered; 0 if all are.
 
     Other notes name calls and system messages. Some templates write results as JSON.
     """
     end = 0
-    for place, message in enumerate(messages, start=1):
+    for number, message in enumerate(messages, start=1):
         if message.role == "system" or message.tool_calls:
             continue
         for text in _by_thinking(message.content)[0]:
@@ -438,7 +438,7 @@ def _dropped(messages: Iterable[Message], rendered: str) -> int:
             if (start := rendered.find(text, end)) >= 0:
                 end = start + len(text)
             elif text not in rendered and to_json(text)[1:-1] not in rendered:
-                return place
+                return number
     return 0
 
 

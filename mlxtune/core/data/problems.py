@@ -14,7 +14,7 @@ from typing import IO, Any
 from mlxtune.config import user_cache
 from mlxtune.config.limits import has_more_values
 from mlxtune.core.files.reading import open_regular, open_zipped
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.errors import shorten
 
 ANOTHER_ANSWER = "prompt that another row answers differently"
@@ -107,7 +107,7 @@ GZIP, PARQUET, ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
 TABLE_ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 _HEAD_BYTES = 8192
 # The last line of a table whose record messages name, and the longest line to count at once.
-_LAST_COUNTED, _LONGEST_COUNTED = 100_000, 2**26
+_LAST_COUNTED, _MAX_COUNTED = 100_000, 2**26
 # The maximum number of JSON values in a row. Values take some 20 times the memory of their text.
 _MAX_VALUES = 4_000_000
 # The most warnings about rows that are skipped for one reason.
@@ -130,22 +130,22 @@ _UNREAD = {
 }
 _ENDS = tuple(_UNREAD)
 # The most keys that get a finding of their own in a file.
-_MOST_KEYS = 32
+_MAX_KEYS = 32
 
 
 def unread_key(level: str, key: str, holds: str = "") -> str:
     """Return the kind of note on a key that is not read.
 
-    `level` is where it stands; `holds` is "a mark" or "thinking" if its name says so.
+    `level` is the object that has the key; `holds` is "a mark" or "thinking" if its name says so.
     """
     return f"key {shorten(key)} of {level} is not read" + f" as {holds}" * bool(holds)
 
 
 def bounded(kind: str, known: Collection[str]) -> str:
-    """Return a kind of note, or one for all further keys, so that kinds stay few."""
+    """Return a kind of note, or a common kind for further keys, so that kinds stay few."""
     if kind in known or not kind.endswith(_ENDS):
         return kind
-    return kind if sum(each.endswith(_ENDS) for each in known) < _MOST_KEYS else FURTHER_KEYS
+    return kind if sum(each.endswith(_ENDS) for each in known) < _MAX_KEYS else FURTHER_KEYS
 
 
 def advice_on(kind: str) -> str:
@@ -212,7 +212,7 @@ class SkippedRows(RowTally):
             for row, detail in first:
                 yield f"{where(self.path, row)}: {BadRow(kind, detail)}; row skipped"
             if (more := self.counts[kind] - len(first)) > 0:
-                yield f"{shown(self.path)}: {pluralise(more, 'more row')} skipped: {kind}"
+                yield f"{shown(self.path)}: {pluralize(more, 'more row')} skipped: {kind}"
 
     def first(self) -> str:
         """Return `path:line: reason` for the first row that was skipped."""
@@ -252,7 +252,7 @@ def parse_json(
 
 
 def _syntax_error(error: json.JSONDecodeError) -> str:
-    """Return what is wrong with JSON, and where; what Python or JavaScript would allow is named."""
+    """Return the kind and position of a JSON error; names syntax of Python or JavaScript."""
     text, at, problem = error.doc, error.pos, error.msg.removesuffix(" at")
     rest, before = text[at:].lstrip(), text[:at].rstrip()
     # From Python 3.13 on, the error is at the comma; before, it is at the bracket.
@@ -344,7 +344,7 @@ def _record_at(path: Path, row: int) -> int | None:
         return None
     with suppress(OSError, EOFError, zlib.error), open_data(path) as file:
         for _ in range(row - 1):
-            line = file.readline(_LONGEST_COUNTED)
+            line = file.readline(_MAX_COUNTED)
             quotes += line.count(b'"')
             record += quotes % 2 == 0 and bool(line.strip())
     return None if record == row - 1 else record

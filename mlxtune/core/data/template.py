@@ -111,11 +111,11 @@ def render_qwen3(conversation: Conversation, turns: str = "all") -> Rendering:
     Source: the chat template of Qwen3's tokenizer_config.json.
     """
     conversation = without_own_tags(conversation, "<tool_response>")
-    chosen = supervised_turns(conversation, turns)
-    return Rendering(conversation.row, (_join(_qwen3_parts(conversation, chosen)),))
+    selected = supervised_turns(conversation, turns)
+    return Rendering(conversation.row, (_join(_qwen3_parts(conversation, selected)),))
 
 
-def _qwen3_parts(conversation: Conversation, chosen: list[int]) -> Iterator[tuple[str, bool]]:
+def _qwen3_parts(conversation: Conversation, selected: list[int]) -> Iterator[tuple[str, bool]]:
     messages = conversation.messages
     if conversation.tools:
         system = messages[0].content + "\n\n" if messages[0].role == "system" else ""
@@ -126,7 +126,7 @@ def _qwen3_parts(conversation: Conversation, chosen: list[int]) -> Iterator[tupl
             continue
         if message.role == "assistant":
             yield "<|im_start|>assistant\n", False
-            yield _qwen3_answer(message) + "<|im_end|>", i in chosen
+            yield _qwen3_answer(message) + "<|im_end|>", i in selected
             yield "\n", False
         elif message.role == "tool":
             # Consecutive results share one user turn.
@@ -161,12 +161,12 @@ def _qwen3_answer(message: Message) -> str:
         arguments = arguments if isinstance(arguments, str) else to_json(arguments)
         calls.append(f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>')
     content = message.content
-    if message.thinking and not _holds_thinking(message):
+    if message.thinking and not _content_has_thinking(message):
         content = f"<think>\n{message.thinking}\n</think>\n\n{content}"
     return "\n".join([content] * bool(content) + calls)
 
 
-def _holds_thinking(message: Message) -> bool:
+def _content_has_thinking(message: Message) -> bool:
     thought, closed, _ = message.content.partition("</think>")
     return bool(closed) and message.thinking in thought
 
@@ -184,17 +184,17 @@ def render_gemma(conversation: Conversation, turns: str = "all") -> Rendering:
         raise BadRow("the gemma template does not support tools")
     notes = {}
     for position, message in enumerate(messages, start=1):
-        if message.thinking and not _holds_thinking(message):
+        if message.thinking and not _content_has_thinking(message):
             notes[DROPPED_THINKING] = f"message {position}"
-    chosen = supervised_turns(conversation, turns)
-    return Rendering(conversation.row, (_join(_gemma_parts(messages, chosen)),), notes)
+    selected = supervised_turns(conversation, turns)
+    return Rendering(conversation.row, (_join(_gemma_parts(messages, selected)),), notes)
 
 
-def _gemma_parts(messages: Iterable[Message], chosen: list[int]) -> Iterator[tuple[str, bool]]:
+def _gemma_parts(messages: Iterable[Message], selected: list[int]) -> Iterator[tuple[str, bool]]:
     for i, message in enumerate(messages):
         if message.role == "assistant":
             yield "<start_of_turn>model\n", False
-            yield message.content + "<end_of_turn>", i in chosen
+            yield message.content + "<end_of_turn>", i in selected
             yield "\n", False
         else:
             system = message.role == "system"

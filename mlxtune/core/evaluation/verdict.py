@@ -24,12 +24,12 @@ from mlxtune.core.evaluation.interval import (
 )
 from mlxtune.core.evaluation.outcome import (
     CANNOT_TELL,
-    FEWEST_ROWS,
     HELPED,
     HURT,
+    MIN_ROWS,
     Evaluation,
     FileVerdict,
-    Misjudged,
+    MisjudgedAnswer,
     PreferenceDifference,
     RowLosses,
 )
@@ -223,7 +223,7 @@ def verdict_of(evaluation: Evaluation) -> str:
     low, high, rows = -difference.high, -difference.low, evaluation.rows
     if preference is not None:
         low, high, rows = preference.low, preference.high, preference.fewest or 0
-    if evaluation.only_trained or rows < FEWEST_ROWS or low <= 0 <= high:
+    if evaluation.only_trained or rows < MIN_ROWS or low <= 0 <= high:
         return CANNOT_TELL
     return HELPED if low > 0 else HURT
 
@@ -262,7 +262,7 @@ def _judge_preferences(
         difference = _compare_pairs(judged.rows, before, adapted)
         size = difference.after - difference.before
     else:
-        difference = _compare_labelled(judged.rows, before, adapted)
+        difference = _compare_labeled(judged.rows, before, adapted)
         # A tiny gain may be larger in every pair, so its size counts, relative to the loss.
         loss = before.good.only(learned).loss.loss
         size = difference.margin_after / loss if loss else 0.0
@@ -273,24 +273,26 @@ def _judge_preferences(
 def _compare_pairs(
     rows: CorpusRows, before: AnswerSums, adapted: AnswerSums
 ) -> PreferenceDifference:
-    won, wins = (each.margins > 0 for each in (before, adapted))
-    bounds = paired_fraction_interval(won, wins)
-    fractions = float(won.mean()), float(wins.mean())
+    won_before, won_after = (each.margins > 0 for each in (before, adapted))
+    bounds = paired_fraction_interval(won_before, won_after)
+    fractions = float(won_before.mean()), float(won_after.mean())
     return _difference(rows, fractions, bounds, before.margins, adapted.margins, len(rows))
 
 
-def _compare_labelled(
+def _compare_labeled(
     rows: CorpusRows, before: AnswerSums, adapted: AnswerSums
 ) -> PreferenceDifference:
     good = adapted.labels == 1
     gains = adapted.margins - before.margins
-    fraction = float(_ranks(gains, good).mean())
+    fraction = float(_win_rate_per_answer(gains, good).mean())
     count = int(good.sum())
     low, high = rank_interval(fraction, count, len(good) - count)
     # Each answer's gain is compared with the mean gain of the answers with the other label.
     margins = np.zeros(len(good)), _against_others(gains, good)
-    fewest = min(count, len(good) - count)
-    difference = _difference(rows, (0.5, fraction), (low - 0.5, high - 0.5), *margins, fewest)
+    smaller_count = min(count, len(good) - count)
+    difference = _difference(
+        rows, (0.5, fraction), (low - 0.5, high - 0.5), *margins, smaller_count
+    )
     return replace(difference, pairs=False)
 
 
@@ -315,14 +317,14 @@ def _difference(
         margin_before=float(before.mean()),
         margin_after=float(after.mean()),
         misjudged=tuple(
-            Misjudged(*rows.source(i), float(before[i]), float(after[i]))
+            MisjudgedAnswer(*rows.source(i), float(before[i]), float(after[i]))
             for i in np.argsort(after, kind="stable")[:_TOP_ROWS].tolist()
             if after[i] < 0
         ),
     )
 
 
-def _ranks(gains: Floats, good: npt.NDArray[np.bool_]) -> Floats:
+def _win_rate_per_answer(gains: Floats, good: npt.NDArray[np.bool_]) -> Floats:
     """Return, for each answer (R,), the fraction of pairs in which the good answer gained more."""
     if good.all() or not good.any():
         return np.full(len(gains), 0.5)

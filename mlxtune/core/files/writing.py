@@ -18,7 +18,7 @@ from mlxtune.core.files.ours import NotOurs
 from mlxtune.core.files.reading import open_regular
 from mlxtune.errors import OutputError
 
-# A name as long as the longest name that is written into a folder, temporary names included.
+# A name as long as the longest name written into a folder, including temporary names.
 _LONG_NAME = "long-name".ljust(64, "-")
 _TEMPORARY = re.compile(r"\.mlxtune-.+\.[0-9a-f]{16}\.tmp")
 # Remedies for an error, in addition to choosing another place.

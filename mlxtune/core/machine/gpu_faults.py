@@ -73,7 +73,7 @@ class Fault(Enum):
 
     @property
     def asks_for_less(self) -> bool:
-        """Whether less work at a time may succeed.
+        """Whether a retry with less work may succeed.
 
         Other faults may be transient, so their work is retried once.
         """

@@ -174,7 +174,7 @@ def checkpoint_folders(run: Path) -> list[Path]:
     return sorted(path for path in folders if os.path.lexists(path / MANIFEST))
 
 
-def recover(run: Path) -> None:
+def restore_interrupted_best(run: Path) -> None:
     """Put `best/` back if a process was killed while replacing it. Raises OSError."""
     put_back(run / f".{BEST}.old", run / BEST, is_checkpoint)
 

@@ -128,10 +128,10 @@ def check_copy(own: bytes, newest: Checkpoint, *, finished: bool = False) -> Non
     if own.startswith(copy):
         return
     records, copied = list(Progress.from_jsonl(own)), list(Progress.from_jsonl(copy))
-    for place, (record, kept) in enumerate(zip(records, copied, strict=False)):
+    for index, (record, kept) in enumerate(zip(records, copied, strict=False)):
         if record == kept:
             continue
-        own_rest, rest = records[place:], copied[place:]
+        own_rest, rest = records[index:], copied[index:]
         # Resuming drops the records that ended an unfinished epoch, and goes on with a step.
         if _continues(own_rest, rest) or _continues(rest, own_rest):
             return
@@ -148,8 +148,8 @@ def _continues(records: Sequence[Record], dropped: Sequence[Record]) -> bool:
 def named(record: Record) -> str:
     """Name a record by its kind and place, with its loss."""
     value = getattr(record, "loss", getattr(record, "val_loss", ""))
-    place = f"{type(record).__name__} {getattr(record, 'step', getattr(record, 'epoch', 0))}"
-    return f"{place} with {value:.6g}" if isinstance(value, float) else place
+    title = f"{type(record).__name__} {getattr(record, 'step', getattr(record, 'epoch', 0))}"
+    return f"{title} with {value:.6g}" if isinstance(value, float) else title
 
 
 def has_ended(newest: Checkpoint, progress: Progress) -> bool:
@@ -209,14 +209,14 @@ def check_adapter_without_result(run: Path, progress: Progress, good: Sequence[C
 
 def _check_source(adapter: Path, step: Any, good: Sequence[Checkpoint]) -> Checkpoint | None:
     """Compare an adapter with a checkpoint of its step, if any; return the checkpoint."""
-    chosen = [checkpoint for checkpoint in good if checkpoint.step == step]
-    chosen.sort(key=lambda each: each.folder.name != BEST)
-    for source in chosen[:1]:
+    candidates = [checkpoint for checkpoint in good if checkpoint.step == step]
+    candidates.sort(key=lambda each: each.folder.name != BEST)
+    for source in candidates[:1]:
         name = f"{source.folder.name}/{ADAPTER}"
         if not _same_adapter(adapter, source.folder / ADAPTER):
             raise ValueError(f"{adapter} differs from {name}, from which the run wrote it")
         _check_configs(adapter, source, good[0])
-    return next(iter(chosen), None)
+    return next(iter(candidates), None)
 
 
 def _check_configs(adapter: Path, source: Checkpoint, newest: Checkpoint) -> None:

@@ -19,7 +19,7 @@ from mlxtune.core.evaluation.matching import count_exact
 from mlxtune.core.evaluation.outcome import Evaluation, Loss, perplexity
 from mlxtune.core.evaluation.verdict import is_negligible, verdict_of
 from mlxtune.core.files.reading import file_hash, read_json
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.core.run.checkpoint import METRICS, RECORDS, Checkpoint
 from mlxtune.core.run.checkpoint_checks import SHARED, check_equal, check_options, is_close
 from mlxtune.core.run.metrics import SkippedStep, StepRecord, TrainingMetrics
@@ -39,7 +39,7 @@ from mlxtune.core.run.stored_run import get_mapping, read_evaluation, read_ledge
 
 # The fraction by which a loss may differ between training and the evaluation afterwards, and a
 # difference in nats below which it is rounding.
-_ROUNDING, _SMALLEST = 0.05, 1e-3
+_ROUNDING, _MIN_DIFFERENCE = 0.05, 1e-3
 _DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
@@ -110,7 +110,7 @@ def check_ledger(run: Path, ended: Checkpoint | None, progress: Progress | None)
         about = read_json(run / ABOUT)
     if about is not None:
         _check_plan(ledgers, about)
-    return f"{pluralise(rows, 'row')}, all accounted for"
+    return f"{pluralize(rows, 'row')}, all accounted for"
 
 
 def _check_files(ledgers: Sequence[Ledger], config: Mapping[str, Any]) -> None:
@@ -135,14 +135,14 @@ def _check_trained(ledgers: Sequence[Ledger], progress: Progress) -> None:
     for epoch, used in rows.items():
         if used > expected or (used < expected and epoch + 1 in rows):
             raise ValueError(
-                f"has {pluralise(expected, 'row')} to train on, but epoch {epoch} in {METRICS} has "
+                f"has {pluralize(expected, 'row')} to train on, but epoch {epoch} in {METRICS} has "
                 f"{used:,}"
             )
     held_out = sum(ledger.rows_validation for ledger in ledgers)
     if bool(held_out) != bool(progress.validations):
         raise ValueError(
-            f"has {pluralise(held_out, 'validation row')}, but {METRICS} has "
-            f"{pluralise(len(progress.validations), 'validation')}"
+            f"has {pluralize(held_out, 'validation row')}, but {METRICS} has "
+            f"{pluralize(len(progress.validations), 'validation')}"
         )
 
 
@@ -241,8 +241,8 @@ def check_evaluation(run: Path, progress: Progress | None, options: Mapping[str,
     held_out = sum(ledger.rows_validation for ledger in ledgers)
     if ledgers and found.rows + found.left_out != held_out:
         raise ValueError(
-            f"has {pluralise(found.rows + found.left_out, 'row')}, but {LEDGER} has "
-            f"{pluralise(held_out, 'validation row')}"
+            f"has {pluralize(found.rows + found.left_out, 'row')}, but {LEDGER} has "
+            f"{pluralize(held_out, 'validation row')}"
         )
     _check_difference(found, before, found.adapted)
     if progress is not None and found.candidates > 1:  # earlier versions did not count them
@@ -255,12 +255,12 @@ def check_evaluation(run: Path, progress: Progress | None, options: Mapping[str,
             ("before", before, progress.initial_val_loss),
             ("after", found.adapted, best.val_loss if best else None),
         ):
-            if kept is not None and abs(loss.loss - kept) > max(_ROUNDING * kept, _SMALLEST):
+            if kept is not None and abs(loss.loss - kept) > max(_ROUNDING * kept, _MIN_DIFFERENCE):
                 raise ValueError(
                     f"has loss {loss.loss:.4f} {name} training, but {METRICS} has {kept:.4f}"
                 )
-    hardly = "hardly " * found.hardly
-    return f"{hardly}{found.verdict} on {pluralise(found.rows, 'row')}"
+    adverb = "hardly " * found.hardly
+    return f"{adverb}{found.verdict} on {pluralize(found.rows, 'row')}"
 
 
 def _check_difference(found: Evaluation, before: Loss, adapted: Loss) -> None:
@@ -293,6 +293,6 @@ def _check_verdict(found: Evaluation) -> None:
     verdict = verdict_of(found)
     # The relative size of a preference is not recorded, so its `hardly` cannot be derived.
     if found.preference is None:
-        hardly = is_negligible(verdict, found.difference.share)
-        check_equal("it", "its interval", {"hardly": (found.hardly, hardly)})
+        negligible = is_negligible(verdict, found.difference.share)
+        check_equal("it", "its interval", {"hardly": (found.hardly, negligible)})
     check_equal("it", "its interval", {"verdict": (found.verdict, verdict)})

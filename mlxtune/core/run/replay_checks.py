@@ -145,8 +145,8 @@ def _same(own: Any, other: Any) -> None:
 def up_to(records: list[Record], step: int) -> list[Record]:
     """Return the records up to the first step after `step`."""
     later = (
-        place
-        for place, record in enumerate(records)
+        index
+        for index, record in enumerate(records)
         if isinstance(record, StepRecord | SkippedStep) and record.step > step
     )
     return records[: next(later, len(records))]

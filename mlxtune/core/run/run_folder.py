@@ -33,7 +33,7 @@ from mlxtune.core.run.checkpoint import (
     find_checkpoints,
     is_checkpoint,
     is_named_checkpoint,
-    recover,
+    restore_interrupted_best,
 )
 from mlxtune.core.run.profile import PROFILE
 from mlxtune.core.run.progress import Progress
@@ -178,7 +178,7 @@ def lock_run(run: Path, *, new: bool = False) -> Lock:
             ) from error
         # An unanswered request to stop was for the previous run.
         remove_file(run / STOP)
-        recover(run)
+        restore_interrupted_best(run)
         return lock
 
 

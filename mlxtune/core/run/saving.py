@@ -32,7 +32,7 @@ class CheckpointContent:
 
 
 def write_adapter_of(snapshot: Snapshot, output: Path) -> None:
-    """Write the adapter of a state, and its config, without the rest. Raises OutputError."""
+    """Write only the adapter of a state, and its config. Raises OutputError."""
     make_folder(output.parent)
     with as_output_error(output, "--output"), scratch_folder(parent=output.parent) as folder:
         try:

@@ -11,7 +11,7 @@ from typing import Any
 from mlxtune.core.files.ours import is_ours
 from mlxtune.core.files.reading import read_json, read_own
 from mlxtune.core.files.remembered import MARK
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.core.objectives.preference_rows import check_references
 from mlxtune.core.run import checkpoint_checks, cross_checks
 from mlxtune.core.run.checkpoint import (
@@ -121,7 +121,7 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
 def _verify_evaluation(
     verification: Verification, run: Path, progress: Progress | None, options: Mapping[str, Any]
 ) -> None:
-    """Check the evaluation, which a run without validation or an interrupted one does not have."""
+    """Check the evaluation, which runs without validation and interrupted runs lack."""
     result: Mapping[str, Any] | None = None
     with suppress(OSError, ValueError):  # another check reports the error
         result = read_json(run / RESULT)
@@ -168,7 +168,7 @@ def _check_metrics(
             )
         checkpoint_checks.check_copy(content, newest, finished=finished)
     cross_checks.check_records(progress)
-    taken = f"{pluralise(progress.step, 'step')}, {pluralise(len(epochs), 'epoch')}"
+    taken = f"{pluralize(progress.step, 'step')}, {pluralize(len(epochs), 'epoch')}"
     return f"{taken}, none missing or duplicated"
 
 

@@ -15,7 +15,7 @@ from mlxtune.core.steps.memory_terms import (
 
 # The largest and smallest number of vocabulary rows in a block of the head, and the largest number
 # of logits in a block.
-_VOCABULARY_BLOCK, _FEWEST, _BLOCK_LOGITS = 4096, 512, 1 << 21
+_VOCABULARY_BLOCK, _MIN_VOCABULARY_BLOCK, _BLOCK_LOGITS = 4096, 512, 1 << 21
 # The numbers of blocks in memory, of cast weights and of logits, and the maximum number of copies
 # of all logits.
 _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 5, 9, 2
@@ -49,7 +49,7 @@ _HEAD_KERNELS, _HEAD_LOGITS = 14, 3
 
 def vocabulary_block(positions: int) -> int:
     """Return the number of vocabulary rows in a block of a linear head, in MLX's own graph."""
-    return max(_FEWEST, min(_VOCABULARY_BLOCK, _BLOCK_LOGITS // max(positions, 1)))
+    return max(_MIN_VOCABULARY_BLOCK, min(_VOCABULARY_BLOCK, _BLOCK_LOGITS // max(positions, 1)))
 
 
 def in_flight(shapes: ModelShapes, load: BatchLoad) -> int:

@@ -35,8 +35,8 @@ from mlxtune.errors import (
 class RunRecorder:
     """Adds records to the `progress` of a run, and writes metrics.jsonl and checkpoints.
 
-    `rate` returns the learning rate of a step. `about` holds the entries of a checkpoint's metadata
-    that no step changes; resuming adds the run's extensions.
+    `schedule` returns the learning rate of a step. `metadata` has the entries of each checkpoint's
+    metadata that no step changes; resuming adds the run's extensions.
     """
 
     pipeline: Pipeline
@@ -45,8 +45,8 @@ class RunRecorder:
     observer: TrainingObserver
     steps_per_epoch: int
     total_steps: int
-    rate: Callable[[int], float]
-    about: Mapping[str, Any]
+    schedule: Callable[[int], float]
+    metadata: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         self._folder = Path(self.config.checkpoint_dir)
@@ -63,14 +63,14 @@ class RunRecorder:
         )
         self.start()
 
-    def keep_hashes(self, records: Mapping[str, Any]) -> None:
-        """Put the hashes of records into the checkpoints, for `mlxtune verify`."""
+    def keep_hashes(self, files: Mapping[str, Any]) -> None:
+        """Put the hashes of files into the checkpoints, for `mlxtune verify`."""
         hashes = {
-            name: sha256(record if isinstance(record, bytes) else as_json(record)).hexdigest()
-            for name, record in records.items()
+            name: sha256(content if isinstance(content, bytes) else as_json(content)).hexdigest()
+            for name, content in files.items()
         }
         if hashes:
-            self.about = {**self.about, RECORDS: hashes}
+            self.metadata = {**self.metadata, RECORDS: hashes}
 
     def start(self) -> None:
         self._started = self._epoch_started = time.perf_counter()
@@ -82,7 +82,7 @@ class RunRecorder:
         if the checkpoint does not fit the pipeline.
         """
         progress, checkpoint = self.progress, point.checkpoint
-        self.about = {**self.about, **extended(checkpoint.metadata, self.total_steps)}
+        self.metadata = {**self.metadata, **extended(checkpoint.metadata, self.total_steps)}
         self.pipeline.restore(checkpoint.folder)
         run_folder.reopen(self._folder)
         for record in point.progress:
@@ -158,7 +158,7 @@ class RunRecorder:
     def _epoch_metrics(self, val_loss: float | None) -> InstructEpochMetrics:
         step, time_ms = self.progress.step, _milliseconds_since(self._epoch_started)
         epoch = math.ceil(step / self.steps_per_epoch)
-        return self.progress.epoch_metrics(epoch, val_loss, self.rate(step), time_ms)
+        return self.progress.epoch_metrics(epoch, val_loss, self.schedule(step), time_ms)
 
     def _save(self, metrics: InstructEpochMetrics, name: str | None) -> None:
         """Write `best/` if the last validation is the best, and the named checkpoint."""
@@ -181,7 +181,7 @@ class RunRecorder:
             "best_step": best.step if best else None,
             "best_val_loss": best.val_loss if best else None,
             **self.pipeline.describe(),
-            **self.about,
+            **self.metadata,
         }
         lines = partial(progress.lines, 0, len(progress))
         return CheckpointContent(self.pipeline.snapshot(), metadata, lines)

@@ -31,7 +31,7 @@ class RequestExchange:
 
     def __init__(self, group_size: int) -> None:
         self._alone = group_size == 1
-        # The requests that the next step sends, and those that have come back with earlier steps.
+        # The requests to send with the next step, and the requests received with earlier steps.
         self.sent = self._received = NO_REQUESTS
         self._waits_to_save = False
 
@@ -46,5 +46,5 @@ class RequestExchange:
         return agreed
 
     def receive(self, requests: Requests) -> None:
-        """Take all workers' requests, which came with a step that has ended."""
+        """Take the requests of all workers, received with a finished step."""
         self._received = self._received.merged(requests)

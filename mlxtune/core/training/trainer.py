@@ -59,7 +59,7 @@ class InstructTrainer:
         should_stop   called after each step and during validation; the run stops once it is true
         stop_after    the step after which the run stops
         profiler      times the phases of some steps
-        surroundings  answers the machine's memory pressure, battery, heat and sleep
+        monitor       answers the machine's memory pressure, battery, heat and sleep
         objective     decides the examples of a row and, for preferences, the need of a reference
         cache         keeps the reference's log-probabilities, besides the run's folder
 
@@ -81,7 +81,7 @@ class InstructTrainer:
         should_stop: Callable[[], bool] = lambda: False,
         stop_after: int | None = None,
         profiler: StepProfiler | None = None,
-        surroundings: MachineMonitor | None = None,
+        monitor: MachineMonitor | None = None,
         objective: Objective = SFT,
         cache: Path | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class InstructTrainer:
         self.learning_rate = pipeline.learning_rate if config.lr is None else config.lr
         self._schedule = make_schedule(
             config.schedule,
-            peak=self.learning_rate,
+            peak_rate=self.learning_rate,
             total_steps=self.total_steps,
             warmup_fraction=config.warmup_fraction,
             lr_min=config.lr_min,
@@ -112,7 +112,7 @@ class InstructTrainer:
         self._stop_after = stop_after
         self._requests = RequestExchange(pipeline.group_size)
         self._profiler = profiler
-        self._surroundings = surroundings or MachineMonitor()
+        self._monitor = monitor or MachineMonitor()
         self.progress = Progress()
         self._recorder = RunRecorder(
             pipeline,
@@ -121,8 +121,8 @@ class InstructTrainer:
             self._observer,
             steps_per_epoch=self.steps_per_epoch,
             total_steps=self.total_steps,
-            rate=self._schedule,
-            about={
+            schedule=self._schedule,
+            metadata={
                 **self.data_hashes(),
                 "seed": config.seed,
                 "config": dict(run_config) if run_config is not None else asdict(config),
@@ -167,14 +167,14 @@ class InstructTrainer:
 
     def train(
         self,
-        records: Mapping[str, Any] | None = None,
+        files: Mapping[str, Any] | None = None,
         *,
         resume: ResumePoint | None = None,
         write_adapter: Callable[[InstructTrainResult], None] | None = None,
     ) -> InstructTrainResult:
         """Take all steps, or the steps after the checkpoint to resume from.
 
-        `records` are JSON values or bytes by file name, written to the run's folder. An interrupt
+        `files` are JSON values or bytes by file name, written to the run's folder. An interrupt
         before the first step removes these files. `write_adapter` writes the adapter of the run's
         result, before the last checkpoints are written.
 
@@ -187,7 +187,7 @@ class InstructTrainer:
         previous = None if resume else run_folder.archive_previous_run(self._folder)
         try:
             with self._discarding_unstarted(resume), self._recorder.naming_checkpoint():
-                self._begin(records or {}, resume, previous)
+                self._begin(files or {}, resume, previous)
                 over = self._validate_and_end_epoch(self.progress.step)
                 if self._stop_after == 0:
                     self._recorder.save_and_interrupt()
@@ -217,15 +217,15 @@ class InstructTrainer:
         return result
 
     def _begin(
-        self, records: Mapping[str, Any], resume: ResumePoint | None, previous: Path | None
+        self, files: Mapping[str, Any], resume: ResumePoint | None, previous: Path | None
     ) -> None:
-        """Write the run's records, compute the reference, and restore a run that stopped."""
-        for name, record in records.items():
-            if isinstance(record, bytes):
-                write_file(self._folder / name, [record])
+        """Write the run's files, compute the reference, and restore a run that stopped."""
+        for name, content in files.items():
+            if isinstance(content, bytes):
+                write_file(self._folder / name, [content])
             else:
-                write_json(self._folder / name, record)
-        self._recorder.keep_hashes(records)
+                write_json(self._folder / name, content)
+        self._recorder.keep_hashes(files)
         self._recorder.start()
         self._load_reference_logps(resume)
         if resume is not None:
@@ -283,8 +283,8 @@ class InstructTrainer:
         in_order = partial(order.steps_of, self.train_rows, config.batch_size, config.order)
         steps_of_epoch = lru_cache(1)(partial(in_order, config.seed))
         for number in range(self.progress.step, self.total_steps):
-            epoch, place = divmod(number, self.steps_per_epoch)
-            rows = steps_of_epoch(epoch + 1)[place]
+            epoch, index = divmod(number, self.steps_per_epoch)
+            rows = steps_of_epoch(epoch + 1)[index]
             yield Step(number + 1, epoch + 1, self._schedule(number + 1), rows)
 
     def _respond_to_machine(self, step: Step) -> bool:
@@ -293,11 +293,11 @@ class InstructTrainer:
         Return whether micro-batches were halved.
         """
         done = step.number - 1
-        if (demand := self._surroundings.check(done)) is None:
+        if (demand := self._monitor.check(done)) is None:
             return False
         self._record_running_step()
         examples = self.train_rows.draw(step.row_indices)
-        halved = self._surroundings.respond(demand, self.pipeline, examples, done)
+        halved = self._monitor.respond(demand, self.pipeline, examples, done)
         self._stop_if_asked()
         return halved
 

@@ -208,7 +208,7 @@ def test_same_run_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
         assert "parameters.safetensors" in written[0]
 
 
-def test_pissa_takes_the_largest_singular_vectors_of_the_dequantised_weight(folder: Path) -> None:
+def test_pissa_takes_the_largest_singular_vectors_of_the_dequantized_weight(folder: Path) -> None:
     config = InstructConfig(lora_rank=4, lora_alpha=8.0, init="pissa")
     pipeline = InstructPipeline(load_base(folder, "float32").model, config)
     for module in adapted_modules(pipeline.model).values():
@@ -245,7 +245,7 @@ def test_target_rank_of_no_target_is_an_error(folder: Path) -> None:
         InstructPipeline(load_base(folder, "float32").model, config)
 
 
-def test_summary_lists_what_is_used(folder: Path) -> None:
+def test_description_of_lora_lists_the_options_in_use(folder: Path) -> None:
     said = trained(folder, **FAMILY["DoRA with ranks"]).lora.describe()
     assert "rank 4 (v_proj 5), alpha 8 (scale 4 = alpha / √rank)" in said
     assert said.endswith("; DoRA; B learns 4 times as fast as A")

@@ -143,7 +143,7 @@ def rounded(folder: Path, examples: list[Example]) -> tuple[dict[str, Any], int]
     return dict(tree_flatten(dict(made.rounded))), nearest
 
 
-def test_rounding_twice_gives_the_same_bytes_whatever_the_padding(folder: Path) -> None:
+def test_rounding_twice_gives_the_same_bytes_for_any_padding(folder: Path) -> None:
     examples = examples_of(40, 12, 25)
     first, nearest = rounded(folder, examples)
     again, _ = rounded(folder, examples)

@@ -242,7 +242,7 @@ def test_members_of_the_family_read_what_they_scale_and_drop(member: dict[str, A
     assert reads == BackwardReads(last="dora" in member)
 
 
-def test_quantised_products_of_mlx_read_their_inputs() -> None:
+def test_quantized_products_of_mlx_read_their_inputs() -> None:
     folder, how = model_folder("qwen3", 4), replace(SPLIT, operations=CPU)
     options = {"targets": ("q_proj",), "quantized_compute": "quantized"}
     pipeline = fresh(folder, how, 10_000, **options)

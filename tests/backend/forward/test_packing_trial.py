@@ -77,16 +77,16 @@ def test_deep_model_packs_though_the_last_bit_of_attention_is_random(
 class Positions(nn.Module):  # type: ignore[misc]
     """Adds positions in the packed sequence to embeddings, scaled to a fraction of their size."""
 
-    def __init__(self, embed: nn.Module, share: float) -> None:
+    def __init__(self, embed: nn.Module, fraction: float) -> None:
         super().__init__()
-        self.embed, self.share = embed, share
+        self.embed, self.fraction = embed, fraction
 
     def __call__(self, tokens: mx.array) -> mx.array:
         embedded = self.embed(tokens)
         size = mx.sqrt(2 * embedded.astype(mx.float32).square().mean())
         frequencies = mx.exp(mx.linspace(0, -4, embedded.shape[-1]))
         angles = mx.arange(tokens.shape[1])[:, None] * frequencies
-        return embedded + (self.share * size * mx.sin(angles)).astype(embedded.dtype)
+        return embedded + (self.fraction * size * mx.sin(angles)).astype(embedded.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return self.embed.as_linear(x)

@@ -44,7 +44,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def planned(folder: Path, case: Mapping[str, Any]) -> tuple[ModelShapes, Execution]:
+def shapes_and_execution(folder: Path, case: Mapping[str, Any]) -> tuple[ModelShapes, Execution]:
     """Return a case's shapes and execution on the H200, from the headers of empty files."""
     write_headers(folder, MODELS[case["model"]], 16)
     config = InstructConfig(lora_rank=H200["rank"], targets=tuple(H200["targets"]))
@@ -60,7 +60,7 @@ def planned(folder: Path, case: Mapping[str, Any]) -> tuple[ModelShapes, Executi
 def test_predicted_peak_on_an_h200_is_near_the_measured(
     tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    shapes, execution = planned(tmp_path, case)
+    shapes, execution = shapes_and_execution(tmp_path, case)
     loads = [BatchLoad(*micro_batch) for micro_batch in case["micro_batches"]]
     predicted = max(predict(shapes, execution, load).total for load in loads)
     for peak in case["peaks"]:
@@ -75,7 +75,7 @@ def test_micro_batches_of_the_measured_steps_come_from_their_data(
     data = SHARED / "chat" / case["data"]
     if not data.exists():
         pytest.skip(f"needs {data}, which is not part of the repository")
-    _, execution = planned(tmp_path, case)
+    _, execution = shapes_and_execution(tmp_path, case)
     for file in (SHARED / "tokenizers" / "qwen3").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     options = {"batch_size": case["rows"], "max_seq_len": case["max_seq_len"], "val_split": 0.0}

@@ -34,7 +34,7 @@ def write_pointer(path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_quantised_weights_are_sound(bits: int) -> None:
+def test_quantized_weights_are_sound(bits: int) -> None:
     arrays = mx.quantize(mx.ones((3, 8, 128)), group_size=32, bits=bits)
     found = packed(*(array.shape for array in arrays))
     assert list(weight_problems(found, CONFIG)) == []

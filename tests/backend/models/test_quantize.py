@@ -124,7 +124,7 @@ def test_nf4_refuses_what_it_would_leave_as_it_is(tmp_path: Path) -> None:
         open_base(folder, "auto", BaseOptions(quantize="nf4"))
 
 
-def test_quantised_folder_is_not_quantised_again(tmp_path: Path) -> None:
+def test_quantized_folder_is_not_quantized_again(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama", quantize=4)
     with pytest.raises(ModelError, match="is already quantised: leave out --quantize 8"):
         open_base(folder, "auto", BaseOptions(quantize="8"))

@@ -90,7 +90,7 @@ def close(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
         *(slow("llama", name) for name in FORMATS if name != "mxfp4"),
     ],
 )
-def test_lora_learns_what_it_learns_on_the_dequantised_weights(
+def test_lora_learns_what_it_learns_on_the_dequantized_weights(
     architecture: str, name: str
 ) -> None:
     folder = model_folder(architecture)
@@ -121,7 +121,7 @@ def test_embeddings_are_given_in_the_compute_dtype(tmp_path: Path, compute: str)
         assert base.quantized_compute == compute
 
 
-def test_auto_is_dequantised_on_the_cpu_alone(
+def test_auto_is_dequantized_on_the_cpu_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path / "model", "llama")
@@ -353,7 +353,7 @@ def test_form_that_raises_is_not_taken(base: nn.Module, monkeypatch: pytest.Monk
     assert "quantized: not available" in found.describe()
 
 
-def test_model_without_quantised_layers_has_no_choice(tmp_path: Path) -> None:
+def test_model_without_quantized_layers_has_no_choice(tmp_path: Path) -> None:
     model = open_base(write_model(tmp_path / "plain", "llama"), "float32").model
     assert time_products(model, mx.float32, 8) is None
 

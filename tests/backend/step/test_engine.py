@@ -53,7 +53,7 @@ def test_step_is_built_then_launched_then_committed(monkeypatch: pytest.MonkeyPa
     for name in ("eval", "async_eval"):
         real = getattr(mx, name)
         monkeypatch.setattr(mx, name, lambda *given, real=real: (calls.append(0), real(*given))[1])
-    step = engine.new_step(STEPS[0], rate=1e-2)
+    step = engine.new_step(STEPS[0], learning_rate=1e-2)
     assert step.number == 1
     assert step.built is None
 
@@ -64,7 +64,7 @@ def test_step_is_built_then_launched_then_committed(monkeypatch: pytest.MonkeyPa
 
     engine.launch(step)
     assert engine.launched is step
-    assert engine.new_step(STEPS[1], rate=1e-2).number == 2
+    assert engine.new_step(STEPS[1], learning_rate=1e-2).number == 2
     assert calls
     assert (engine.committed_steps, step.outcome) == (0, None)
 
@@ -143,7 +143,7 @@ def test_time_of_a_step_ends_before_the_next_one_is_computed(
     assert started[0] < ended[0] <= started[1] < ended[1]
 
 
-def test_non_finite_step_is_undone_and_the_next_one_stands() -> None:
+def test_non_finite_step_is_undone_and_the_next_is_kept() -> None:
     one, other = (fresh(model_folder("qwen3"), PACKED, 10_000) for _ in range(2))
     first = one.start_batch(STEPS[0], step=1, learning_rate=float("inf"))
     second = one.start_batch(STEPS[1], step=2, learning_rate=1e-2)

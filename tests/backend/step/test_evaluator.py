@@ -369,15 +369,15 @@ def evaluation(
     return evaluator, examples, load_of(micro_batch, StepLengths.of(examples))
 
 
-def test_evaluation_stays_below_the_peak_that_training_is_planned_to_have(
+def test_evaluation_stays_below_the_predicted_peak_of_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
     examples, peaks = random_examples(200), []
-    for planned in (None, 6_000_000):
+    for memory_limit in (None, 6_000_000):
         evaluator = evaluator_of(Execution(MLX), 20)
-        if planned is not None:
-            evaluator._losses.limit_memory(planned)
+        if memory_limit is not None:
+            evaluator._losses.limit_memory(memory_limit)
         evaluator.losses(examples)
         elsewhere = mx.get_active_memory() - weights_of(evaluator)
         allocator.start_peak()

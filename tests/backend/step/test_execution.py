@@ -78,7 +78,7 @@ def test_any_step_equals_the_plain_one(
 
 @pytest.mark.parametrize("way", ["packed with recompute", "all"])
 @pytest.mark.parametrize("architecture", slow_except(ARCHITECTURES, "qwen3"))
-def test_quantised_step_equals_the_plain_one(architecture: str, way: str) -> None:
+def test_quantized_step_equals_the_plain_one(architecture: str, way: str) -> None:
     fast = pipeline(architecture, WAYS[way], tokens=10_000, quantize=4)
     assert_same(computed(fast, fixed_step()), plain_step(architecture, 4))
 

@@ -19,10 +19,10 @@ SOME = {
     "deepseek_v3": (True, True),  # a mask with a gradient
     "hunyuan": (True, True),  # layers that pass on keys and values
     "lfm2": (True, True),  # layers without attention
-    "nemotron_h": (True, True),  # a trunk with a different name, state spaces
+    "nemotron_h": (True, True),  # a backbone with a different name, state spaces
     "kimi_linear": (True, True),  # an unpacked cache
     "olmo_hybrid": (True, True),  # a layer's class selects its mask
-    # The head is within the trunk, and the model itself changes projections' weights.
+    # The head is within the backbone, and the model itself changes projections' weights.
     "gemma3n": (True, False),
 }
 QUICK, FURTHER = ["gpt_oss", "nemotron_h"], ("mistral3", "deepseek_v3", "lfm2", "gemma3n")

@@ -16,7 +16,7 @@ import safetensors
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import allocator
-from mlxtune.backend.forward.head import TrunkAndHead
+from mlxtune.backend.forward.head import BackboneAndHead
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.run.checkpoint import OPTIMIZER
 from mlxtune.core.steps.execution import Execution
@@ -68,14 +68,14 @@ def adapters(pipeline: InstructPipeline) -> dict[str, Any]:
 
 def fail(monkeypatch: pytest.MonkeyPatch, *texts: str, times: int = 1) -> None:
     """Make the second micro-batch and the following ones fail, with these texts in turn."""
-    whole, calls, errors = TrunkAndHead.hidden, iter(range(10**9)), iter(texts * times)
+    whole, calls, errors = BackboneAndHead.hidden, iter(range(10**9)), iter(texts * times)
 
-    def failing(self: TrunkAndHead, *args: Any, **options: Any) -> mx.array:
+    def failing(self: BackboneAndHead, *args: Any, **options: Any) -> mx.array:
         if next(calls) and (text := next(errors, "")):
             raise RuntimeError(text)
         return whole(self, *args, **options)
 
-    monkeypatch.setattr(TrunkAndHead, "hidden", failing)
+    monkeypatch.setattr(BackboneAndHead, "hidden", failing)
 
 
 def test_out_of_memory_equals_a_run_with_the_halved_limit(
@@ -194,7 +194,7 @@ def test_other_errors_pass_through(make: Any, monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("[matmul] shapes")
 
     pipeline, warnings = make(80)
-    monkeypatch.setattr(TrunkAndHead, "hidden", broken)
+    monkeypatch.setattr(BackboneAndHead, "hidden", broken)
     with pytest.raises(RuntimeError, match="shapes"):
         pipeline.train_batch(EXAMPLES)
     assert warnings == []
@@ -360,18 +360,18 @@ def test_step_reports_its_own_memory_peak(
 
 
 def test_plan_is_cached_until_the_limit_changes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (pipeline, _), planned, plan = make(LARGE), list[int](), Execution.micro_batches
+    (pipeline, _), limits, plan = make(LARGE), list[int](), Execution.micro_batches
 
     def counted(self: Execution, lengths: Any) -> Any:
-        planned.append(self.micro_batch_tokens)
+        limits.append(self.micro_batch_tokens)
         return plan(self, lengths)
 
     monkeypatch.setattr(Execution, "micro_batches", counted)
     batches = pipeline._engine.batches
     first = batches.divided(batches.lengths(EXAMPLES))
     assert batches.divided(batches.lengths(EXAMPLES)) == first
-    assert len(planned) == 1
+    assert len(limits) == 1
     batches.max_tokens = batches.max_tokens // 2
     batches.divided(batches.lengths(EXAMPLES))
     batches.divided(batches.lengths(EXAMPLES[:1]))
-    assert len(planned) == 3
+    assert len(limits) == 3

@@ -45,7 +45,7 @@ HOW = {
 @pytest.fixture(autouse=True)
 def _short_sequences_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow more than 3% of padding, because these batches are short."""
-    monkeypatch.setattr(rounding, "_MOST_PADDING", 1.0)
+    monkeypatch.setattr(rounding, "_MAX_PADDING", 1.0)
 
 
 def assert_rounded(how: Execution, folder: Path, tokens: int = 10_000, **config: Any) -> None:
@@ -68,7 +68,7 @@ def test_rounded_sequence_gives_the_same_step(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("way", slow_except(HOW, "all"))
-def test_rounded_sequence_gives_the_same_step_in_every_way(way: str) -> None:
+def test_rounded_sequence_gives_the_same_step_in_every_execution(way: str) -> None:
     assert_rounded(HOW[way], model_folder("gemma3_text"), dropout=0.3)
 
 

@@ -128,7 +128,7 @@ def test_conversation_that_a_template_refuses_is_skipped_with_the_templates_own_
     }
 
 
-def test_template_that_is_none_is_an_error_of_the_model_and_not_of_each_row() -> None:
+def test_invalid_template_is_one_error_of_the_model() -> None:
     with pytest.raises(ModelError, match=r"line 1: .*fix it, or name a built-in --template"):
         ChatTemplate({"default": "{% for %}"}, {}).request(ASKED).text()
 
@@ -368,7 +368,7 @@ def test_system_message_is_merged_where_gemma_refuses_one(
 
 
 @every_template
-def test_bos_stands_once_and_only_where_the_model_has_one(
+def test_bos_is_added_once_if_the_model_has_one(
     shared: Path, folders: Folders, template: Template
 ) -> None:
     folder = folders[template.file]

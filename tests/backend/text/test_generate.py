@@ -312,7 +312,7 @@ def test_drawing_starts_no_compiler_and_leaves_compiling_on(tmp_path: Path) -> N
     assert compiles == "compiles"
 
 
-def test_logits_that_are_no_numbers_end_in_one_line(folder: Path) -> None:
+def test_nan_logits_end_in_one_line(folder: Path) -> None:
     model = load_base(folder, "float32").model
     model.model.norm.weight = model.model.norm.weight * float("nan")
     with pytest.raises(ModelError, match="the model's logits are not finite numbers"):
@@ -320,7 +320,7 @@ def test_logits_that_are_no_numbers_end_in_one_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 24])
-def test_logits_of_one_prompt_in_a_batch_that_are_no_numbers_end_in_one_line(
+def test_nan_logits_of_one_prompt_in_a_batch_end_in_one_line(
     folder: Path, max_new_tokens: int
 ) -> None:
     model = load_base(folder, "float32").model

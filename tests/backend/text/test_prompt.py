@@ -96,7 +96,7 @@ def test_tiny_templates_and_the_built_in_ones(
         assert check_file(tmp_path / "model", data, template=template) >= 3
 
 
-def test_end_that_is_no_token_is_a_text(tmp_path: Path, shared: Path) -> None:
+def test_end_text_without_a_token_is_matched_as_text(tmp_path: Path, shared: Path) -> None:
     model = shared / "models" / "stories260k"
     config = DataConfig(str(model), "none", turns="last", template="gemma")  # type: ignore[arg-type]
     content = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -141,7 +141,7 @@ def test_file_that_holds_no_conversation_is_named_with_its_line(content: bytes, 
         ([{"role": "user", "content": "\ud800"}], "text contains half a surrogate pair"),
     ],
 )
-def test_conversation_that_cannot_be_answered_says_why(
+def test_unanswerable_conversation_names_the_reason(
     tmp_path: Path, messages: Any, said: str
 ) -> None:
     write_tokenizer(tmp_path)

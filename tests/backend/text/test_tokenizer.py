@@ -250,7 +250,7 @@ def test_folder_without_a_tokenizer_is_an_error_that_names_it(
         load_tokenizer(tmp_path)
 
 
-def test_gemmas_turns_stand_between_control_tokens_of_a_tokenizer_model() -> None:
+def test_gemma_turns_are_between_control_tokens_of_a_tokenizer_model() -> None:
     tokenizer = load_tokenizer(DATA / "demo-gemma3")
     text = "<start_of_turn>user\nHi <b>you</b><end_of_turn>\n"
     (encoded,) = tokenizer.encode_batch([text])

@@ -67,7 +67,7 @@ def test_validation_row_that_trains_too_is_found_and_copies_within_validation_ar
     )
 
 
-def test_near_copy_of_a_training_row_is_a_leak_that_says_so() -> None:
+def test_near_copy_of_a_training_row_is_reported_as_a_leak() -> None:
     train, validation = [encoded("a.jsonl", [5, 6])], [encoded("v.jsonl", [7, 15, 6])]
     corpora = [Corpus([file.arrays.truncate() for file in part]) for part in (train, validation)]
     rows = RunRows(corpora[0].select(), corpora[1].select())
@@ -177,14 +177,14 @@ def test_text_is_hashed_for_equal_prompts_only() -> None:
     assert findings.row_findings([file], rows, text_hash) == []
 
 
-def test_first_token_of_plain_text_is_no_prompt() -> None:
+def test_first_token_of_plain_text_is_not_a_prompt() -> None:
     examples = [
         Example(row, np.array([1, row], np.int32), np.array([0, 1], np.uint8)) for row in (1, 2)
     ]
     assert find([EncodedFile(ExampleArrays.of(examples), SkippedRows(Path("a")), RowTally())]) == []
 
 
-def test_nothing_is_found_where_all_rows_differ_or_there_are_none() -> None:
+def test_distinct_or_absent_rows_give_no_finding() -> None:
     assert find([encoded("a.jsonl", [1, 2, 3])]) == []
     assert find([encoded("a.jsonl", [1, 2, 3])], []) == []
     empty = Corpus([]).select()
@@ -321,8 +321,8 @@ def test_answers_of_one_kind_that_are_much_longer_are_found_with_their_means() -
     (found,) = lengths([(1, [5], [6] * 9)])
     assert found.kind == "rejected answers much longer than chosen ones"
     assert found.advice.startswith("9 and 1 tokens")
-    labelled = [answer(1, DESIRABLE, 1, [5] * 6), answer(2, UNDESIRABLE, 1, [6] * 2)]
-    (found,) = findings.length_findings(Corpus([ExampleArrays.of(labelled).truncate()]))
+    labeled = [answer(1, DESIRABLE, 1, [5] * 6), answer(2, UNDESIRABLE, 1, [6] * 2)]
+    (found,) = findings.length_findings(Corpus([ExampleArrays.of(labeled).truncate()]))
     assert found.kind == "desirable answers much longer than undesirable ones"
 
 

@@ -19,17 +19,17 @@ from tests.sources import PACKAGE, nodes_of
 @settings(deadline=None)
 @given(
     count=st.integers(2, 200),
-    share=st.integers(1, 32),
+    fraction=st.integers(1, 32),
     seed=st.integers(0, 2**70),
     val_rows=st.integers(1, 300),
 )
 def test_holds_out_the_ceiling_of_the_fraction_within_its_bounds(
-    count: int, share: int, seed: int, val_rows: int
+    count: int, fraction: int, seed: int, val_rows: int
 ) -> None:
-    # The share is in 64ths, which floats represent exactly, so that integers give the same ceiling.
-    training, validation = hold_out_rows(range(count), share / 64, seed, val_rows)
+    # 64ths are exact in floats, so that integers give the same ceiling.
+    training, validation = hold_out_rows(range(count), fraction / 64, seed, val_rows)
 
-    assert len(validation) == min(-(-count * share // 64), val_rows, count - 1)
+    assert len(validation) == min(-(-count * fraction // 64), val_rows, count - 1)
     assert len(validation) >= 1
     assert len(training) >= 1
     assert sorted(training + validation) == list(range(count))
@@ -37,7 +37,7 @@ def test_holds_out_the_ceiling_of_the_fraction_within_its_bounds(
     assert validation == sorted(validation)
     # The values of the identities do not matter, only their equality.
     others = [(i * 7919 + seed) % 2**64 for i in range(count)]
-    assert hold_out_rows(others, share / 64, seed, val_rows) == (training, validation)
+    assert hold_out_rows(others, fraction / 64, seed, val_rows) == (training, validation)
 
 
 @pytest.mark.parametrize(
@@ -63,21 +63,21 @@ def test_split_needs_a_row_for_training_and_validation(identities: list[int]) ->
     identities=st.lists(st.integers(0, 12), min_size=2, max_size=60).filter(
         lambda found: len(set(found)) > 1
     ),
-    share=st.integers(1, 32),
+    fraction=st.integers(1, 32),
     seed=st.integers(0, 2**70),
     val_rows=st.integers(1, 60),
 )
 def test_identical_rows_stay_together_and_no_more_than_asked_is_held_out(
-    identities: list[int], share: int, seed: int, val_rows: int
+    identities: list[int], fraction: int, seed: int, val_rows: int
 ) -> None:
-    training, validation = hold_out_rows(identities, share / 64, seed, val_rows)
+    training, validation = hold_out_rows(identities, fraction / 64, seed, val_rows)
 
     assert training
     assert validation
     assert sorted(training + validation) == list(range(len(identities)))
     assert (training, validation) == (sorted(training), sorted(validation))
     assert not {identities[i] for i in training} & {identities[i] for i in validation}
-    wanted = min(-(-len(identities) * share // 64), val_rows, len(identities) - 1)
+    wanted = min(-(-len(identities) * fraction // 64), val_rows, len(identities) - 1)
     copies = sorted(map(identities.count, set(identities)))
     # If even the rarest identity has too many copies, it alone is held out.
     assert len(validation) <= max(wanted, copies[0])

@@ -153,7 +153,7 @@ def test_consecutive_turn_is_prompted_with_the_previous_one() -> None:
     assert answers(rendering) == ["a" + END, "b" + END]
 
 
-def test_template_that_begins_with_nothing_supervises_from_the_first_character() -> None:
+def test_empty_template_prefix_supervises_from_the_first_character() -> None:
     def answers_only(messages: Messages, **_: Any) -> str:
         return "".join(m["content"] + END for m in messages if m["role"] == "assistant")
 

@@ -117,7 +117,7 @@ def test_text_and_thinking_between_tags_are_noted_if_omitted(content: str, noted
     assert earlier.notes.keys() == kinds - {problems.DROPPED_THINKING}
 
 
-def test_empty_list_of_calls_is_none_for_the_template() -> None:
+def test_empty_call_list_is_passed_as_no_calls() -> None:
     heard = []
 
     def listens(messages: Messages, **options: object) -> str:

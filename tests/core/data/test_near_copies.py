@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mlxtune.core.data.corpus import Corpus, CorpusRows, TextHash, normalise
+from mlxtune.core.data.corpus import Corpus, CorpusRows, TextHash, normalize
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.encoded_file import ExampleArrays
 from mlxtune.core.run.trained_rows import identities_of
@@ -44,7 +44,7 @@ def example(*messages: str, supervised: int = 1) -> Example:
         ("Wh\u00adere\u200b is the ca\u2060fé?", "There\ufe0f\ufeff"),
     ],
 )
-def test_near_copies_have_one_hash_whatever_their_tokens_and_masks(
+def test_near_copies_have_one_hash_despite_other_tokens_and_masks(
     messages: tuple[str, str],
 ) -> None:
     hash_of = TextHash(Bytes)  # type: ignore[arg-type]
@@ -61,13 +61,13 @@ def test_near_copies_have_one_hash_whatever_their_tokens_and_masks(
         ("There.", "Where is the café?"),
     ],
 )
-def test_other_words_have_another_hash(messages: tuple[str, ...]) -> None:
+def test_different_text_hashes_differently(messages: tuple[str, ...]) -> None:
     hash_of = TextHash(Bytes)  # type: ignore[arg-type]
     assert hash_of(example(*messages)) != hash_of(example("Where is the café?", "There."))
 
 
 def test_points_within_numbers_and_names_stay() -> None:
-    assert normalise("Run 3.14 of a.txt.  Now!") == "run 3.14 of a.txt now"
+    assert normalize("Run 3.14 of a.txt.  Now!") == "run 3.14 of a.txt now"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_points_within_numbers_and_names_stay() -> None:
     ],
 )
 def test_spacing_and_punctuation_do_not_count(texts: tuple[str, ...]) -> None:
-    assert len(set(map(normalise, texts))) == 1
+    assert len(set(map(normalize, texts))) == 1
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_spacing_and_punctuation_do_not_count(texts: tuple[str, ...]) -> None:
     ],
 )
 def test_signs_points_and_symbols_count(texts: tuple[str, ...]) -> None:
-    assert len(set(map(normalise, texts))) == len(texts)
+    assert len(set(map(normalize, texts))) == len(texts)
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_signs_points_and_symbols_count(texts: tuple[str, ...]) -> None:
     ],
 )
 def test_json_counts_by_its_value(content: str) -> None:
-    assert normalise('{"a_b": 1, "ab": 2}') == normalise('{"AB": 2, "A_B": 1}')
+    assert normalize('{"a_b": 1, "ab": 2}') == normalize('{"AB": 2, "A_B": 1}')
     same = "Here: " + '{"a": "x/y", "b": [1, {"c": null, "d": "ü"}]}'
-    assert normalise(f"Here: {content}") == normalise(same)
-    assert normalise(f"Here: {content}") != normalise(same.replace("1", "2"))
-    assert normalise(f"Here: {content}") != normalise(same.replace("d", "e"))
+    assert normalize(f"Here: {content}") == normalize(same)
+    assert normalize(f"Here: {content}") != normalize(same.replace("1", "2"))
+    assert normalize(f"Here: {content}") != normalize(same.replace("d", "e"))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_json_counts_by_its_value(content: str) -> None:
     ],
 )
 def test_emphasis_pictures_and_unseen_characters_do_not_count(text: str) -> None:
-    assert normalise(text) == "where is it"
+    assert normalize(text) == "where is it"
 
 
 def near(text: str) -> tuple[int, list[int]]:

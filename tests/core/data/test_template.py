@@ -158,7 +158,7 @@ def test_row_whose_last_turn_has_weight_0_is_a_bad_row_where_only_that_is_traine
         ("a</think>b", "<think>\nHm.\n</think>\n\na</think>b<|im_end|>"),
     ],
 )
-def test_qwen3_supervises_thinking_once_wherever_it_stands(content: str, written: str) -> None:
+def test_qwen3_supervises_thinking_once_in_field_or_content(content: str, written: str) -> None:
     rendering = render_qwen3(converse(("user", "?"), Message("assistant", content, thinking="Hm.")))
 
     assert supervised(rendering.texts[0]) == [written]

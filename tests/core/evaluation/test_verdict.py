@@ -102,7 +102,7 @@ def test_loss_that_is_not_finite_names_its_row() -> None:
 # Messages
 
 
-def test_lines_say_the_verdict_the_amount_and_the_rows() -> None:
+def test_output_has_the_verdict_size_and_rows() -> None:
     found = list(evaluation_lines(evaluated([-1.0, -1.2] * 20)))
     assert found[0] == "Base        2.0000 (perplexity 7.389)"
     assert found[2].startswith(

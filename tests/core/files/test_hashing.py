@@ -120,8 +120,8 @@ def test_fingerprint_tells_weights_apart_but_not_how_they_are_stored(tmp_path: P
     tuned = write("tuned", {"q.weight": matrix * 1.01, "norm.weight": norm, "q.bias": bias})
     assert base_change(whole, tuned) == "weights"
     codes = {"q.weight": np.ones((64, 8), "u4"), "q.scales": np.ones((64, 1), "f4")}
-    quantised = write("codes", codes | {"norm.weight": norm, "q.bias": bias})
-    assert base_change(whole, quantised) is None
+    quantized = write("codes", codes | {"norm.weight": norm, "q.bias": bias})
+    assert base_change(whole, quantized) is None
     other = codes | {"norm.weight": norm + 1, "q.bias": bias}
     assert base_change(whole, write("other", other)) == "weights"
     (tmp_path / "whole" / "model-0.safetensors").write_bytes(b"broken")

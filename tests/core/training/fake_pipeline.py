@@ -200,7 +200,7 @@ def train(
     validation: Sequence[Example] | None = None,
     observer: TrainingObserver | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    surroundings: MachineMonitor | None = None,
+    monitor: MachineMonitor | None = None,
     **changes: Any,
 ) -> InstructTrainResult:
     trainer = InstructTrainer(
@@ -210,7 +210,7 @@ def train(
         validation=validation,
         observer=observer,
         should_stop=should_stop,
-        surroundings=surroundings,
+        monitor=monitor,
     )
     return trainer.train()
 

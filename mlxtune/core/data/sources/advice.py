@@ -15,7 +15,7 @@ from mlxtune.core.data.sources.formats import (
     PAIRS,
     Format,
     preference_options,
-    recognise,
+    recognize,
 )
 from mlxtune.core.data.sources.keys import field_option, letters
 from mlxtune.core.data.sources.messages import role_options
@@ -91,7 +91,7 @@ def _inner(content: JsonObject, formats: Mapping[str, Format], outer: str = "") 
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, dict) and not outer and (options := role_options(first)):
             return f"use {options}"
-        if isinstance(first, dict) and recognise(first, formats) is not None:
+        if isinstance(first, dict) and recognize(first, formats) is not None:
             return f"the rows are under {where}: save that list as the file"
         if _is_row(value, formats):
             return f"the row is under {where}: save that object in place of this one"
@@ -104,7 +104,7 @@ def _inner(content: JsonObject, formats: Mapping[str, Format], outer: str = "") 
 
 
 def _is_row(value: Any, formats: Mapping[str, Format]) -> bool:
-    return isinstance(value, dict) and recognise(value, formats) not in (None, "text")
+    return isinstance(value, dict) and recognize(value, formats) not in (None, "text")
 
 
 def _holds_turns(value: Any) -> bool:

@@ -222,7 +222,7 @@ def from_preferred(row: int, content: JsonObject) -> Pair:
 _KINDS = ("", "non_")
 
 
-def labelled(content: JsonObject, label: Any, conversation: Conversation) -> Conversation:
+def labeled(content: JsonObject, label: Any, conversation: Conversation) -> Conversation:
     """Return a conversation in the role that its label gives. Only the last answer carries loss."""
     if not isinstance(label, bool):
         written = json_text(content.get("label"))

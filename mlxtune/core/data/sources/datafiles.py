@@ -18,7 +18,7 @@ from mlxtune.errors import DataError, one_line
 
 TEXT_ENDINGS = (".txt", ".md", ".markdown")
 
-# The suffixes of files in a data folder: mlx-lm's .jsonl, and those of other formats.
+# The suffixes of files in a data folder: mlx-lm's .jsonl, and the suffixes of other formats.
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *TABLE_ENDINGS)
 TO_PARQUET = "load it in Python, and save each split with its to_parquet()"
 # The names of validation files, and of validation splits on the hub.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mlxtune.config.objective_config import LABELLED, PAIRED
+from mlxtune.config.objective_config import LABELED, PAIRED
 from mlxtune.core.data.conversation import Conversation, Document, Pair, Row
 from mlxtune.core.data.problems import CLASS_LABEL, BadRow
 from mlxtune.core.data.sources.conversions import (
@@ -28,7 +28,7 @@ from mlxtune.core.data.sources.conversions import (
     from_prompt,
     from_sharegpt,
     from_text,
-    labelled,
+    labeled,
 )
 from mlxtune.core.data.sources.keys import (
     EMPTY,
@@ -137,10 +137,10 @@ def _texts(row: Row) -> list[str]:
 
 def formats_of(objective: str) -> Mapping[str, Format]:
     """Return the formats of the rows that an objective accepts, by name."""
-    return PAIRS if objective in PAIRED else LABELS if objective in LABELLED else FORMATS
+    return PAIRS if objective in PAIRED else LABELS if objective in LABELED else FORMATS
 
 
-def recognise(content: JsonObject, formats: Mapping[str, Format] | None = None) -> str | None:
+def recognize(content: JsonObject, formats: Mapping[str, Format] | None = None) -> str | None:
     """Return the name of the format whose keys the row has, or None."""
     formats = FORMATS if formats is None else formats
     return next((name for name, each in formats.items() if each.fits(content)), None)
@@ -156,10 +156,10 @@ def label_of(content: JsonObject) -> Any:
 
 def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
     """Return how a row states a preference: with two answers, or with one labelled answer."""
-    if recognise(content, PAIRS):
+    if recognize(content, PAIRS):
         return "pair"
     # A number next to plain text is a class label, not a preference.
-    is_class = recognise(content) == "text" and str(content.get("label")).strip() in ("0", "1")
+    is_class = recognize(content) == "text" and str(content.get("label")).strip() in ("0", "1")
     return "labelled" if isinstance(label_of(content), bool) and not is_class else None
 
 
@@ -172,19 +172,19 @@ def check_kind(content: JsonObject, objective: str) -> None:
         if (key := pair_keys(content).get("rejected")) is not None:
             raise BadRow("a preference pair", f"{shorten(key)}: use --objective dpo")
         verdict = label_of(content)
-        bad = recognise(content) != "text" and str(verdict).strip().lower() in _BAD
+        bad = recognize(content) != "text" and str(verdict).strip().lower() in _BAD
         if bad or (kind == "labelled" and verdict is False):
             label = str(content["label"]).lower()
             raise BadRow("an answer labelled as bad", f"'label' is {label}: use --objective kto")
     elif objective in PAIRED and kind == "labelled":
         raise BadRow("an answer with a label, not a pair", "use --objective kto")
-    elif objective in LABELLED and kind == "pair":
+    elif objective in LABELED and kind == "pair":
         raise BadRow(
             "a preference pair",
             f"{_PAIR}: use --objective dpo, or make two rows of it, each with its answer as "
             "'completion' and 'label' true or false",
         )
-    elif kind is None and (name := recognise(content)) and content.get("label") is None:
+    elif kind is None and (name := recognize(content)) and content.get("label") is None:
         add = f"add {_PAIR if objective in PAIRED else 'a label'}"
         add = preference_options(content, formats_of(objective)) or add
         raise BadRow(
@@ -205,7 +205,7 @@ def pair_keys(content: JsonObject) -> dict[str, str]:
 
 
 def preference_options(content: JsonObject, formats: Mapping[str, Format]) -> str:
-    """Return the --field options for a preference, if one key has a usual word for each field."""
+    """Return the --field options for a preference if each field matches exactly one key."""
     words = _ANSWER_WORDS if formats is PAIRS else _LABEL_WORDS if formats is LABELS else {}
     options = []
     for name, usual in words.items():
@@ -228,8 +228,8 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
-def _labelled(convert: Callable[[int, JsonObject], Conversation]) -> Callable[..., Row]:
-    return lambda row, content: labelled(content, label_of(content), convert(row, content))
+def _labeled(convert: Callable[[int, JsonObject], Conversation]) -> Callable[..., Row]:
+    return lambda row, content: labeled(content, label_of(content), convert(row, content))
 
 
 PAIRS: Mapping[str, Format] = {
@@ -239,12 +239,12 @@ PAIRS: Mapping[str, Format] = {
     "preferred": Format(("input", "preferred_output", "non_preferred_output"), from_preferred),
 }
 LABELS: Mapping[str, Format] = {
-    "labelled chat": Format(("messages", "label"), _labelled(parse_conversation)),
-    "labelled sharegpt": Format(("conversations", "label"), _labelled(from_sharegpt)),
-    "labelled prompt": Format(("prompt", "completion", "label"), _labelled(from_prompt)),
+    "labelled chat": Format(("messages", "label"), _labeled(parse_conversation)),
+    "labelled sharegpt": Format(("conversations", "label"), _labeled(from_sharegpt)),
+    "labelled prompt": Format(("prompt", "completion", "label"), _labeled(from_prompt)),
     "labelled alpaca": Format(
         ("instruction", "output", "label"),
-        _labelled(from_alpaca),
+        _labeled(from_alpaca),
         (*_OPTIONAL, "input", "history"),
     ),
 }

@@ -361,5 +361,5 @@ def quoted(keys: Iterable[str]) -> str:
 
 
 def field_option(name: str, key: str) -> str:
-    """Return the option that reads a field from a key, or from KEY if a shell cannot show it."""
+    """Return the option that reads a field from a key, or from KEY if shells cannot show it."""
     return f"--field {name}={shlex.quote(key) if key.isprintable() and len(key) <= 200 else 'KEY'}"

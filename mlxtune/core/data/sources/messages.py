@@ -118,14 +118,14 @@ def _in_order_of_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
     Templates show results in the order of the file, without their `tool_call_id`.
     """
     ordered: list[Message] = []
-    places: dict[Any, int] = {}
+    index_of: dict[Any, int] = {}
     for is_result, run in groupby(messages, lambda message: message.role == "tool"):
         turn = list(run)
         results = [result_id(message) for message in turn]
-        if is_result and len(turn) > 1 and places.keys() >= {*results}:
-            turn.sort(key=lambda message: places[result_id(message)])
+        if is_result and len(turn) > 1 and index_of.keys() >= {*results}:
+            turn.sort(key=lambda message: index_of[result_id(message)])
         ordered += turn
-        places = {name: at for at, name in enumerate(call_ids(turn[-1]))}
+        index_of = {name: index for index, name in enumerate(call_ids(turn[-1]))}
     return tuple(ordered)
 
 
@@ -184,17 +184,17 @@ def _marked(content: Mapping[str, Any]) -> Any:
     if not isinstance(messages, list):
         return messages
     for key, learned in turn_marks(content).items():
-        answers = [place for place, each in enumerate(messages) if role_of(each) == "assistant"]
-        places = range(len(messages)) if len(learned) == len(messages) else answers
-        if len(places) != len(learned):
+        answers = [index for index, each in enumerate(messages) if role_of(each) == "assistant"]
+        indices = range(len(messages)) if len(learned) == len(messages) else answers
+        if len(indices) != len(learned):
             fit = f"{shorten(key)} has {len(learned)}, for {len(messages)} messages"
             raise BadRow("marks of a row that fit neither its messages nor its answers", fit)
-        hidden = {place for place, learns in zip(places, learned, strict=True) if not learns}
-        for place in hidden.intersection(answers):
-            where, own = f"message {place + 1}", marks_of(messages[place])
+        hidden = {index for index, learns in zip(indices, learned, strict=True) if not learns}
+        for index in hidden.intersection(answers):
+            where, own = f"message {index + 1}", marks_of(messages[index])
             if own and is_learned(own, where):
                 raise BadRow("marks of a turn that contradict each other", f"{where}: {key}")
-            messages = [*messages[:place], messages[place] | {"weight": 0}, *messages[place + 1 :]]
+            messages = [*messages[:index], messages[index] | {"weight": 0}, *messages[index + 1 :]]
     return messages
 
 
@@ -400,8 +400,8 @@ def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
 def supervised_turns(conversation: Conversation, turns: str) -> list[int]:
     """Return the positions of the assistant turns that carry loss. Raises BadRow if none does."""
     messages = conversation.messages
-    chosen = [i for i, message in enumerate(messages) if message.role == "assistant"]
-    chosen = [i for i in (chosen if turns == "all" else chosen[-1:]) if messages[i].trained]
-    if not chosen:
+    selected = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    selected = [i for i in (selected if turns == "all" else selected[-1:]) if messages[i].trained]
+    if not selected:
         raise BadRow(MARKED["last turn"])
-    return chosen
+    return selected

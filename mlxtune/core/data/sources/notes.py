@@ -1,6 +1,6 @@
 """Likely faults in the texts and keys of a row, each with its kind and a detail.
 
-Only what is hardly ever intended is noted, so that every note deserves a look.
+Notes report only what is almost never intended, so that every note deserves attention.
 """
 
 import re
@@ -88,7 +88,7 @@ _EMPTY_VALUES = ("nan", "NaN", "None", "NULL", "<NA>", "#N/A")
 _REPLACEMENT = "\ufffd"
 _AROUND = 12
 # Longer control tokens do not occur in files.
-_LONGEST_WRITTEN = 1000
+_MAX_WRITTEN = 1000
 
 
 def notes_on(row: Conversation | Document, text: str) -> Iterator[Note]:
@@ -221,7 +221,7 @@ class ControlTokens:
         # If one token starts with another, only the shorter is kept. So a text can start with at
         # most one of the remaining tokens, which comes right before the text in sorted order.
         self._tokens: list[str] = []
-        for token in sorted({token for token in tokens if 0 < len(token) <= _LONGEST_WRITTEN}):
+        for token in sorted({token for token in tokens if 0 < len(token) <= _MAX_WRITTEN}):
             if not self._tokens or not token.startswith(self._tokens[-1]):
                 self._tokens.append(token)
         starts = sorted({token[:2] for token in self._tokens})

@@ -33,7 +33,7 @@ from mlxtune.core.data.sources.formats import (
     check_kind,
     formats_of,
     pair_keys,
-    recognise,
+    recognize,
     with_notes,
 )
 from mlxtune.core.data.sources.messages import ROLES, role_of
@@ -43,7 +43,7 @@ from mlxtune.core.data.sources.services import CLAUDE, as_sharegpt
 from mlxtune.errors import DataError, shorten
 
 # This many bad rows, if they exceed this fraction of all rows, mean a wrong file or format.
-_MANY, _MOST_BAD = 100_000, 0.99
+_MANY, _MAX_BAD = 100_000, 0.99
 _LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 _TOOLS = ("tools", "functions")
 
@@ -78,8 +78,8 @@ def read_rows(
             absent = {n: key for n, key in absent.items() if not _has_key(content, n, key)}
             renamed = _with_our_keys(_checked(content, fields, objective), formats, name)
             if file_format is None or not file_format.fits(renamed):
-                recognised = recognise(renamed, formats) if format == "auto" else None
-                if recognised is None:
+                recognized = recognize(renamed, formats) if format == "auto" else None
+                if recognized is None:
                     empty = _empty_key(renamed, formats)
                     raise missing_keys(
                         *(content, renamed, file_format, fields, formats),
@@ -88,11 +88,11 @@ def read_rows(
                     )
                 if file_format is not None:
                     raise DataError(
-                        f"{where(path, row)}: is in the {recognised} format, but the file is in "
+                        f"{where(path, row)}: is in the {recognized} format, but the file is in "
                         f"the {name} format from row {since} on: give each format its own file, or "
                         "name one with --format to skip the others"
                     )
-                name, since, file_format = recognised, row, formats[recognised]
+                name, since, file_format = recognized, row, formats[recognized]
             try:
                 converted = file_format.read(row, renamed)
             except BadRow as problem:
@@ -103,7 +103,7 @@ def read_rows(
             skipped.add(row, problem)
             bad += 1
             bare += isinstance(content, dict) and _is_message(content)
-            if bad % _MANY == 0 and bad > _MOST_BAD * (bad + good):
+            if bad % _MANY == 0 and bad > _MAX_BAD * (bad + good):
                 raise DataError(
                     f"{shown(path)}: {bad:,} of its first {bad + good:,} rows cannot be used; "
                     f"the first: {skipped.first()}"
@@ -166,7 +166,7 @@ def _check_is_row(content: JsonObject) -> None:
 
 def _is_message(content: JsonObject) -> bool:
     """Return whether a row is a single message; rows may also have a role beside their texts."""
-    if recognise(content) is not None:
+    if recognize(content) is not None:
         return False
     return role_of(content) in ROLES or {"from", "value"} <= content.keys()
 
@@ -191,7 +191,7 @@ def _with_our_keys(
     """
     if formats is PAIRS:
         return _with_prompt(content)
-    if recognise(content, formats) is not None:
+    if recognize(content, formats) is not None:
         return content
     prompts, answers, contexts = (
         [key for key in keys if content.get(key) is not None] for keys in (ASKS, ANSWERS, BESIDE)
@@ -244,7 +244,7 @@ def _empty_key(content: JsonObject, formats: Mapping[str, Format]) -> str | None
     """Return the key whose empty value alone makes a row's format unknown, if there is one."""
     for key in (name for name, value in content.items() if value is None):
         with suppress(BadRow):
-            if recognise(_with_our_keys({**content, key: ""}, formats, ""), formats):
+            if recognize(_with_our_keys({**content, key: ""}, formats, ""), formats):
                 return key
     return None
 
@@ -294,7 +294,7 @@ def _with_named_list(content: JsonObject) -> JsonObject:
     ((key, first),) = lists.items()
     name = "messages" if role_of(first) is not None else "conversations"
     others = {*_LISTS, *ASKS, *ANSWERS} - {"messages"}
-    is_known = key in (name, *others) or (key != "messages" and recognise(content) is not None)
+    is_known = key in (name, *others) or (key != "messages" and recognize(content) is not None)
     if is_known or any(content.get(other) for other in others):
         return content
     return _rename(content, {name: key})

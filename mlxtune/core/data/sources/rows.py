@@ -57,7 +57,7 @@ _MAX_ROWLESS = 1_000_000
 # on, unpack to some 100 times their size.
 _ALWAYS, _PER_BYTE = 2**24, 200
 # The maximum number of bytes that one byte of gzip can unpack to.
-_MOST_OF_GZIP = 1032
+_MAX_GZIP_RATIO = 1032
 _PIECE = 2**20
 # The memory of the process that reads parquet, and the maximum length of a row's JSON.
 _PARQUET_MEMORY, _MAX_ROW = 2**30, 2**26
@@ -336,7 +336,7 @@ def _check_gzip(path: Path) -> None:
     """Raise DataError for a gzip file that unpacks to too much. A damaged file fails when read."""
     size = path.stat().st_size
     left = _most_bytes(size)
-    if size * _MOST_OF_GZIP <= left:
+    if size * _MAX_GZIP_RATIO <= left:
         return
     with suppress(EOFError, zlib.error, gzip.BadGzipFile), open_zipped(path) as file:
         while piece := file.read(_PIECE):

@@ -18,13 +18,13 @@ OF_CHATGPT = (
     *("sugar_cookie_id", "sugar_cookie_visible", "is_do_not_remember", "is_read_only"),
     *("is_study_mode", "atlas_mode_enabled", "pinned_time"),
 )
-# The keys of a message of a ChatGPT export, and the messages that are no turns.
+# The keys of a message of a ChatGPT export, and the messages that are not turns.
 _OF_NODE = (
     *("id", "author", "create_time", "update_time", "content", "status", "end_turn", "weight"),
     *("metadata", "recipient", "channel"),
 )
 # Far more than anybody writes in one conversation; each takes kilobytes once it is read.
-_MOST_TURNS = 20_000
+_MAX_TURNS = 20_000
 _ASIDE = ("thoughts", "reasoning_recap", "user_editable_context", "model_editable_context")
 
 
@@ -40,8 +40,8 @@ def from_chatgpt(row: int, content: JsonObject) -> Conversation:
             break
         if isinstance(message := node.get("message"), dict):
             messages += [message]
-        if len(messages) > _MOST_TURNS:
-            raise BadRow("a ChatGPT conversation with too many turns", f"over {_MOST_TURNS:,}")
+        if len(messages) > _MAX_TURNS:
+            raise BadRow("a ChatGPT conversation with too many turns", f"over {_MAX_TURNS:,}")
         key = node.get("parent")
     turns = list(filter(None, map(_from_node, reversed(messages))))
     return parse_conversation(row, {**content, "messages": turns})

@@ -24,7 +24,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 
 def heads() -> Heads:
-    return trial_heads(HeadSizes(1, 1, 6, 6), normalised=False)
+    return trial_heads(HeadSizes(1, 1, 6, 6), normalized=False)
 
 
 def choice(

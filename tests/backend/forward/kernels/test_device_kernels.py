@@ -62,7 +62,7 @@ def clock(*seconds: float) -> Callable[[], float]:
     return ticks().__next__
 
 
-def chosen(choice: Choice, **forms: Function) -> str:
+def selected(choice: Choice, **forms: Function) -> str:
     names = [name for name, form in forms.items() if form is choice.form]
     return names[0] if names else PLAIN
 
@@ -83,7 +83,7 @@ def test_fastest_form_is_chosen_and_preferred_form_in_doubt(
 ) -> None:
     forms = {"both": nearly(1.0), "gradient": nearly(1.0)}
     choice = choose(trial(**forms), mx.float32, clock(*seconds))
-    assert chosen(choice, **forms) == expected
+    assert selected(choice, **forms) == expected
     assert choice.problem == ""
     assert dict(choice.seconds) == pytest.approx(dict(zip([*forms, PLAIN], seconds, strict=True)))
 

@@ -231,7 +231,7 @@ def test_messages_are_never_rows(tmp_path: Path, fields: dict[str, str]) -> None
             list(read_rows(path, SkippedRows(path), fields=fields))
 
 
-def test_table_without_column_names_is_told_to_have_them(tmp_path: Path) -> None:
+def test_table_without_column_names_gets_advice(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
     path.write_text("Hello,Hi there\nBye,See you\n")
     assert list(read_rows(path, skipped := SkippedRows(path))) == []

@@ -206,7 +206,7 @@ def test_sharegpt_row_of_llama_factory_is_read_with_its_calls_and_tools(tmp_path
         *((name, "tool") for name in ("tool", "observation")),
     ],
 )
-def test_names_of_sharegpt_stand_for_roles(tmp_path: Path, name: str, role: str) -> None:
+def test_sharegpt_names_map_to_roles(tmp_path: Path, name: str, role: str) -> None:
     last = {"from": "gpt", "value": "Bye"}
     for entry in ({"from": name, "value": "x"}, {"role": name, "content": "x"}):
         messages = told(tmp_path, {"conversations": [entry, last]})

@@ -140,14 +140,14 @@ def test_bad_pair_is_skipped_with_its_reason(tmp_path: Path, row: Any, problem: 
     assert problem in reason(tmp_path, row, objective="dpo")
 
 
-LABELLED: list[dict[str, Any]] = [
+LABELED: list[dict[str, Any]] = [
     {"prompt": "Hi", "completion": "Hello!"},
     {"messages": [USER, ANSWER]},
     {"conversations": [FROM_USER, FROM_GPT]},
 ]
 
 
-@pytest.mark.parametrize("row", LABELLED)
+@pytest.mark.parametrize("row", LABELED)
 @pytest.mark.parametrize("label", [True, False, "true", "False", 1, 0, "1", "0"])
 def test_label_makes_an_answer_good_or_bad(tmp_path: Path, row: Any, label: Any) -> None:
     path = tmp_path / "data.jsonl"
@@ -169,12 +169,12 @@ def test_label_is_for_the_last_answer(tmp_path: Path) -> None:
     ("row", "problem"),
     [
         (
-            LABELLED[0] | {"label": "good"},
+            LABELED[0] | {"label": "good"},
             "'label' is neither true nor false (\"good\": write true, false, 1 or 0)",
         ),
-        (LABELLED[0], "an answer without a preference (prompt format: add a label, or use"),
+        (LABELED[0], "an answer without a preference (prompt format: add a label, or use"),
         (
-            LABELLED[0] | {"user_rating": "up", "lang": "en"},
+            LABELED[0] | {"user_rating": "up", "lang": "en"},
             "(prompt format: use --field label=user_rating, or use --objective sft)",
         ),
         ({"ask": "Hi", "reply": "Yes", "liked": True}, "; use --field label=liked)"),

@@ -53,7 +53,7 @@ def tar_of(content: bytes) -> bytes:
     ],
     ids=["empty", "gzip_of_nothing", "magic", "gzip", "twice", "parquet", "zip"],
 )
-def test_file_that_is_no_data_is_an_error_that_names_it(
+def test_non_data_file_is_an_error_that_names_it(
     tmp_path: Path, content: bytes, reason: str
 ) -> None:
     path = write(tmp_path, content)
@@ -108,7 +108,7 @@ def test_missing_file_is_an_error_that_names_it_and_its_option(tmp_path: Path, o
     assert str(raised.value) == f"{path}: no such file: check {option}"
 
 
-def test_folder_is_no_file_to_read(tmp_path: Path) -> None:
+def test_folder_cannot_be_read_as_a_file(tmp_path: Path) -> None:
     with pytest.raises(DataError) as raised:
         read(tmp_path)
     assert str(raised.value) == f"{tmp_path} cannot be read: Is a directory"
@@ -127,7 +127,7 @@ def test_path_that_the_system_refuses_is_an_error_that_names_it(tmp_path: Path, 
 # Folders
 
 
-def test_file_stands_for_itself(tmp_path: Path) -> None:
+def test_file_path_resolves_to_itself(tmp_path: Path) -> None:
     paths = [write(tmp_path, GOOD, name) for name in ("b.jsonl", "a.json", "valid.jsonl")]
 
     assert find_data_files(paths) == DataFiles(tuple(paths), ())
@@ -136,9 +136,7 @@ def test_file_stands_for_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("train", ["train.jsonl", "train.json", "train.jsonl.gz", "train.parquet"])
 @pytest.mark.parametrize("valid", ["valid.jsonl", "valid.json", "validation.parquet", None])
-def test_folder_stands_for_the_files_of_mlx_lm_in_it(
-    tmp_path: Path, train: str, valid: str | None
-) -> None:
+def test_folder_resolves_to_its_mlx_lm_files(tmp_path: Path, train: str, valid: str | None) -> None:
     for name in (train, valid, "test.jsonl", "notes.txt"):
         if name is not None:
             write(tmp_path, GOOD, name)
@@ -227,7 +225,7 @@ def test_file_to_train_and_to_validate_on_is_given_twice(tmp_path: Path) -> None
         find_data_files([tmp_path])
 
 
-def test_link_to_nothing_in_a_folder_is_an_error(tmp_path: Path) -> None:
+def test_dangling_link_in_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").symlink_to(tmp_path / "gone")
 
     with pytest.raises(DataError, match=r"train\.jsonl is a link to .*gone, which does not exist"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxtune.config import OPTIONS
-from mlxtune.core.data.sources.formats import FORMATS, preference_kind, recognise
+from mlxtune.core.data.sources.formats import FORMATS, preference_kind, recognize
 from tests.core.data.rows import (
     ALPACA,
     CHAT,
@@ -25,12 +25,12 @@ def test_formats_are_the_choices_of_their_option() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_format_is_recognised_by_its_keys(tmp_path: Path, name: str) -> None:
-    assert recognise(ROWS[name]) == name
-    assert recognise(ROWS[name] | {"id": 1}) == name
+def test_format_is_recognized_by_its_keys(tmp_path: Path, name: str) -> None:
+    assert recognize(ROWS[name]) == name
+    assert recognize(ROWS[name] | {"id": 1}) == name
     for key in FORMATS[name].keys:
-        assert recognise({k: v for k, v in ROWS[name].items() if k != key}) is None
-        assert recognise(ROWS[name] | {key: None}) is None
+        assert recognize({k: v for k, v in ROWS[name].items() if k != key}) is None
+        assert recognize(ROWS[name] | {key: None}) is None
     (one,), _ = read(tmp_path, ROWS[name])
     assert read(tmp_path, ROWS[name], format=name)[0] == [one]
 
@@ -40,12 +40,12 @@ def test_row_with_the_keys_of_several_formats_has_the_first_of_them() -> None:
     row: dict[str, Any] = {}
     for name in order:
         row |= ROWS[name]
-        assert recognise(row) == name
+        assert recognize(row) == name
 
 
 @pytest.mark.parametrize("row", [{}, {"prompt": "a"}, {"completion": "a"}, {"input": "a"}])
-def test_row_without_known_keys_is_recognised_as_nothing(row: dict[str, Any]) -> None:
-    assert recognise(row) is None
+def test_row_without_known_keys_has_no_format(row: dict[str, Any]) -> None:
+    assert recognize(row) is None
 
 
 @pytest.mark.parametrize("row", [CHAT, PROMPT, SHAREGPT, ALPACA, TEXT])
@@ -65,7 +65,7 @@ def test_answer_that_is_not_to_be_learned_is_skipped_by_name(
     ]
 
 
-def test_preference_is_recognised_by_its_keys() -> None:
+def test_preference_is_recognized_by_its_keys() -> None:
     assert preference_kind({"chosen": [], "rejected": []}) == "pair"
     assert preference_kind({"completion": "a", "label": True}) == "labelled"
     assert preference_kind({"completion": "a", "label": "spam"}) is None

@@ -146,7 +146,7 @@ def test_text_that_the_conversation_repeats_is_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", [], {}])
-def test_empty_value_is_no_key(tmp_path: Path, value: Any) -> None:
+def test_empty_value_is_not_a_key(tmp_path: Path, value: Any) -> None:
     assert notes(tmp_path, CHAT | {"zither": value}) == {}
 
 
@@ -261,7 +261,7 @@ def test_other_facts_are_metadata(tmp_path: Path, key: str, value: Any) -> None:
     assert notes(tmp_path, CHAT | {key: value}) == {problems.UNREAD_METADATA: repr(key)}
 
 
-def test_measured_loss_of_a_row_is_no_mark(tmp_path: Path) -> None:
+def test_measured_row_loss_is_not_read_as_a_mark(tmp_path: Path) -> None:
     assert notes(tmp_path, CHAT | {"loss": 1.25}) == {problems.UNREAD_METADATA: "'loss'"}
 
 
@@ -621,7 +621,7 @@ def test_unknown_role_names_the_roles_to_write(tmp_path: Path, role: str, hint: 
 
 
 @pytest.mark.parametrize("label", ["bad", "Bad", "undesirable", "no"])
-def test_answer_labelled_as_bad_is_no_example(tmp_path: Path, label: str) -> None:
+def test_answer_labeled_as_bad_is_not_trained_on(tmp_path: Path, label: str) -> None:
     assert reason(tmp_path, PROMPT | {"label": label}).startswith("an answer labelled as bad")
 
 

@@ -139,7 +139,7 @@ def test_first_two_rows_of_a_kind_are_shown_and_the_others_counted() -> None:
     assert skipped.total == 14
 
 
-def test_first_names_the_row_that_stands_first_in_the_file() -> None:
+def test_first_names_the_first_row_in_the_file() -> None:
     skipped = SkippedRows(Path("chat.jsonl"))
     skipped.add(9, BadRow("empty answer", "message 2"))
     skipped.add(4, BadRow("no assistant turn"))

@@ -25,7 +25,7 @@ def chat(*messages: dict[str, Any], **others: Any) -> dict[str, Any]:
     return {"messages": [USER, *messages, ANSWER], **others}
 
 
-def test_refusal_that_is_labelled_as_bad_is_no_fault() -> None:
+def test_refusal_labeled_as_bad_is_not_noted() -> None:
     refusal = ("assistant", "I cannot assist with that request.")
     row = converse(("user", "Hi"), refusal)
     assert problems.REFUSAL in dict(notes_on(row, ""))
@@ -45,14 +45,14 @@ def test_assistant_that_says_what_it_is_refuses_nothing(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["opcodes = table[INST]", "Phi's turns begin with <|user|>."])
-def test_text_that_mentions_a_marker_is_no_rendered_chat(text: str) -> None:
+def test_mentioned_marker_does_not_make_text_a_rendered_chat(text: str) -> None:
     assert not dict(notes_on(Document(1, text), text))
 
 
 @pytest.mark.parametrize(
     "text", ["They write <think> first.", "<think>The tag</think>It is <think>.", "Ends </think>"]
 )
-def test_mention_of_a_thinking_tag_is_no_open_thinking(text: str) -> None:
+def test_mentioned_thinking_tag_does_not_open_thinking(text: str) -> None:
     row = converse(("user", "Hi"), ("assistant", text))
     assert problems.UNCLOSED_THINKING not in dict(notes_on(row, ""))
 

@@ -60,7 +60,7 @@ def test_empty_cell_of_a_table_is_named(tmp_path: Path, row: dict[str, Any], emp
         ({"instruction": "A", "input": "b", "response": "c"}, None),
     ],
 )
-def test_keys_known_elsewhere_are_recognised(
+def test_keys_known_elsewhere_are_recognized(
     tmp_path: Path, row: dict[str, Any], ours: dict[str, Any] | None
 ) -> None:
     ours = ours or {"instruction": "A", "input": "b", "output": "c"}
@@ -113,7 +113,7 @@ def test_keys_with_two_readings_are_named_with_the_field_that_reads_them(
     assert all(read_as) and read_as[1:] != read_as[:1]
 
 
-def test_first_recognised_row_decides_the_format(tmp_path: Path) -> None:
+def test_first_recognized_row_decides_the_format(tmp_path: Path) -> None:
     rows = [3, {"id": 1}, {"messages": []}, CHAT, {"prompt": 1}, CHAT | TEXT]
 
     good, skipped = read(tmp_path, *rows)
@@ -201,7 +201,7 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
         ({"a": 1, "b": 2, "c": 3}, "if your keys have other names, use --field NAME=KEY)"),
     ],
 )
-def test_unknown_keys_are_answered(tmp_path: Path, row: dict[str, Any], advice: str) -> None:
+def test_unknown_keys_get_advice(tmp_path: Path, row: dict[str, Any], advice: str) -> None:
     assert reason(tmp_path, row).endswith(f"; {advice}")
 
 
@@ -356,7 +356,7 @@ def test_pairs_of_fields_are_parsed() -> None:
         (["prompt=a", "prompt=b"], "prompt is given twice, as 'a' and 'b'"),
     ],
 )
-def test_wrong_pair_is_one_sentence(pairs: list[str], said: str) -> None:
+def test_bad_field_pair_raises_a_one_line_error(pairs: list[str], said: str) -> None:
     with pytest.raises(ValueError) as raised:
         parse_fields(pairs)
     assert str(raised.value).startswith(said)

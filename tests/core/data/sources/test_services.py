@@ -75,12 +75,12 @@ def test_turns_of_an_export_are_counted_before_they_are_read(
 ) -> None:
     read_nodes: list[Any] = []
     monkeypatch.setattr(services, "_from_node", read_nodes.append)
-    monkeypatch.setattr(services, "_MOST_TURNS", 4)
+    monkeypatch.setattr(services, "_MAX_TURNS", 4)
     said = "a ChatGPT conversation with too many turns (over 4)"
     assert reason(tmp_path, exported()) == said
     assert read_nodes == []
 
 
-def test_nodes_in_a_circle_end(tmp_path: Path) -> None:
+def test_cyclic_nodes_terminate(tmp_path: Path) -> None:
     row = exported(question=node("user", "Why?", parent="answer"))
     assert ("user", "Why?", True) in told(tmp_path, row)

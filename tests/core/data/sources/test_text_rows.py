@@ -118,7 +118,7 @@ def test_record_is_counted_as_python_counts_it(
         (f"{'q' * 150},a", f"use --field prompt={'q' * 150} --field completion=a"),
     ],
 )
-def test_columns_with_other_names_are_answered(tmp_path: Path, header: str, advice: str) -> None:
+def test_columns_with_other_names_get_advice(tmp_path: Path, header: str, advice: str) -> None:
     cells = ",".join(["some words"] * (header.count(",") + 1))
     skipped = SkippedRows(file(tmp_path, f"{header}\n{cells}\n", "a.csv"))
 
@@ -256,7 +256,7 @@ def test_archive_and_folder_of_chatgpt_are_read(tmp_path: Path) -> None:
     assert [each.name for each in found] == ["conversations-000.json", "conversations-001.json"]
 
 
-def test_archive_that_is_no_export_or_unpacks_to_too_much_is_refused(
+def test_foreign_or_oversized_archive_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DataError, match="is a spreadsheet: save it as CSV"):
