@@ -243,12 +243,12 @@ def _hash_of_template(folder: Path) -> str:
 
 
 def warn_of_template(adapter: AdapterFile, folder: Path, console: RunConsole) -> None:
-    """Warn if the model's own template is not the one that an adapter was trained with.
-
-    Raises ModelError if the template cannot be read.
-    """
+    """Warn if the model's own template is not the one that an adapter was trained with."""
     trained = adapter.info.mlxtune.get(_CHAT_TEMPLATE)
-    if trained is not None and trained != _hash_of_template(folder):
+    now = trained
+    with suppress(ModelError):  # whoever needs the template says why it cannot be read
+        now = _hash_of_template(folder)
+    if trained not in (None, now):
         console.warn(
             f"{folder}: its chat template has changed since {adapter.path} was trained, and "
             "prompts are rendered with it: bring back the model's files"

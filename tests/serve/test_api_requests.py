@@ -42,7 +42,7 @@ def test_entries_are_within_the_limits_of_the_model(
         ({"seed": "7"}, "seed must be a whole number"),
     ],
 )
-def test_entry_that_is_no_number_is_named(body: dict[str, Any], problem: str) -> None:
+def test_entry_that_must_be_a_number_is_named(body: dict[str, Any], problem: str) -> None:
     with pytest.raises(RefusedRequest) as raised:
         checked_body(body, 100, 512)
     assert str(raised.value) == problem

@@ -41,9 +41,9 @@ _EMPHASIS = re.compile(
 )
 _NO_THOUGHT = re.compile(r"<think>\s*</think>")
 # The number of places in a text at which a JSON object is looked for.
-_MOST_OBJECTS = 100
+_MAX_OBJECTS = 100
 # With fewer rows, what all of them start with may be their content.
-_FEWEST_ROWS = 5
+_MIN_ROWS = 5
 _DECODER = json.JSONDecoder()
 _DASHES_AND_QUOTES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-") | dict.fromkeys(map(ord, "“”„«»"), '"')
 # The separator of control tokens, a byte that UTF-8 never has.
@@ -313,7 +313,7 @@ class CorpusRows:
             shared = [own for own, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
             if not shared:
                 break
-        if not shared or number < _FEWEST_ROWS:
+        if not shared or number < _MIN_ROWS:
             return self.only(np.zeros(0, dtype=np.int64)).hash_answers(text_hash)
         length = sum(len(each) + 2 for each in shared)
         return self.hash_answers(lambda example: text_hash.without_start(example, length))
@@ -414,7 +414,7 @@ def _with_sorted_keys(text: str) -> str:
     """Return a text in which each JSON object has sorted keys and no escapes."""
     pieces, end = [], 0
     start = text.find("{")
-    for _ in range(_MOST_OBJECTS):
+    for _ in range(_MAX_OBJECTS):
         if start < 0:
             break
         try:

@@ -253,7 +253,14 @@ def test_run_moved_at_any_moment_of_a_save_is_named_as_moved(
         """Save two checkpoints, and prune the first; the run moves during the second save."""
         nonlocal calls
         saver = CheckpointSaver(
-            run, every_steps=1, every_minutes=0, keep=1, on_saved=str, on_problem=print
+            run,
+            epochs=1,
+            every_epochs=1,
+            every_steps=1,
+            every_minutes=0,
+            keep=1,
+            on_saved=str,
+            on_problem=print,
         )
         saver.save("step-1", CheckpointContent(_adapter, {"step": 1}, list))
         with monkeypatch.context() as patched:

@@ -178,10 +178,6 @@ def test_label_is_for_the_last_answer(tmp_path: Path) -> None:
             "(prompt format: use --field label=user_rating, or use --objective sft)",
         ),
         ({"ask": "Hi", "reply": "Yes", "liked": True}, "; use --field label=liked)"),
-        (
-            {"instruction": "Hi", "output": "Yes", "kto_tag": True},
-            "(alpaca format: use --field label=kto_tag, or use --objective sft)",
-        ),
         (PAIRS["texts"], "use --objective dpo, or make two rows of it, each with its answer as"),
     ],
 )
