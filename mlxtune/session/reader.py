@@ -24,10 +24,10 @@ from mlxtune.config.data_config import is_jinja, parse_fields
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation, Row
-from mlxtune.core.data.corpus import TextHash
 from mlxtune.core.data.encode import EncodedRows, Encoder
 from mlxtune.core.data.encoded_file import EncodedFile
 from mlxtune.core.data.model_template import ModelTemplate
+from mlxtune.core.data.near_copies import TextHash
 from mlxtune.core.data.problems import (
     NO_END_OF_TURN,
     UNKNOWN_END,

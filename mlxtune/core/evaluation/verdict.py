@@ -14,7 +14,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import CorpusRows, TextHash
+from mlxtune.core.data.corpus import CorpusRows
+from mlxtune.core.data.near_copies import TextHash
 from mlxtune.core.evaluation.interval import (
     CONFIDENCE,
     Floats,

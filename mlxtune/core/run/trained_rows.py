@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import CorpusRows, TextHash
+from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.held_out import RunRows
+from mlxtune.core.data.near_copies import TextHash
 from mlxtune.core.files.reading import file_hash, read_json, read_own
 from mlxtune.core.run.checkpoint import MANIFEST, METADATA, RECORDS, checkpoint_folders
 from mlxtune.core.run.run_folder import RESULT, TRAINED_ROWS

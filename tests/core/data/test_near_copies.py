@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mlxtune.core.data.corpus import Corpus, CorpusRows, TextHash, normalize
+from mlxtune.core.data.corpus import Corpus, CorpusRows
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.encoded_file import ExampleArrays
+from mlxtune.core.data.near_copies import TextHash, normalize
 from mlxtune.core.run.trained_rows import identities_of
 
 END = 256
