@@ -188,7 +188,8 @@ def _round_by_gptq(
         base, merged, storage, drawn, lambda seconds: say(f"takes about {duration(seconds)}")
     )
     if nearest:
-        say(f"rounded {nearest:,} of the matrices to nearest: not affine, or too few inputs")
+        fell_back = f"{pluralize(nearest, 'weight')} fell back"
+        say(f"{fell_back} to round-to-nearest: not affine, or too few inputs")
     del base, merged
     allocator.release()
     return made

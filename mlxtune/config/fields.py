@@ -153,7 +153,7 @@ class Checked:
             raise ConfigError(problems)
 
     def contradictions(self) -> Iterator[str]:
-        """Yield the problems of valid values together; each class yields those of its options."""
+        """Yield conflicts between values that are valid alone; each class yields its options'."""
         yield from ()
 
     def is_resolved_later(self, name: str) -> bool:

@@ -54,11 +54,8 @@ def with_auto_options(session: S) -> S:
         fitting=_UNCUT,
     )
     selected = choose(facts, config, session.given)
-    # The longest example that fits depends on the chosen LoRA options.
-    names = {"lora_rank": "rank", "lora_alpha": "alpha", "targets": "targets"}
-    lora = {
-        default_length: selected[name] for default_length, name in names.items() if name in selected
-    }
+    # The longest example that fits depends on the selected LoRA options.
+    lora = {name: selected[name] for name in ("rank", "alpha", "targets") if name in selected}
     longest = longest_example(config, base, replace(config.pipeline_config(), **lora))
     selected = choose(replace(facts, fitting=longest.recomputed), config, session.given)
     config = replace(config, auto=False, **selected)

@@ -54,7 +54,7 @@ class StepInputs:
 
         tokens     int32 (B, T)
         labels     int32 (P,)    the supervised tokens; with `positions`, all tokens (B, T)
-        chosen     selects the hidden states (P, H) of the supervised positions from (B * T, H)
+        selected   selects the hidden states (P, H) of the supervised positions from (B * T, H)
         positions  int64 (P,)    indices into the losses (B * T,), if the head cannot run apart
         keys       uint32 (B,)   dropout keys; (1, T) for a packed sequence, None for no dropout
         layout     the segments of a packed sequence; None if examples are padded

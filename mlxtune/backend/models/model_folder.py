@@ -373,7 +373,7 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
             ) from error
         if twice := tensors.keys() & header.keys():
             raise ModelError(
-                f"{path} has {min(twice):.100}, which another weight file beside it has too: "
+                f"{path} and another weight file both have {min(twice):.100}: "
                 "remove the file that does not belong to the model"
             )
         tensors |= header

@@ -30,8 +30,8 @@ from mlxtune.core.steps.pack import Pack, StepLengths
 # The maximum number of tokens in a batch, the number of operations per parameter and token, and the
 # maximum number of operations in a batch. Such a batch takes about a second on a fast GPU, or ten
 # seconds on two CPU cores, and may delay Ctrl-C for as long.
-_MAX_TOKENS, _OPERATIONS = 16384, 2
-_GPU_OPERATIONS, _CPU_OPERATIONS = 1e13, 1e12
+_MAX_TOKENS, _FLOPS_PER_PARAMETER = 16384, 2
+_MAX_GPU_FLOPS, _MAX_CPU_FLOPS = 1e13, 1e12
 
 Keys = Callable[[PaddedBatch | Pack], mx.array | None]
 
@@ -170,8 +170,8 @@ class LossEvaluator:
 
 def most_tokens(parameters: int) -> int:
     """Return how many tokens a batch may have so that a model of this size takes only seconds."""
-    operations = _CPU_OPERATIONS if on_cpu() else _GPU_OPERATIONS
-    return min(_MAX_TOKENS, int(operations / (_OPERATIONS * parameters)))
+    operations = _MAX_CPU_FLOPS if on_cpu() else _MAX_GPU_FLOPS
+    return min(_MAX_TOKENS, int(operations / (_FLOPS_PER_PARAMETER * parameters)))
 
 
 def _sums(batch: PaddedBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -46,7 +46,7 @@ class StepLoss:
 
     @property
     def known(self) -> float | None:
-        """The step's loss, if forward passes have already shown it; otherwise None."""
+        """The step's loss, if forward passes have already computed it; otherwise None."""
         return None
 
     def zeros(self) -> list[mx.array]:

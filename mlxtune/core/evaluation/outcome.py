@@ -94,7 +94,7 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class KeyMatches:
-    """The number of each model's JSON answers whose value of a key is right, of `expected`."""
+    """How many of the `expected` values of a key each model's JSON answers got right."""
 
     key: str
     expected: int

@@ -109,7 +109,7 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
         raise ValueError(f"its format is {manifest.get('format')!r:.40}, not {FORMAT}")
     files = manifest.get("files")
     if not isinstance(files, dict) or not files.keys() >= {METADATA, METRICS, ADAPTER}:
-        raise ValueError(f"its {MANIFEST} does not name its files")
+        raise ValueError(f"its {MANIFEST} does not list its files")
     for name, expected in files.items():
         _check_file(folder, name, expected)
     metadata = read_json(folder / METADATA)
@@ -120,7 +120,7 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
 
 def _check_file(folder: Path, name: str, expected: Any) -> None:
     if not isinstance(expected, dict) or not is_file_name(name):
-        raise ValueError(f"its {MANIFEST} does not name its files")
+        raise ValueError(f"its {MANIFEST} does not list its files")
     path = folder / name
     try:
         actual = path.lstat()

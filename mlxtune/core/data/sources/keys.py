@@ -151,7 +151,7 @@ def is_learned(marks: Mapping[str, Any], where: str) -> bool:
     for key, value in marks.items():
         name, verdict = letters(key), _verdict(value)
         if name in _AMBIGUOUS:
-            raise BadRow(f"{shorten(key)} of a turn has two meanings", f"{where}: write 'weight'")
+            raise BadRow(f"{shorten(key)} of a turn is ambiguous", f"{where}: write 'weight'")
         if verdict is None:
             raise BadRow(f"{shorten(key)} is neither 0 nor 1", where)
         found[key] = verdict is not (name in _MASKED)
@@ -169,7 +169,7 @@ def check_row_is_learned(marks: Mapping[str, Any]) -> None:
     for key, value in marks.items():
         name, verdict = letters(key), _verdict(value)
         if name in _AMBIGUOUS and verdict is not None:
-            raise BadRow(f"{shorten(key)} of a row has two meanings", "write 'weight'")
+            raise BadRow(f"{shorten(key)} of a row is ambiguous", "write 'weight'")
         if verdict is (name in _MASKED) and name in _LEARNED | _MASKED:
             raise BadRow(MARKED["row"], f"{shorten(key)}: {json_text(value)}")
 
@@ -191,7 +191,7 @@ def are_learned(listed: Mapping[str, Any]) -> dict[str, list[bool]]:
         if None in verdicts:
             continue
         if name in _AMBIGUOUS:
-            raise BadRow(f"{shorten(key)} of a row has two meanings", "write 'loss_mask'")
+            raise BadRow(f"{shorten(key)} of a row is ambiguous", "write 'loss_mask'")
         found[key] = [verdict is not (name in _MASKED) for verdict in verdicts]
     return found
 
@@ -203,7 +203,7 @@ def is_media(key: str) -> bool:
 
 
 def is_thinking(key: str) -> bool:
-    """Return whether a key holds thinking under a rare name."""
+    """Return whether a key is an uncommon name for thinking."""
     return key not in _MESSAGE and letters(key) in _THINKING
 
 
