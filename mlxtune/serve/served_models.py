@@ -19,6 +19,7 @@ from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models.token_array import TokenArrays
 from mlxtune.config import DataConfig, ServeConfig, UseConfig, as_path
 from mlxtune.config.data_config import BaseOptions
+from mlxtune.core.data.encode import Encoder, Encoding, Tokenizer
 from mlxtune.core.data.prompt import Prompt, prompt_of, text_prompt
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.errors import ConfigError, DataError, ModelError
@@ -29,6 +30,9 @@ from mlxtune.views.console import RunConsole
 
 BASE = "base"
 _REQUEST = "the request"
+# The characters of a long text that are counted at a time, and how many tokens more than in the
+# whole text these may have at their edges.
+_SLICE, _EDGES = 2**15, 32
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class ServedModels:
         self._config, self._console = config, console
         self._paths, self._numbers = _paths_by_name(config), count(1)
         self._lock = threading.RLock()
+        # Encoding may take seconds, in which `spell` and `current` must not wait.
+        self._encoding = threading.Lock()
         self._readers: dict[DataConfig, tuple[Reader, TokenizerWrapper]] = {}
         self._attached: dict[str, tuple[str, attach.Adapted]] = {}
         self._models: dict[str, ServedModel] = {}
@@ -152,16 +158,26 @@ class ServedModels:
         options = content.get("chat_template_kwargs") or {}
         with self._lock:
             reader, _ = self._reading(model, options.get("enable_thinking"))
-            if not reader.has_template:
-                raise DataError(
-                    f"{model.name} has no chat template for messages: ask it at /v1/completions"
-                )
-            return self._fitting(prompt_of(reader.encoder, content, _REQUEST))
+        if not reader.has_template:
+            raise DataError(
+                f"{model.name} has no chat template for messages: ask it at /v1/completions"
+            )
+        with self._encoding:
+            return self._fitting(prompt_of(self._encoder(reader), content, _REQUEST))
 
     def text_prompt(self, model: ServedModel, text: str) -> Prompt:
         """Return the prompt of plain text to complete. Raises DataError or ModelError."""
         with self._lock:
-            return self._fitting(text_prompt(self._reading(model)[0].encoder, text, _REQUEST))
+            reader, _ = self._reading(model)
+        with self._encoding:
+            return self._fitting(text_prompt(self._encoder(reader), text, _REQUEST))
+
+    def _encoder(self, reader: Reader) -> Encoder:
+        """Return a reader's encoder, which refuses texts that the model cannot read."""
+        longest = self.base.text_config.get("max_position_embeddings")
+        if not isinstance(longest, int) or longest <= 0:
+            return reader.encoder
+        return replace(reader.encoder, tokenizer=_BoundedTokenizer(reader.tokenizer, longest))
 
     def _fitting(self, prompt: Prompt) -> Prompt:
         """Return a prompt that the model can read. Raises DataError or ModelError for another."""
@@ -186,6 +202,54 @@ class ServedModels:
             mx.eval(network.trainable_parameters())
         adapted.use_adapter(True)
         self._attached[model.name] = (model.version, adapted)
+
+
+@dataclass(frozen=True)
+class _BoundedTokenizer:
+    """A tokenizer that refuses texts of more than `longest` tokens before it encodes all of them.
+
+    Raises DataError.
+    """
+
+    tokenizer: Tokenizer
+    longest: int
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.tokenizer.bos_id
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.tokenizer.eos_id
+
+    @property
+    def control_tokens(self) -> Sequence[str]:
+        return self.tokenizer.control_tokens
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        return self.tokenizer.control_ids
+
+    def spell(self, ids: Sequence[int]) -> Sequence[bytes]:
+        return self.tokenizer.spell(ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Encoding]:
+        for text in texts:
+            self._check(text)
+        return self.tokenizer.encode_batch(texts)
+
+    def _check(self, text: str) -> None:
+        if len(text) <= self.longest:
+            return
+        count = 0
+        for start in range(0, len(text), _SLICE):
+            (encoded,) = self.tokenizer.encode_batch([text[start : start + _SLICE]])
+            count += len(encoded.ids) - _EDGES
+            if count > self.longest:
+                raise DataError(
+                    f"{_REQUEST} has more tokens than the {self.longest:,} that the model reads: "
+                    "shorten it"
+                )
 
 
 def _paths_by_name(config: ServeConfig) -> dict[str, str]:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mlxtune.config import ServeConfig
-from mlxtune.errors import ConfigError, ModelError
+from mlxtune.errors import ConfigError, DataError, ModelError
 from mlxtune.views.console import RunConsole
 from tests.models import THINKING, write_model
 from tests.serve.served import DEMO, answer_of, ask, generated, messages, server_of, write_adapter
+from tests.waiting import SECONDS
+
+if TYPE_CHECKING:
+    from mlxtune.serve.served_models import ServedModel, ServedModels
 
 ASKED = "A table for two, Sunday at noon. Ida Park"
 
@@ -137,6 +144,19 @@ def test_eight_adapters_add_little_more_than_their_files(tmp_path: Path) -> None
 # Prompts
 
 
+def _models(*runs: Path, **options: Any) -> ServedModels:
+    from mlxtune.serve.served_models import ServedModels
+
+    config = ServeConfig(adapters=tuple(map(str, runs)), **options)
+    return ServedModels(config, RunConsole(quiet=True))
+
+
+def _current(models: ServedModels, name: str) -> ServedModel:
+    model = models.current(name)
+    assert model is not None
+    return model
+
+
 @pytest.fixture
 def thinking_model(tmp_path: Path) -> Path:
     """A model whose template reads enable_thinking and shows the tools' names."""
@@ -207,3 +227,52 @@ def test_models_are_listed_with_what_they_were_trained_on(tmp_path: Path) -> Non
         }
         assert ask(server, "/v1/models/run")[1] == model | {"created": model["created"]}
         assert ask(server, "/v1/models/none")[0] == 404
+
+
+def test_long_prompts_are_refused_before_they_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlxtune.backend.text.tokenizer import FastTokenizer
+
+    encoded = []
+    encode = FastTokenizer.encode_batch
+
+    def counting(tokenizer: FastTokenizer, texts: list[str]) -> Any:
+        encoded.extend(map(len, texts))
+        return encode(tokenizer, texts)
+
+    models = _models(model_path=str(DEMO))
+    monkeypatch.setattr(FastTokenizer, "encode_batch", counting)
+    text = "ab " * 600_000
+    base = _current(models, "base")
+    with pytest.raises(DataError, match=r"more tokens than the [0-9,]+ that the model reads"):
+        models.prompt(base, {"messages": messages(text)})
+    with pytest.raises(DataError, match=r"more tokens than the [0-9,]+ that the model reads"):
+        models.text_prompt(base, text)
+    assert sum(encoded) < len(text) / 10
+    # A long text in few tokens is read.
+    assert models.text_prompt(base, f"{' ' * 600}Hi").ids
+
+
+def test_encoding_a_prompt_delays_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlxtune.backend.text.tokenizer import FastTokenizer
+
+    models = _models(model_path=str(DEMO))
+    base = _current(models, "base")
+    models.prompt(base, {"messages": messages("Hi")})
+    started, may_end = threading.Event(), threading.Event()
+    encode = FastTokenizer.encode_batch
+
+    def slow(tokenizer: FastTokenizer, texts: list[str]) -> Any:
+        started.set()
+        assert may_end.wait(SECONDS)
+        return encode(tokenizer, texts)
+
+    monkeypatch.setattr(FastTokenizer, "encode_batch", slow)
+    with ThreadPoolExecutor(2) as pool:
+        prompt = pool.submit(models.prompt, base, {"messages": messages("Bye")})
+        try:
+            assert started.wait(SECONDS)
+            assert pool.submit(models.current, "base").result(SECONDS) is base
+            assert pool.submit(models.spell, base, 5).result(SECONDS)
+        finally:
+            may_end.set()
+        assert prompt.result(SECONDS).ids
