@@ -60,8 +60,9 @@ class ApiServer(LimitedServer):
                 self._changed.notify_all()
 
     def finish(self, is_alive: Callable[[], bool]) -> None:
-        """Accept no more requests, and wait for the answers that have begun."""
+        """Accept no more connections, and wait for the answers that have begun."""
         self.shutdown()
+        self.server_close()
         with self._changed:
             self._closing = True
             while self._answering and is_alive():
