@@ -295,7 +295,8 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         return response
 
     def _logprob(self, piece: Response) -> dict[str, Any]:
-        top = [self._scored(each["id"], each["logprob"]) for each in piece.top_tokens]
+        best = sorted(piece.top_tokens, key=lambda each: -each["logprob"])
+        top = [self._scored(each["id"], each["logprob"]) for each in best]
         return self._scored(piece.token, piece.logprob) | {"top_logprobs": top}
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:

@@ -93,15 +93,17 @@ def test_length_of_an_answer_is_limited(server: ApiServer) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_log_probabilities_have_the_form_of_the_protocol(server: ApiServer, streamed: bool) -> None:
-    options: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "stream": streamed}
+    options: dict[str, Any] = {"logprobs": True, "top_logprobs": 5, "stream": streamed}
     _, response = ask(server, model="base", messages=messages(PROMPTS[0]), **options)
     chunks = response if streamed else [response]
     scored = [each for chunk in chunks for each in chunk["choices"][0]["logprobs"]["content"]]
     spelled = b"".join(bytes(each["bytes"]) for each in scored).decode()
     assert spelled == answer_of(server, "base", messages(PROMPTS[0]))
     for each in scored:
-        best = max(each["top_logprobs"], key=lambda top: top["logprob"])
-        assert len(each["top_logprobs"]) == 2
+        scores = [top["logprob"] for top in each["top_logprobs"]]
+        assert len(scores) == 5
+        assert scores == sorted(scores, reverse=True)
+        best = each["top_logprobs"][0]
         assert best["token"] == each["token"]
         assert best["logprob"] == pytest.approx(each["logprob"], abs=1e-5)
 
