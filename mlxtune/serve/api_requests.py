@@ -27,6 +27,10 @@ _NUMBERS = frozenset(
 # Numbers beyond these would overflow in the logits, which ends mlx-lm's thread.
 _BOUNDS = {
     "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 0.5),
     "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100),
     "repetition_penalty": (0.01, 100),
@@ -71,7 +75,9 @@ def checked_body(body: Mapping[str, Any], vocab_size: int, context: object) -> d
             name,
             f"must be from {lowest} to {highest}",
         )
-    if isinstance(heat := checked.get("temperature"), float) and heat < _COLDEST:
+    # mlx-lm takes some of these as floats only.
+    checked |= {name: float(checked[name]) for name in _NUMBERS & checked.keys()}
+    if checked.get("temperature", 1.0) < _COLDEST:
         checked["temperature"] = 0.0
     if isinstance(top_k := checked.get("top_k"), int) and top_k >= vocab_size:
         checked["top_k"] = 0

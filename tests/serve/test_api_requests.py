@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
-from mlxtune.serve.api_requests import RefusedRequest, checked_body, stops_of, tools_of
+from mlxtune.serve.api_requests import _NUMBERS, RefusedRequest, checked_body, stops_of, tools_of
 
 
 @pytest.mark.parametrize(
     ("body", "checked"),
     [
         ({"temperature": 1e-320}, {"temperature": 0.0}),
+        (
+            {"xtc_probability": 1, "xtc_threshold": 0},
+            {"xtc_probability": 1.0, "xtc_threshold": 0.0},
+        ),
         ({"top_k": 100}, {"top_k": 0}),
         ({"top_k": 99}, {"top_k": 99}),
         ({"max_tokens": 10**12}, {"max_tokens": 512}),
@@ -27,6 +31,8 @@ def test_entries_are_within_the_limits_of_the_model(
     body: dict[str, Any], checked: dict[str, Any]
 ) -> None:
     found = checked_body(body, 100, 512)
+    # mlx-lm refuses some whole numbers.
+    assert not any(isinstance(found[name], int) for name in _NUMBERS & found.keys())
     assert found == {"stream_options": {"include_usage": False}} | checked
     assert not body.get("max_tokens") or checked_body(body, 100, None)["max_tokens"] >= 7
 
@@ -40,9 +46,11 @@ def test_entries_are_within_the_limits_of_the_model(
         ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
         ({"max_completion_tokens": "9"}, "max_completion_tokens must be a whole number"),
         ({"seed": "7"}, "seed must be a whole number"),
+        ({"top_p": 10**400}, "top_p must be from 0 to 1"),
+        ({"xtc_threshold": 0.7}, "xtc_threshold must be from 0 to 0.5"),
     ],
 )
-def test_entry_that_must_be_a_number_is_named(body: dict[str, Any], problem: str) -> None:
+def test_number_that_is_wrong_is_named(body: dict[str, Any], problem: str) -> None:
     with pytest.raises(RefusedRequest) as raised:
         checked_body(body, 100, 512)
     assert str(raised.value) == problem
