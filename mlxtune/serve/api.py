@@ -185,10 +185,11 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             raise RefusedRequest(HTTPStatus.FORBIDDEN, message)
 
     def _check_key(self) -> None:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
         key = self.server.key
         if key is not None and not hmac.compare_digest(given.encode("latin-1"), key.encode()):
-            message = "the key is missing or wrong: send the server's --api-key"
+            message = "the key is missing or wrong: send the server's --api-key after Bearer"
             raise RefusedRequest(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
 
     def _body(self) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]
         yield server
 
 
-@pytest.mark.parametrize("given", ["", "Bearer ", "Bearer s3cret", "Basic s3cret-ü", "s3cret"])
+@pytest.mark.parametrize("given", ["", "Bearer ", "Bearer s3cret", "Basic s3cret-ü", "s3cret-ü"])
 @pytest.mark.parametrize(("method", "path"), [("POST", CHAT), ("GET", "/v1/models")])
 def test_request_without_the_key_is_refused(
     open_server: ApiServer, given: str, method: str, path: str
@@ -225,8 +225,9 @@ def test_request_without_the_key_is_refused(
     assert (status, content["error"]["code"]) == (401, "invalid_api_key")
 
 
-def test_request_with_the_key_is_answered(open_server: ApiServer) -> None:
-    key = "Bearer s3cret-ü".encode().decode("latin-1")
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+def test_request_with_the_key_is_answered(open_server: ApiServer, scheme: str) -> None:
+    key = f"{scheme} s3cret-ü".encode().decode("latin-1")
     assert send(open_server, Authorization=key)[0] == 200
 
 
