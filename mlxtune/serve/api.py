@@ -26,7 +26,7 @@ from mlxtune.serve.api_server import ApiServer
 from mlxtune.serve.served_models import AskedMessages, ServedModel, trained_on
 from mlxtune.watch.connections import LimitedReader
 
-_LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?")
+_LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost\.?|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 _BODY = Limits(2 * MAX_BYTES, values=100_000, entries=20_000, text=MAX_BYTES)
 # Limits of a request in seconds and bytes, including its headers; a client that takes no bytes of
 # its answer for the second number of seconds is disconnected.

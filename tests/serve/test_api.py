@@ -117,6 +117,11 @@ def test_wrong_request_gets_an_error_of_the_protocol(server: ApiServer, name: st
     assert send(server)[0] == 200
 
 
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "localhost.", "[::1]:1"])
+def test_names_of_this_machine_are_accepted(server: ApiServer, host: str) -> None:
+    assert send(server, None, "/health", "GET", Host=host)[0] == 200
+
+
 def test_garbage_gets_a_response_and_the_server_survives(server: ApiServer) -> None:
     for line in (b"\x00\xff\x00\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 65_537):
         with socket.create_connection(server.server_address[:2], timeout=SECONDS) as connection:
