@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
 import mlxtune.backend  # noqa: F401  sets MLX's folder before mlx is imported
 
@@ -135,12 +136,12 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             self._check_key()
             path = self.path.partition("?")[0]
             described = {each.name: self._described(each) for each in self.server.models}
-            name = path.removeprefix(f"{_MODELS}/")
+            name = unquote(path.removeprefix(f"{_MODELS}/"))
             if path == _MODELS:
                 self._send(HTTPStatus.OK, {"object": "list", "data": [*described.values()]})
             elif path == "/health":
                 self.handle_health_check()
-            elif name != path:
+            elif path.startswith(f"{_MODELS}/"):
                 self._send(HTTPStatus.OK, described[self._model(name).name])
             else:
                 raise RefusedRequest(HTTPStatus.NOT_FOUND, "no such address")

@@ -237,6 +237,7 @@ def test_models_are_listed_with_what_they_were_trained_on(tmp_path: Path) -> Non
         _, described = ask(server, "/v1/models/run")
         # The time of the request, which may be a second later.
         assert described | {"created": 0} == model | {"created": 0}
+        assert ask(server, "/v1/models/r%75n")[1]["id"] == "run"
         assert ask(server, "/v1/models/none")[0] == 404
 
 
