@@ -198,14 +198,11 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         if self.headers.get_content_type() != "application/json":
             message = "a request is JSON: send the header Content-Type: application/json"
             raise RefusedRequest(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message)
-        size = self.headers.get("Content-Length", "")
-        if not re.fullmatch("[0-9]{1,15}", size):
-            raise RefusedRequest(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing")
-        if int(size) > _BODY.bytes:
-            message = f"the request has {int(size):,} bytes, more than {_BODY.bytes:,}: shorten it"
+        if (size := self._length()) > _BODY.bytes:
+            message = f"the request has {size:,} bytes, more than {_BODY.bytes:,}: shorten it"
             raise RefusedRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
         try:
-            content = self.rfile.read(int(size))
+            content = self.rfile.read(size)
             body = parse_json(content, _BODY, "the request", constants=False)
         except TimeoutError as error:
             message = "the request did not arrive in time"
@@ -217,6 +214,19 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         if not isinstance(body, dict):
             raise RefusedRequest(HTTPStatus.BAD_REQUEST, "the request is not an object")
         return {name: value for name, value in body.items() if value is not None}
+
+    def _length(self) -> int:
+        """Return the bytes of a request's body, of which a proxy must not have another opinion."""
+        sizes = set(self.headers.get_all("Content-Length", []))
+        if not sizes:
+            raise RefusedRequest(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing: send it")
+        if "Transfer-Encoding" in self.headers:
+            message = "a request has either Content-Length or Transfer-Encoding: send the former"
+            raise RefusedRequest(HTTPStatus.BAD_REQUEST, message)
+        if len(sizes) > 1 or not re.fullmatch("[0-9]{1,15}", *sizes):
+            message = "Content-Length is not one number of bytes: send the size of the body"
+            raise RefusedRequest(HTTPStatus.BAD_REQUEST, message)
+        return int(sizes.pop())
 
     def _model(self, name: object) -> ServedModel:
         try:

@@ -81,6 +81,13 @@ WRONG: dict[str, tuple[int, dict[str, Any]]] = {
     "list": (400, {"body": b"[]"}),
     "other content type": (415, {"Content_Type": "text/plain"}),
     "no length": (411, {"body": iter([GOOD])}),
+    "length that is no number": (400, {"Content_Length": "0x10"}),
+    "two lengths": (400, {"Content_Length": str(len(GOOD)), "content_Length": "5"}),
+    "chunks and a length": (
+        400,
+        {"Content_Length": str(len(GOOD)), "Transfer_Encoding": "chunked"},
+    ),
+    "unknown encoding": (400, {"Content_Length": str(len(GOOD)), "Transfer_Encoding": "xchunked"}),
     "wrong address": (404, {"path": "/v1/embeddings"}),
     "other method": (501, {"method": "DELETE"}),
     "another Host": (421, {"Host": "evil.example"}),
