@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,16 @@ from mlxtune.config import ServeConfig
 from mlxtune.errors import ConfigError, DataError, ModelError
 from mlxtune.views.console import RunConsole
 from tests.models import THINKING, write_model
-from tests.serve.served import DEMO, answer_of, ask, generated, messages, server_of, write_adapter
+from tests.serve.served import (
+    DEMO,
+    TOOL,
+    answer_of,
+    ask,
+    generated,
+    messages,
+    server_of,
+    write_adapter,
+)
 from tests.waiting import SECONDS
 
 if TYPE_CHECKING:
@@ -205,6 +215,16 @@ def test_prompts_are_those_of_training_unless_a_request_changes_them(
     assert prompt("base", chat_template_kwargs={"style": "curt"}).startswith("curt<|im_start|>")
     tool = {"type": "function", "function": {"name": "book", "parameters": {}}}
     assert prompt("base", tools=[tool]).startswith("book<|im_start|>")
+
+
+def test_warnings_about_requests_are_not_logged(
+    thinking_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server_of(model_path=str(thinking_model)) as server:
+        asked = {"model": "base", "messages": messages("Hi"), "tools": [TOOL], "max_tokens": 2}
+        assert ask(server, **asked)[0] == 200
+        logging.getLogger().warning("another warning")
+    assert caplog.messages == ["another warning"]
 
 
 def test_plain_text_is_completed(tmp_path: Path) -> None:
