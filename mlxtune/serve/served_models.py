@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -21,6 +22,7 @@ from mlxtune.config import DataConfig, ServeConfig, UseConfig, as_path
 from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.data.encode import Encoder, Encoding, Tokenizer
 from mlxtune.core.data.prompt import Prompt, prompt_of, text_prompt
+from mlxtune.core.run.checkpoint import ADAPTER, MANIFEST, checkpoint_folders
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.errors import ConfigError, DataError, ModelError
 from mlxtune.session import trained_model
@@ -30,6 +32,8 @@ from mlxtune.views.console import RunConsole
 
 BASE = "base"
 _REQUEST = "the request"
+# The argument or option that gives an adapter's path, for errors.
+_OPTION = "PATH"
 # The characters of a long text that are counted at a time, and how many tokens more than in the
 # whole text these may have at their edges.
 _SLICE, _EDGES = 2**15, 32
@@ -65,7 +69,7 @@ class ServedModels:
         self._attached: dict[str, tuple[str, attach.Adapted]] = {}
         self._models: dict[str, ServedModel] = {}
         # The first adapter decides which base model is loaded, and how it is quantised.
-        first = UseSession(self._options(next(iter(self._paths.values()), None)), console)
+        first = self._session(next(iter(self._paths), BASE))
         self.folder = first.folder
         for name in (BASE, *self._paths):
             self._models[name] = self._opened(name)
@@ -92,13 +96,16 @@ class ServedModels:
             self.switch_to(model)
         self.switch_to(self._models[BASE])
 
-    def _options(self, adapter: str | None, folder: Path | None = None) -> UseConfig:
-        places = {"adapter": adapter} | ({} if folder is None else {"model_path": str(folder)})
-        return self._config.part(UseConfig, **places)
+    def _session(self, name: str, folder: Path | None = None) -> UseSession[UseConfig]:
+        places = {} if folder is None else {"model_path": str(folder)}
+        if path := self._paths.get(name):
+            file = AdapterFile.find(str(_find(path)), _OPTION)
+            places["adapter"] = str(file.path)
+        return UseSession(self._config.part(UseConfig, **places), self._console)
 
     def _opened(self, name: str) -> ServedModel:
         """Return the model `name` as it is on disk. Raises ModelError."""
-        session = UseSession(self._options(self._paths.get(name), self.folder), self._console)
+        session = self._session(name, self.folder)
         if (adapter := session.adapter) is not None:
             attach.check_model(adapter, self.folder)
             if problem := attach.base_difference(adapter, self.folder):
@@ -117,9 +124,9 @@ class ServedModels:
             if (model := self._models.get(name)) is None:
                 return None
             adapter = model.session.adapter
-            # A run in training may have another best checkpoint.
+            # A run in training may have another checkpoint.
             if adapter is not None and (
-                find_adapter(self._paths[name]) != adapter.path or adapter.has_changed
+                _find(self._paths[name]) != adapter.path or adapter.has_changed
             ):
                 model = self._models[name] = self._opened(name)
             return model
@@ -262,6 +269,23 @@ def _paths_by_name(config: ServeConfig) -> dict[str, str]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError([f"two models are named {name}: pass --name NAME=PATH" for name in twice])
     return dict(named)
+
+
+def _find(path: str) -> Path:
+    """Return the adapter file at a path; in a run with no best checkpoint yet, the newest one's.
+
+    Raises ModelError.
+    """
+    try:
+        return find_adapter(path, _OPTION)
+    except ModelError:
+        named = as_path(path)
+        with suppress(OSError):
+            folders = [*checkpoint_folders(named), *checkpoint_folders(named / "checkpoints")]
+            if folders:
+                newest = max(folders, key=lambda each: (each / MANIFEST).stat().st_mtime_ns)
+                return newest / ADAPTER
+        raise
 
 
 def _name_of(path: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -96,6 +97,32 @@ def test_changed_adapter_is_loaded_by_the_next_request(tmp_path: Path) -> None:
         assert answer_of(server, "run", messages(ASKED)) == after
         shutil.rmtree(run)
         assert ask(server, model="run", messages=messages(ASKED))[0] == 503
+
+
+def test_run_without_a_validation_answers_with_its_newest_checkpoint(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for step in (9, 10):
+        write_adapter(checkpoints / f"step-{step}", step)
+        (checkpoints / f"step-{step}" / "manifest.json").write_text("{}")
+        os.utime(checkpoints / f"step-{step}" / "manifest.json", (step, step))
+    with server_of(tmp_path / "run") as server:
+        answer = answer_of(server, "run", messages(ASKED))
+        assert answer == generated(ASKED, checkpoints / "step-10")
+        write_adapter(checkpoints / "best", 1)
+        answer = answer_of(server, "run", messages(ASKED))
+        assert answer == generated(ASKED, checkpoints / "best")
+
+
+def test_wrong_paths_are_named_without_options_of_other_commands(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    broken = write_adapter(tmp_path / "broken", 1)
+    (broken / "adapters.safetensors").write_bytes(b"broken")
+    for path in (tmp_path / "none", tmp_path / "empty", broken):
+        with pytest.raises(ModelError) as raised, server_of(path):
+            pass
+        assert str(path) in str(raised.value)
+        assert "PATH" in str(raised.value)
+        assert "--adapter" not in str(raised.value)
 
 
 def test_adapter_with_other_shapes_leaves_the_base_unchanged(tmp_path: Path) -> None:
