@@ -1,5 +1,6 @@
 """The models of a server: a base model, loaded once, and adapters that take turns on it."""
 
+import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -265,7 +266,10 @@ def _paths_by_name(config: ServeConfig) -> dict[str, str]:
     for each in config.name:
         name, _, path = each.partition("=")
         named.append((name.strip(), path.strip()))
-    names = [BASE, *(name for name, _ in named)]
+    names = [name for name, _ in named]
+    if BASE in names:
+        path = shlex.quote(dict(named)[BASE])
+        raise ConfigError([f"the name {BASE} is the base model's own: pass --name OTHER={path}"])
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError([f"two models are named {name}: pass --name NAME=PATH" for name in twice])
     return dict(named)

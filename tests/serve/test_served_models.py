@@ -49,9 +49,12 @@ def test_adapters_are_named_after_their_folders_or_by_name(tmp_path: Path) -> No
 
 
 def test_two_models_cannot_have_one_name(tmp_path: Path) -> None:
-    for runs in (["a/out", "b/out"], ["a/base"]):
-        paths = [write_adapter(tmp_path / each, 1) for each in runs]
-        with pytest.raises(ConfigError, match="two models are named"), server_of(*paths):
+    paths = [write_adapter(tmp_path / each, 1) for each in ("a/out", "b/out", "a/base")]
+    with pytest.raises(ConfigError, match="two models are named out"), server_of(*paths[:2]):
+        pass
+    for runs, names in (([paths[2]], []), ([], [f"base={paths[0]}"])):
+        reserved = pytest.raises(ConfigError, match=r"name base is the base model's own.*OTHER=/")
+        with reserved, server_of(*runs, name=names):
             pass
 
 
