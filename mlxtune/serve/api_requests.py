@@ -121,9 +121,11 @@ def tools_of(body: Mapping[str, Any]) -> list[Any] | None:
 def stops_of(body: Mapping[str, Any]) -> tuple[str, ...]:
     stops = body.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
-    require(isinstance(stops, list) and len(stops) <= _MAX_STOPS, "stop", "must be a few texts")
+    fits = isinstance(stops, list) and len(stops) <= _MAX_STOPS
+    require(fits, "stop", f"must be a text or a list of at most {_MAX_STOPS} texts")
     for each in stops:
-        require(isinstance(each, str) and 0 < len(each) <= _MAX_STOP_CHARS, "stop", "must be text")
+        fits = isinstance(each, str) and 0 < len(each) <= _MAX_STOP_CHARS
+        require(fits, "stop", f"must be text of 1 to {_MAX_STOP_CHARS:,} characters")
     return tuple(stops)
 
 

@@ -62,6 +62,12 @@ def test_error_names_the_entry() -> None:
     assert (raised.value.status, raised.value.content["error"]["param"]) == (400, "logit_bias")
 
 
+@pytest.mark.parametrize("stop", ["", "a" * 1001, [1]])
+def test_error_of_a_stop_text_has_its_limits(stop: object) -> None:
+    with pytest.raises(RefusedRequest, match="stop must be text of 1 to 1,000 characters"):
+        stops_of({"stop": stop})
+
+
 def test_stops_and_tools_are_lists() -> None:
     assert stops_of({"stop": "a"}) == stops_of({"stop": ["a"]}) == ("a",)
     tools = [{"type": "function"}]
