@@ -139,6 +139,9 @@ def test_adapter_with_other_shapes_leaves_the_base_unchanged(tmp_path: Path) -> 
         mx.save_safetensors(str(run / "adapters.safetensors"), tensors | {name: tensors[name].T})
         status, response = ask(server, model="run", messages=messages(ASKED))
         assert (status, response["error"]["type"]) == (500, "server_error")
+        message = response["error"]["message"]
+        assert "adapters.safetensors is damaged: " in message
+        assert "but the model needs" in message
         assert answer_of(server, "base", messages(ASKED)) == expected
         write_adapter(run, 1)
         assert answer_of(server, "run", messages(ASKED)) == generated(ASKED, run)

@@ -262,11 +262,15 @@ def _sort_metadata(content: bytes) -> bytes:
 
 
 def check_shapes(
-    path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, Any], base: str = ""
+    path: Path,
+    tensors: Mapping[str, TensorInfo],
+    expected: Mapping[str, Any],
+    base: str | None = "",
 ) -> None:
     """Raise ModelError if names or shapes differ from those in `expected`.
 
-    `base` is the name of the model that an adapter was trained on, for the message.
+    `base` is the name of the model that an adapter was trained on, for the message; None if that
+    model has the same layout.
     """
     shapes, needed = (
         {name: tuple(value.shape) for name, value in each.items()} for each in (tensors, expected)
@@ -281,8 +285,12 @@ def check_shapes(
         raise other_base_error(path, base, f"{problems[0]:.300}{more}")
 
 
-def other_base_error(path: Path, base: str, problem: str) -> ModelError:
-    """Return the error for an adapter that was trained on a different model."""
+def other_base_error(path: Path, base: str | None, problem: str) -> ModelError:
+    """Return the error for an adapter that was trained on a different model, or is damaged."""
+    if base is None:
+        return ModelError(
+            f"{path} is damaged: {problem}: copy it from the folder where it was trained"
+        )
     made = f"was trained on another model, {base:.200}, and " if base else ""
     return ModelError(
         f"{path}: {made}does not fit the model: {problem}: name the right base with --model-path"

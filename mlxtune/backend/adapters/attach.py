@@ -78,11 +78,11 @@ def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
     Raises ModelError if the adapter does not fit the base model.
     """
     info, names, dropout_keys = adapter.info, adapter.module_names(), DropoutKeys()
-    config = _config_of(adapter, names)
+    config, other = _config_of(adapter, names), _other_base(adapter, base.folder)
     bases, modules = dict(base.model.named_modules()), {}
     for name in names:
         if (module := bases.get(name)) is None:
-            raise other_base_error(adapter.path, info.model, f"the model has no {name:.200}")
+            raise other_base_error(adapter.path, other, f"the model has no {name:.200}")
         if not isinstance(module, PROJECTIONS):
             raise ModelError(
                 f"{adapter.path} has LoRA on {name}, which is not a projection: "
@@ -91,7 +91,7 @@ def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
         modules[name] = lora_layer(module, name, info.rank, info.scale, config, dropout_keys)
     base.model.freeze()
     base.model.update_modules(tree_unflatten(list(modules.items())))
-    check_shapes(adapter.path, adapter.tensors, trained_tensors(base.model), info.model)
+    check_shapes(adapter.path, adapter.tensors, trained_tensors(base.model), other)
     tensors = adapter.read_tensors()
     base.model.update(tree_unflatten(list(tensors.items())))
     for module in modules.values():
@@ -183,6 +183,13 @@ def check_model(adapter: AdapterFile, folder: Path) -> None:
         )
     if other:
         raise ModelError(f"{other}: pass the right --model-path")
+
+
+def _other_base(adapter: AdapterFile, folder: Path) -> str | None:
+    """Return the name of an adapter's base; None if that surely has the layout of `folder`'s."""
+    trained = adapter.info.mlxtune.get("base")
+    same = is_fingerprint(trained) and trained["layout"] == base_layout(folder)
+    return None if same else adapter.info.model
 
 
 def _model_type(folder: Path) -> str | None:
