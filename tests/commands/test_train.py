@@ -656,11 +656,12 @@ def test_adapter_is_written_where_no_checkpoint_fits(
 
 @pytest.mark.slow
 def test_space_for_a_checkpoint_is_checked_before_the_first_step(
-    model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+    deep_model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=200_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    needed = ["train", "--model-path", model, "--data", chat, "--output", tmp_path / "a" / ADAPTER]
+    needed = ["train", "--model-path", deep_model, "--data", chat]
+    needed += ["--output", tmp_path / "a" / ADAPTER]
     outcome = cli(*needed, "--rank", 64)
     assert outcome.code == 1
     assert re.search(r"a checkpoint takes about 3\d\d kB of disk, and 200 kB are free", outcome.err)

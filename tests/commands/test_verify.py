@@ -786,7 +786,7 @@ def optimizer(run: Path, name: str = "epoch-2") -> None:
 
 
 def config_of_newest(run: Path) -> None:
-    edit(run / "epoch-2" / "adapter_config.json", num_layers=1)
+    edit(run / "epoch-2" / "adapter_config.json", num_layers=7)
     sealed(run / "epoch-2")
 
 
