@@ -170,6 +170,9 @@ class ServedModels:
             raise DataError(
                 f"{model.name} has no chat template for messages: ask it at /v1/completions"
             )
+        source = "".join(reader.template_source.values())
+        if content.get("tools") and source and "tools" not in source:
+            raise DataError(f"the chat template of {model.name} leaves out tools: ask without them")
         with self._encoding:
             return self._fitting(prompt_of(self._encoder(reader), content, _REQUEST))
 

@@ -246,8 +246,11 @@ def test_prompts_are_those_of_training_unless_a_request_changes_them(
         assert asked.endswith("assistant\n")
     assert prompt("gemma") == "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"
     assert prompt("base", chat_template_kwargs={"style": "curt"}).startswith("curt<|im_start|>")
-    tool = {"type": "function", "function": {"name": "book", "parameters": {}}}
-    assert prompt("base", tools=[tool]).startswith("book<|im_start|>")
+    assert prompt("base", tools=[TOOL]).startswith("book<|im_start|>")
+    (thinking_model / "chat_template.jinja").write_text(THINKING)
+    models = _models(model_path=str(thinking_model))
+    with pytest.raises(DataError, match="chat template of base leaves out tools"):
+        prompt("base", tools=[TOOL])
 
 
 def test_warnings_about_requests_are_not_logged(
