@@ -135,14 +135,14 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             self._check_place()
             self._check_key()
             path = self.path.partition("?")[0]
-            described = {each.name: self._described(each) for each in self.server.models}
             name = unquote(path.removeprefix(f"{_MODELS}/"))
             if path == _MODELS:
-                self._send(HTTPStatus.OK, {"object": "list", "data": [*described.values()]})
+                described = [self._described(each) for each in self._models()]
+                self._send(HTTPStatus.OK, {"object": "list", "data": described})
             elif path == "/health":
                 self.handle_health_check()
             elif path.startswith(f"{_MODELS}/"):
-                self._send(HTTPStatus.OK, described[self._model(name).name])
+                self._send(HTTPStatus.OK, self._described(self._model(name)))
             else:
                 raise RefusedRequest(HTTPStatus.NOT_FOUND, "no such address")
 
@@ -243,6 +243,13 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
                 code="model_not_found",
             )
         return model
+
+    def _models(self) -> Iterator[ServedModel]:
+        """Yield the models as they are on disk, or as they were where that cannot be served."""
+        for model in self.server.models:
+            with suppress(MlxTuneError):
+                model = self.server.models.current(model.name) or model
+            yield model
 
     def _request(self, body: Mapping[str, Any]) -> AskedRequest:
         """Return a request with its rendered prompt."""

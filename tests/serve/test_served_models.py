@@ -293,8 +293,17 @@ def test_models_are_listed_with_what_they_were_trained_on(tmp_path: Path) -> Non
         _, described = ask(server, "/v1/models/run")
         # The time of the request, which may be a second later.
         assert described | {"created": 0} == model | {"created": 0}
+        for step, path in enumerate(("/v1/models/run", "/v1/models")):
+            (best / "metadata.json").write_text(json.dumps({"step": step}))
+            write_adapter(run, step)
+            shutil.copy(run / "adapters.safetensors", best)
+            _, changed = ask(server, path)
+            changed = changed["data"][1] if "data" in changed else changed
+            assert changed["trained_on"]["steps"] == step
         assert ask(server, "/v1/models/r%75n")[1]["id"] == "run"
         assert ask(server, "/v1/models/none")[0] == 404
+        (run / "adapters.safetensors").write_bytes(b"broken")
+        assert ask(server, "/v1/models")[0] == 200
 
 
 def test_long_prompts_are_refused_before_they_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
