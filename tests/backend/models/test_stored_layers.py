@@ -34,6 +34,7 @@ from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from tests.backend.conftest import fill_lora_b
+from tests.backend.limits import frees_arrays_above
 from tests.backend.step.executions import PLAIN, model_folder
 from tests.experts import EXPERTS
 from tests.models import write_model
@@ -188,13 +189,8 @@ def test_matrices_made_for_a_product_are_not_kept(kind: type) -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    # Over its limit, MLX waits for a GPU to free the arrays of 100 operations (on a large CUDA
-    # device; fewer on others) before it starts more.
-    limit = mx.set_memory_limit(before)
-    try:
+    with frees_arrays_above(before):
         mx.eval(mx.value_and_grad(run)(x))
-    finally:
-        mx.set_memory_limit(limit)
     # Less than half of the 256 matrices are unpacked at the same time.
     assert mx.get_peak_memory() - before < layers / 2 * 4 * size**2
 
