@@ -345,7 +345,7 @@ class FuseConfig(ImportConfig):
         DataConfig,
         "data",
         (),
-        "Rows like those of training, to round and measure on; default: the run's own.",
+        "Rows like the training rows, to round and measure on; default: the run's own.",
         required=False,
     )
     gguf: bool = EXPORT.option(False, "Also write model.gguf with llama.cpp's converter.", COMMAND)

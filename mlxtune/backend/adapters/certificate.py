@@ -96,7 +96,7 @@ class WeightCheck:
 class StorageTrial:
     """A storage format, the value measured with it, and the fraction of the gain that it loses.
 
-    `bits` and `method` are those of a `Storage`.
+    `bits` and `method` come from a `Storage`.
     """
 
     storage: str

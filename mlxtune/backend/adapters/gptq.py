@@ -248,7 +248,7 @@ class _Rounding:
             made[name] = array.reshape(made[name].shape)
 
     def _real(self, x: mx.array) -> mx.array:
-        """Return a projection's inputs (T, in) without those of padding."""
+        """Return a projection's inputs (T, in) without padding."""
         inputs = x.reshape(-1, x.shape[-1])
         return inputs[mx.array(self._given.real)] if len(inputs) == self._given.ids.size else inputs
 

@@ -104,7 +104,7 @@ class TextHash:
         return _hash_of_texts(text for _, text in self._messages(example))
 
     def with_pairs(self, example: Example) -> list[int]:
-        """Return an example's hash and, of a longer conversation, those of its single exchanges.
+        """Return an example's hash and the hashes of a longer conversation's exchanges.
 
         An exchange is an answer and the message before it. Without names of roles, every second
         message is an answer.

@@ -220,7 +220,7 @@ def _check_source(adapter: Path, step: Any, good: Sequence[Checkpoint]) -> Check
 
 
 def _check_configs(adapter: Path, source: Checkpoint, newest: Checkpoint) -> None:
-    """Compare the configs of the written adapter with those of the checkpoint's."""
+    """Compare the written adapter's configs with the configs in the checkpoint."""
     configs, expected = dict(_configs(adapter)), dict(_configs(source.folder / ADAPTER))
     if ADAPTER_CONFIG in expected and ADAPTER_CONFIG not in configs:
         raise ValueError(f"{adapter.with_name(ADAPTER_CONFIG)} is missing")

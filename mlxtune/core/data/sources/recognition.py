@@ -113,7 +113,7 @@ def read_rows(
             yield converted
     skipped.absent = dict(absent)
     if bare and bare == bad and not good:
-        wrap = 'wrap those of each conversation, as in [{"messages": […]}]'
+        wrap = 'wrap the messages of each conversation, as in [{"messages": […]}]'
         raise DataError(f"{shown(path)} is a list of messages: {wrap}")
 
 

@@ -227,7 +227,7 @@ def test_messages_are_never_rows(tmp_path: Path, fields: dict[str, str]) -> None
     path = tmp_path / "data.json"
     for rows in (CHAT["messages"], SHAREGPT["conversations"]):
         path.write_text(json.dumps(rows))
-        with pytest.raises(ValueError, match="is a list of messages: wrap those"):
+        with pytest.raises(ValueError, match="is a list of messages: wrap the messages"):
             list(read_rows(path, SkippedRows(path), fields=fields))
 
 

@@ -217,7 +217,7 @@ def test_bare_messages_are_wrapped_and_not_skipped_one_by_one(
     with pytest.raises(DataError) as raised:
         list(read_rows(path, SkippedRows(path)))
 
-    wrap = 'wrap those of each conversation, as in [{"messages": […]}]'
+    wrap = 'wrap the messages of each conversation, as in [{"messages": […]}]'
     assert str(raised.value) == f"{path} is a list of messages: {wrap}"
     good, skipped = read(tmp_path, *turns, CHAT)
     assert (len(good), skipped.total) == (1, len(turns))
