@@ -23,7 +23,7 @@ from tests.waiting import SECONDS
 
 # Property tests use the same examples on every machine; the profile "explore" tries others.
 _NO_CLOCK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
-settings.register_profile("same", derandomize=True, max_examples=20, **_NO_CLOCK)
+settings.register_profile("same", derandomize=True, max_examples=15, **_NO_CLOCK)
 settings.register_profile("explore", derandomize=False, print_blob=True, **_NO_CLOCK)
 settings.load_profile("same")
 
@@ -83,6 +83,28 @@ def quick_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         # `fstat` still raises an error for a closed descriptor.
         monkeypatch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_trials() -> Iterator[None]:
+    """Try each tokenizer file once: a trial takes a process, and hundreds of runs have no cache."""
+    tokenizer = sys.modules.get("mlxtune.backend.text.tokenizer")
+    if tokenizer is None:  # the modules of these tests use none
+        yield
+        return
+    passed: set[str] = set()
+    try_in_process = tokenizer._problem_of
+
+    def problem_of(path: Path) -> str | None:
+        if (key := tokenizer._trial_key(path)) in passed:
+            return None
+        if not (problem := try_in_process(path)):
+            passed.add(key)
+        return problem
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(tokenizer, "_problem_of", problem_of)
         yield
 
 
@@ -180,8 +202,15 @@ def inspect(cli: Cli, model: Path, chat: Path) -> Cli:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that tests read and never change."""
-    return write_model(tmp_path_factory.mktemp("models") / "tiny-qwen3", "qwen3")
+    """A tiny model of one layer, because a run's cost grows with them; tests never change it."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-qwen3"
+    return write_model(folder, "qwen3", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of two layers, for files whose tests tell layers apart."""
+    return write_model(tmp_path_factory.mktemp("models") / "deep-qwen3", "qwen3")
 
 
 @pytest.fixture

@@ -114,8 +114,8 @@ def _random(
 ) -> np.ndarray[Any, Any]:
     """Return random weights that keep activations at the same scale; norms are around one."""
     if len(shape) == 1:
-        centre = 1.0 if "norm" in name and not model_type.startswith("gemma") else 0.0
-        return (centre + 0.1 * rng.standard_normal(shape)).astype(np.float32)
+        center = 1.0 if "norm" in name and not model_type.startswith("gemma") else 0.0
+        return (center + 0.1 * rng.standard_normal(shape)).astype(np.float32)
     return (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
 
 

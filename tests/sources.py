@@ -1,8 +1,9 @@
-"""The modules of the package, each parsed once in a test process."""
+"""The modules of the package, each parsed and walked once in a test process."""
 
 from __future__ import annotations
 
 import ast
+import gc
 from functools import cache
 from pathlib import Path
 
@@ -13,4 +14,12 @@ PACKAGE = ROOT / "mlxtune"
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    # Otherwise garbage collections in later tests pass over a million nodes.
+    gc.freeze()
+    return tree
+
+
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))

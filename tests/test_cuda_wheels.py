@@ -134,6 +134,7 @@ def test_kernels_for_hopper_need_crt(wheels: Wheels, monkeypatch: pytest.MonkeyP
         wheels.compile_hopper()
 
 
+@pytest.mark.long
 def test_sources_compile_with_mlxs_own_utilities(wheels: Wheels) -> None:
     sources = recorded()
     functions = [source.function for source in sources]

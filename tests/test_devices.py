@@ -55,7 +55,7 @@ def test_machine_becomes_a_row(tmp_path: Path) -> None:
         proof(device={"kind": "Metal", "name": "<>"}),
     ],
 )
-def test_file_that_is_no_proof_is_an_error_that_names_it(tmp_path: Path, content: Any) -> None:
+def test_non_proof_file_is_an_error_that_names_it(tmp_path: Path, content: Any) -> None:
     with pytest.raises(devices.BadProofError, match=r"mac\.json"):
         page_of(tmp_path, content)
 

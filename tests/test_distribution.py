@@ -14,7 +14,7 @@ from tests.paths import DOCS, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Other projects on PyPI.
-NEIGHBOURS = (
+NEIGHBORS = (
     "mlx",
     "mlx-embeddings-lora",
     "mlx-lm",
@@ -43,7 +43,7 @@ def test_pypi_would_refuse_the_package_s_own_name() -> None:
 
 def test_distribution_has_no_other_project_s_name() -> None:
     assert PROJECT["name"] == DISTRIBUTION
-    assert compared(DISTRIBUTION) not in set(map(compared, NEIGHBOURS))
+    assert compared(DISTRIBUTION) not in set(map(compared, NEIGHBORS))
     assert re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", DISTRIBUTION), "the normal form of PEP 503"
 
 

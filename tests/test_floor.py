@@ -97,9 +97,9 @@ def test_chunks_of_a_gated_delta_rule_count_in_its_layers(tmp_path: Path) -> Non
     assert found["attention"] == pytest.approx((1 + 3) * 2 * (2 * HEADS * WIDTH * PAIRS))
 
 
-def test_quantised_weights_count_as_what_they_stand_for(folder: Path, tmp_path: Path) -> None:
-    quantised = write_model(tmp_path / "q", "qwen3", quantize=4, num_hidden_layers=4)
-    assert flops(quantised) == pytest.approx(flops(folder))
+def test_quantized_weights_count_with_their_dequantized_size(folder: Path, tmp_path: Path) -> None:
+    quantized = write_model(tmp_path / "q", "qwen3", quantize=4, num_hidden_layers=4)
+    assert flops(quantized) == pytest.approx(flops(folder))
 
 
 def test_experts_are_a_product_each_over_the_tokens_that_they_get(tmp_path: Path) -> None:

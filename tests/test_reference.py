@@ -31,7 +31,7 @@ def maker() -> ModuleType:
     return module
 
 
-def test_reference_says_what_the_code_says(maker: ModuleType) -> None:
+def test_reference_matches_the_code(maker: ModuleType) -> None:
     assert maker.REFERENCE.read_text(encoding="utf-8") == maker.reference(), AGAIN
 
 

@@ -17,21 +17,21 @@ from tests.long.structure import (
     without_tests,
 )
 
-MOST_MODULES = 16
-FEWEST_LINES = 80
+MAX_MODULES = 16
+MIN_LINES = 80
 # Folders that may have short modules, as each command, format or mixer has its own file.
 ONE_FILE_EACH = ("commands/", "backend/adapters/file_formats/", "backend/models/mixers/")
 # Modules with a single importer, unless each is a file of its own: at most so many, none shorter.
-MOST_SINGLE_IMPORTERS, FEWEST_LINES_OF_THESE = 30, 130
-MOST_TWIN_NAMES = 6
-MOST_WITHOUT_TESTS = 42
+MAX_SINGLE_IMPORTERS, MIN_SINGLE_IMPORTER_LINES = 30, 130
+MAX_TWIN_NAMES = 6
+MAX_WITHOUT_TESTS = 42
 
 
 def test_no_folder_has_too_many_modules() -> None:
     counts: dict[str, int] = defaultdict(int)
     for path in modules():
         counts[short(path.parent)] += 1
-    assert {folder: count for folder, count in counts.items() if count > MOST_MODULES} == {}
+    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
 
 
 def test_short_module_has_several_importers() -> None:
@@ -42,7 +42,7 @@ def test_short_module_has_several_importers() -> None:
         if len(users[path]) < 2
         and not (name := short(path)).startswith(ONE_FILE_EACH)
         and not path.stem.endswith(SCRIPTS)
-        and (lines := length(path)) < FEWEST_LINES
+        and (lines := length(path)) < MIN_LINES
     }
     assert found == {}, "merge each into the module whose subject it is"
 
@@ -53,22 +53,22 @@ def test_few_modules_have_a_single_importer() -> None:
         for name, lines in single_importers().items()
         if not name.startswith(ONE_FILE_EACH)
     }
-    assert len(single) <= MOST_SINGLE_IMPORTERS, f"merge some of {single} into their importers"
-    assert min(single.values()) >= FEWEST_LINES_OF_THESE
+    assert len(single) <= MAX_SINGLE_IMPORTERS, f"merge some of {single} into their importers"
+    assert min(single.values()) >= MIN_SINGLE_IMPORTER_LINES
 
 
-def test_name_stands_for_one_module_or_package() -> None:
+def test_module_and_package_names_are_unique() -> None:
     twins = twin_names()
-    assert len(twins) <= MOST_TWIN_NAMES, f"rename modules of {twins}"
+    assert len(twins) <= MAX_TWIN_NAMES, f"rename modules of {twins}"
 
 
-def test_name_stands_for_one_class() -> None:
+def test_class_names_are_unique() -> None:
     assert twin_classes() == {}
 
 
-def test_most_modules_have_a_test_file_of_their_name() -> None:
+def test_most_modules_have_a_test_file_of_the_same_name() -> None:
     names = without_tests()
-    assert len(names) <= MOST_WITHOUT_TESTS, f"name tests after some of {names}"
+    assert len(names) <= MAX_WITHOUT_TESTS, f"name tests after some of {names}"
 
 
 def test_counts_see_what_they_count() -> None:

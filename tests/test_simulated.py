@@ -14,6 +14,7 @@ import pytest
 from tests.long.simulated import make_environment
 from tests.long.simulation import DEVICES
 from tests.paths import ROOT
+from tests.slow import long, slow
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="simulates a Mac on Linux")
 
@@ -46,9 +47,8 @@ def test_hidden_packages_and_proc_are_absent_in_every_process(tmp_path: Path) ->
     assert answer(python, code) == [[False] * 7, True, True]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["m1-8", "h200"])
-def test_device_answers_and_the_code_takes_a_gpus_ways(tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize("device", [slow("m1-8"), long("h200")])
+def test_device_works_and_gpu_code_is_used(tmp_path: Path, device: str) -> None:
     python = make_environment(tmp_path, hidden=False, device=device)
     code = (
         "import json, mlxtune.backend, mlx.core as mx\n"

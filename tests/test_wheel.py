@@ -89,19 +89,3 @@ def test_installed_package_finds_the_demo_that_it_carries(installed: Path, tmp_p
     assert (model / "config.json").is_file()
     assert data.is_file()
     assert model.is_relative_to(installed.parents[1])
-
-
-@pytest.mark.slow
-def test_demo_runs_from_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
-    process = subprocess.run(
-        [installed, "demo", "--max-steps", "50"],
-        cwd=tmp_path,
-        env=without_the_clone(),
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    assert (tmp_path / "mlxtune-demo" / "adapters.safetensors").is_file()
-    assert str(installed.parents[1]) in process.stderr, "the model of the wheel"
-    assert "Verdict     the adapter helped" in process.stderr
-    assert '"people":' in process.stderr.partition("\nAfter")[2]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -15,13 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.paths import DOCS, ROOT
-
-PACKAGE = ROOT / "mlxtune"
-# Modules may have the same name if it is a command's, or if one is the interface of the other.
-MOST_TWIN_MODULES = 6
-
-# Finds the names in a module.
-Finder = Callable[[ast.Module], Iterator[str]]
+from tests.sources import PACKAGE, nodes_of, tree_of
 
 
 class Name(NamedTuple):
@@ -80,11 +73,12 @@ def allowed(cell: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return rooms, tuple(each for each in quoted if each not in rooms)
 
 
-def parts(name: str) -> set[str]:
+@cache
+def parts(name: str) -> frozenset[str]:
     """Return the words in a name, in lower case and in the singular."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     words = {word for word in snake.split("_") if word}
-    return words | {word.removesuffix("s") for word in words}
+    return frozenset(words | {word.removesuffix("s") for word in words})
 
 
 def functions(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
@@ -113,9 +107,9 @@ def defined(node: ast.AST, *, public: bool = True) -> Iterator[str]:
                 yield field.id
 
 
-def given(tree: ast.Module) -> Iterator[str]:
+def given(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield every name that a module gives, also private names and those of local variables."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -126,21 +120,26 @@ def given(tree: ast.Module) -> Iterator[str]:
             yield node.attr
 
 
-def names_in(source: str, file: str, found_by: Finder = defined) -> list[Name]:
+def names_in(found: Iterable[str], file: str) -> list[Name]:
     stem = Path(file).stem
-    modules = [] if stem.startswith("__") else [stem]
-    return [Name(each, file) for each in [*modules, *found_by(ast.parse(source))]]
+    module = [] if stem.startswith("__") else [stem]
+    return [Name(each, file) for each in dict.fromkeys([*module, *found])]
 
 
 @cache
-def names(found_by: Finder = defined) -> list[Name]:
-    return [
-        name
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for name in names_in(
-            path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix(), found_by
-        )
-    ]
+def files() -> dict[str, Path]:
+    """Return the package's modules by their names below the package."""
+    return {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def public_names() -> list[Name]:
+    return [n for file, path in files().items() for n in names_in(defined(tree_of(path)), file)]
+
+
+@cache
+def every_name() -> list[Name]:
+    return [n for file, path in files().items() for n in names_in(given(nodes_of(path)), file)]
 
 
 def misused(word: Word, names: list[Name]) -> list[str]:
@@ -155,16 +154,16 @@ def misused(word: Word, names: list[Name]) -> list[str]:
 
 @pytest.mark.parametrize("word", glossary(), ids=lambda word: word.text)
 def test_public_name_uses_word_as_glossary_defines_it(word: Word) -> None:
-    assert misused(word, names()) == [], f"see `{word.text}` in docs/architecture.md, Words"
+    assert misused(word, public_names()) == [], f"see `{word.text}` in docs/architecture.md, Words"
 
 
 @pytest.mark.parametrize("word", avoided(), ids=lambda word: word.text)
 def test_no_name_has_an_avoided_word(word: Word) -> None:
-    assert misused(word, names(given)) == [], f"see `{word.text}` in docs/architecture.md, Words"
+    assert misused(word, every_name()) == [], f"see `{word.text}` in docs/architecture.md, Words"
 
 
 def test_every_exception_of_the_glossary_is_in_use() -> None:
-    every = names(given)
+    every = every_name()
     unused = [
         f"{word.text}: {pattern}"
         for word in glossary() + avoided()
@@ -197,26 +196,48 @@ def test_every_exception_of_the_glossary_is_in_use() -> None:
 def test_misuse_of_a_word_is_found(word: str, source: str) -> None:
     avoids = {each.text: each for each in avoided()}
     rule = avoids.get(word) or next(each for each in glossary() if each.text == word)
-    found_by = given if word in avoids else defined
-    assert misused(rule, names_in(source, "backend/step/new.py", found_by))
+    tree = ast.parse(source)
+    found = given(ast.walk(tree)) if word in avoids else defined(tree)
+    assert misused(rule, names_in(found, "backend/step/new.py"))
 
 
-def test_class_name_occurs_once() -> None:
-    homes: dict[str, list[str]] = defaultdict(list)
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                homes[node.name].append(path.relative_to(PACKAGE).as_posix())
-    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+AVOIDED_IN_NAMES = {
+    "limits are MAX or MIN": (
+        r"^_?(MOST|FEWEST|LONGEST|SHORTEST|LARGEST|SMALLEST|HIGHEST|LOWEST|LEAST)(_|$)",
+        ["_MOST_ROWS", "LONGEST"],
+    ),
+    "spelling is American": (
+        r"(?i)(quanti|initiali|normali|summari|recogni|plurali|tokeni|seriali|optimi)s(e|ing|ation)"
+        r"|(?i:colour|neighbour|behaviour|favour|licence|labelled|centre)",
+        ["initialise", "_COLOURS", "test_quantised_head_is_split"],
+    ),
+    "tests are named after the behaviour": (
+        r"^test_.*(_(told|said|anew|whatever|hears|says_so|all_the_same)|_are_no(?!_more)"
+        r"|(?<!there)_is_no(?!_longer))(_|$)",
+        ["test_file_is_no_table", "test_run_trains_all_the_same"],
+    ),
+}
 
 
-def test_module_name_rarely_occurs_twice() -> None:
-    homes: dict[str, list[str]] = defaultdict(list)
-    for path in PACKAGE.rglob("*.py"):
-        if not path.stem.startswith("__"):
-            homes[path.stem].append(path.relative_to(PACKAGE).as_posix())
-    twins = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
-    assert len(twins) <= MOST_TWIN_MODULES, twins
+def names_of_tests() -> list[Name]:
+    """Return the names that the tests give, by their files."""
+    return [
+        Name(text, path.relative_to(ROOT).as_posix())
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for text in (path.stem, *given(nodes_of(path)))
+    ]
+
+
+@pytest.mark.parametrize("rule", AVOIDED_IN_NAMES)
+def test_names_of_package_and_tests_follow_a_rule(rule: str) -> None:
+    pattern, wrong = AVOIDED_IN_NAMES[rule]
+    assert all(re.search(pattern, name) for name in wrong)
+    found = {
+        f"{name.file}: {name.text}"
+        for name in every_name() + names_of_tests()
+        if re.search(pattern, name.text)
+    }
+    assert sorted(found) == []
 
 
 # Words of the glossary in text: messages, templates and pages
@@ -236,15 +257,14 @@ AVOIDED_IN_TEXT = {
 }
 
 
-def messages(source: str) -> Iterator[str]:
+def messages(nodes: tuple[ast.AST, ...]) -> Iterator[str]:
     """Yield the texts of a module that are neither docstrings nor names."""
-    tree = ast.parse(source)
     documents = {
         id(node.value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         if is_text and id(node) not in documents and " " in node.value.strip():
             yield node.value
@@ -257,20 +277,24 @@ def prose(page: str) -> str:
     return re.sub(r"```.*?```|`[^`\n]*`", "", page, flags=re.DOTALL)
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """Yield each text that people read, with its file."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for message in messages(path.read_text(encoding="utf-8")):
-            yield path.relative_to(ROOT).as_posix(), message
+@cache
+def texts() -> dict[str, str]:
+    """Return the texts that people read, by file."""
+    found = {
+        f"mlxtune/{file}": "\n\n".join(messages(nodes_of(path))) for file, path in files().items()
+    }
     pages = [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "tests" / "long" / "README.md"]
     for path in sorted({*pages, *PACKAGE.rglob("*.html")} - {DOCS / "reference.md"}):
-        yield path.relative_to(ROOT).as_posix(), prose(path.read_text(encoding="utf-8"))
+        found[path.relative_to(ROOT).as_posix()] = prose(path.read_text(encoding="utf-8"))
+    return found
 
 
 @pytest.mark.parametrize("word", AVOIDED_IN_TEXT)
 def test_no_text_has_an_avoided_word(word: str) -> None:
     pattern = re.compile(AVOIDED_IN_TEXT[word])
-    found = {f"{file}: {match[0]}" for file, text in texts() for match in pattern.finditer(text)}
+    found = {
+        f"{file}: {match[0]}" for file, text in texts().items() for match in pattern.finditer(text)
+    }
     assert sorted(found) == []
 
 
@@ -284,6 +308,6 @@ def test_no_text_has_an_avoided_word(word: str) -> None:
     ],
 )
 def test_misuse_of_a_word_in_text_is_found(word: str, text: str) -> None:
-    assert re.search(AVOIDED_IN_TEXT[word], next(messages(f"print({text!r})")))
+    assert re.search(AVOIDED_IN_TEXT[word], next(messages((ast.Constant(text),))))
     assert not re.search(AVOIDED_IN_TEXT[word], "runs share a prefix, side by side")
     assert not re.search(AVOIDED_IN_TEXT[word], prose(f"`{text}` is code"))

@@ -31,7 +31,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.files import processes, writing
 from mlxtune.core.files.scratch import scratch_file, scratch_folder
 from mlxtune.core.files.writing import check_outputs
-from mlxtune.core.formatting import byte_size, pluralise, short_duration
+from mlxtune.core.formatting import byte_size, pluralize, short_duration
 from mlxtune.core.machine.conditions import busy
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.steps.pack import StepLengths
@@ -142,7 +142,7 @@ def _report_work(
     tokens, supervised = sum(map(len, each)), sum(example.supervised for example in each)
     console.say(
         "Steps",
-        f"{pluralise(len(steps), 'step')} of {pluralise(config.batch_size, 'row')}: {rows:,} rows, "
+        f"{pluralize(len(steps), 'step')} of {pluralize(config.batch_size, 'row')}: {rows:,} rows, "
         f"{tokens:,} tokens, {supervised:,} supervised",
     )
     if len(steps) < config.steps:
@@ -247,8 +247,8 @@ def show_benchmark(benchmark: Benchmark, console: Console) -> None:
     head, *rows = table(benchmark)
     title = (
         f"{benchmark.model}, {benchmark.dtype} on {benchmark.device}: "
-        f"{pluralise(benchmark.steps, 'step')} of {pluralise(benchmark.batch_size, 'row')}, "
-        f"{pluralise(len(benchmark.ours.runs), 'run')}"
+        f"{pluralize(benchmark.steps, 'step')} of {pluralize(benchmark.batch_size, 'row')}, "
+        f"{pluralize(len(benchmark.ours.runs), 'run')}"
     )
     console.print(shown(title, "bold"), soft_wrap=True)
     console.print(plain_table(head, rows))

@@ -26,7 +26,7 @@ from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.errors import MlxTuneError
 
 if TYPE_CHECKING:
-    from mlxtune.core.training.pipeline import PendingStep
+    from mlxtune.backend.step.optimizer_step import OptimizerStep
 
 OURS = "mlxtune"
 
@@ -136,7 +136,7 @@ class OurTrainer:
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take a step at the peak learning rate, which stays constant."""
-        self._result = self._start(number, examples).result()
+        self._result = self.pipeline.wait(self._start(number, examples)).result()
         return self._result.avg_loss
 
     def overlapped(self, steps: Sequence[Sequence[Example]]) -> Iterator[TimedStep]:
@@ -146,19 +146,20 @@ class OurTrainer:
         """
         last = time.perf_counter()
         # The step that is running; the None after the last step only lets that step complete.
-        started: tuple[Sequence[Example], PendingStep] | None = None
+        started: tuple[Sequence[Example], OptimizerStep] | None = None
         for number, examples in enumerate([*steps, None], 1):
             following = None if examples is None else (examples, self._start(number, examples))
             if started is not None:
-                taken, pending = started
-                self._result = pending.result()
+                taken, running = started
+                outcome = self.pipeline.wait(running)
+                self._result = outcome.result()
                 loss, peak = self._result.avg_loss, self._result.memory
-                yield _timed(self, taken, pending.ended - last, loss, peak)
-                last = pending.ended
+                yield _timed(self, taken, outcome.ended - last, loss, peak)
+                last = outcome.ended
             started = following
 
-    def _start(self, number: int, examples: Sequence[Example]) -> "PendingStep":
-        rate = self._config.rate
+    def _start(self, number: int, examples: Sequence[Example]) -> "OptimizerStep":
+        rate = self._config.peak_rate
         return self.pipeline.start_batch(examples, step=number, learning_rate=rate)
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         unguard()
         _main(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt as interrupt:
-        _exit(_INTERRUPTED, code=_code_of(interrupt))
+        _exit(_INTERRUPTED, code=_exit_status(interrupt))
 
 
 def _main(arguments: list[str]) -> NoReturn:
@@ -125,10 +125,10 @@ def _main(arguments: list[str]) -> NoReturn:
         sys.exit(FAILED)
     except TrainingInterrupted as interrupt:
         said = f"interrupted after step {interrupt.step}; {interrupt.saved}"
-        _exit(f"mlxtune: {said}", code=_code_of(interrupt))
+        _exit(f"mlxtune: {said}", code=_exit_status(interrupt))
     except Exception as error:
         if (behind := _interrupt_behind(error)) is not None:
-            _exit(_INTERRUPTED, code=_code_of(behind))
+            _exit(_INTERRUPTED, code=_exit_status(behind))
         # Training turns faults into errors that name a checkpoint. Faults in other stages, such as
         # loading, arrive here.
         fault = fault_of(error) if isinstance(error, RuntimeError | MemoryError) else None
@@ -138,7 +138,7 @@ def _main(arguments: list[str]) -> NoReturn:
     sys.exit(FAILED if passed is False else DONE)
 
 
-def _code_of(interrupt: KeyboardInterrupt) -> int:
+def _exit_status(interrupt: KeyboardInterrupt) -> int:
     if isinstance(interrupt, Interrupted | TrainingInterrupted):
         return 128 + interrupt.signal
     return 128 + signal.SIGINT

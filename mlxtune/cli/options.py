@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,11 +80,13 @@ class Command(click.Command):
         try:
             if not ctx.resilient_parsing:
                 self._check_given_once(ctx, args)
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, [*args])  # which empties its list
         except click.UsageError as error:
             if not error.message.startswith("Got unexpected extra argument"):
                 raise
             remedy = f"write an option before each value{self._such_as(error.message)}"
+            if listed := self._listed(args):
+                remedy = f"use {listed}"
             raise click.UsageError(f"{error.message}: {remedy}; see --help", ctx) from error
 
     def _check_given_once(self, ctx: click.Context, args: list[str]) -> None:
@@ -108,6 +111,15 @@ class Command(click.Command):
         option_names = {name for param in self.params for name in param.opts}
         option = next((name for name in names if name in option_names), "")
         return f", such as {as_flag(_plain(option), value)}" if option else ""
+
+    def _listed(self, args: list[str]) -> str:
+        """Return the option whose names are arguments of their own, with commas between them."""
+        lists = {name for each in self.params if "," in str(each.metavar) for name in each.opts}
+        for at, name in enumerate(args):
+            values = list(takewhile(lambda value: not value.startswith("-"), args[at + 1 :]))
+            if name in lists and len(values) > 1:
+                return as_flag(_plain(name), ",".join(value.strip(",") for value in values))
+        return ""
 
     def _unknown(self, args: list[str]) -> Iterator[str]:
         """Yield a suggestion for each unknown option, if any of them has an equivalent in mlxtune.

@@ -33,7 +33,7 @@ HELP = """\
 /quit          quit; Ctrl-D does too
 Ctrl-C stops an answer. Start a line with // to send a message that starts with /."""
 # The largest number of characters in a line of input: a pipe may send an endless line.
-_LONGEST_LINE = 2**20
+_MAX_LINE_BYTES = 2**20
 _SAVE_FILE = "conversations.jsonl"
 _NAMES = {False: "base model", True: "adapter"}
 
@@ -45,7 +45,7 @@ def chat(config: ChatConfig) -> None:
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    with closing(RunConsole(quiet=config.quiet)) as console:
+    with closing(RunConsole(quiet=config.quiet, brief=True)) as console:
         session = trained_model.UseSession(config, console)
         session.reader.require_template()
         session.reader.warn_of_thinking(config.thinking, console)
@@ -170,8 +170,8 @@ class _Conversation:
             return
         # A newly chosen model continues the conversation of the other model.
         latest = self.messages[max(self.messages)]
-        chosen = {"base": (False,), "adapter": (True,), "both": (False, True)}[name]
-        self.messages = {on: self.messages.get(on, latest) for on in chosen}
+        selected = {"base": (False,), "adapter": (True,), "both": (False, True)}[name]
+        self.messages = {on: self.messages.get(on, latest) for on in selected}
         _note(f"{self.who} from now on")
 
     def _save(self, name: str) -> None:
@@ -222,9 +222,9 @@ def _lines() -> Iterator[str]:
 
 
 def _read_line() -> str:
-    line = sys.stdin.readline(_LONGEST_LINE)
+    line = sys.stdin.readline(_MAX_LINE_BYTES)
     if not line:
         raise EOFError
-    if len(line) == _LONGEST_LINE:
-        raise DataError(f"standard input: has a line of more than {_LONGEST_LINE:,} characters")
+    if len(line) == _MAX_LINE_BYTES:
+        raise DataError(f"standard input: has a line of more than {_MAX_LINE_BYTES:,} characters")
     return line.rstrip("\r\n")

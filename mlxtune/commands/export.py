@@ -76,7 +76,7 @@ def _merge(config: ExportConfig, source: verified_output.Source, folder: Path) -
         written, target = merged / merged_gguf.MERGED, folder / merged_gguf.MERGED
         if config.quantize and quantizer is not None:
             console.say("Quantising", f"to {config.quantize} with {quantizer}")
-            merged_gguf.quantise(quantizer, written, target, config.quantize)
+            merged_gguf.quantize_gguf(quantizer, written, target, config.quantize)
             certificate = replace(certificate, quantized=config.quantize)
         else:
             move(written, target)

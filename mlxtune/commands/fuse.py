@@ -3,25 +3,26 @@
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from mlxtune.backend.adapters import compare_logits, fusing
+from mlxtune.backend.adapters import compare_logits, fusing, gptq
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
-from mlxtune.backend.adapters.certificate import MOST_LOST, Retention, try_in_order
+from mlxtune.backend.adapters.certificate import MAX_LOST, Retention, try_in_order
 from mlxtune.backend.adapters.file_formats import merged_gguf
-from mlxtune.backend.adapters.storage import AS_BASE
+from mlxtune.backend.adapters.storage import AS_BASE, Storage
 from mlxtune.backend.device import allocator
-from mlxtune.backend.models.loading import BaseModel, prepare, read_weights
+from mlxtune.backend.models.loading import BaseModel, open_base, prepare, read_weights
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import NF4, is_quantized
 from mlxtune.backend.step.evaluator import Evaluator
-from mlxtune.config import FuseConfig
+from mlxtune.config import DataConfig, EvalConfig, FuseConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.evaluation.row_losses import sums_of
 from mlxtune.core.files.remembered import is_own
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import byte_size, duration, pluralize
 from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.errors import MlxTuneError
 from mlxtune.session import verified_output
@@ -29,9 +30,10 @@ from mlxtune.session.arguments import takes_options
 from mlxtune.session.dataset import load_dataset
 from mlxtune.session.reader import Reader
 from mlxtune.session.resuming import run_config
+from mlxtune.session.trained_model import as_trained
 
 # The largest number of rows to measure on: more rows take longer and hardly change the result.
-_MOST_ROWS = 100
+_MAX_ROWS = 100
 
 
 @dataclass(frozen=True)
@@ -107,26 +109,31 @@ def show(config: FuseConfig) -> None:
 
 def _choose_storage(
     config: FuseConfig, source: verified_output.Source
-) -> tuple[str, Retention | None]:
+) -> tuple[Storage, Retention | None]:
     """Return how to store the trained projections, and how much of the adapter's gain is lost.
 
-    Measures the loss on the run's validation rows, if this user made the run, the data still exists
-    and the adapter lowers that loss, or else the KL divergence from the trained model on the
-    proof's prompts. If only one way is possible, as without quantised projections, nothing is
-    measured, and the second value is None.
+    Measures the loss on held-out rows, if there are any and the adapter lowers their loss, or else
+    the KL divergence from the trained model on the proof's prompts. If only one way is possible, as
+    without quantised projections, nothing is measured, and the second value is None.
 
-    Raises the errors of `load_base` and `load_adapted`.
+    Raises ConfigError, or the errors of `load_base` and `load_adapted`.
     """
-    storages = fusing.storages(source.folder, source.adapter, source.base_options)
-    if len(storages) == 1:
+    storages = fusing.storages(source.folder, source.adapter, source.base_options, config.bits)
+    if len(storages) == 1 and config.bits is None:
         return AS_BASE, None
     source.console.say("Measuring", "how much of the adapter's gain is lost by quantising again")
+    rows = _rows_of_data(config, source) if config.data else _rows_of_run(source)
     adapted = load_adapted(verified_output.load_base(source), source.file)
-    measure = _measure_of(source, adapted)
+    measure = _measure_of(source, adapted, rows.validation)
     del adapted
     allocator.release()
+    rounded: dict[str, Storage] = {}
 
-    def value_of(storage: str) -> float:
+    def value_of(storage: Storage) -> float | None:
+        if storage.gptq:
+            if (made := _round_by_gptq(source, storage, rows.train)) is None:
+                return None
+            storage = rounded[storage.name] = made
         fused = fusing.fused_model(
             source.folder, source.adapter, source.base_options, dequantize=False, storage=storage
         )
@@ -137,26 +144,61 @@ def _choose_storage(
         allocator.release()
         return value
 
-    chosen = storages[:1] if config.force else storages
-    retention = try_in_order(measure.name, "nats", measure.base, measure.trained, chosen, value_of)
-    first = retention.tried[0]
-    if first.lost > MOST_LOST:
-        loses = (
-            f"with weights quantised again as in the base, the adapter loses {first.lost:.0%} of "
-            "its gain"
-        )
-        best = retention.chosen
+    selected = storages[:1] if config.force else storages
+    retention = try_in_order(
+        measure.name, "nats", measure.base, measure.trained, selected, value_of
+    )
+    first, best = retention.tried[0], retention.selected
+    if first.lost > MAX_LOST:
+        if not any(storage.gptq for storage in storages):
+            source.console.say("GPTQ", "not tried, as it is for the affine mode: more bits remain")
         source.console.warn(
-            f"{loses}: it is worth more on its own, or with --dequantize"
-            if config.force
-            else f"{loses}: the trained projections are stored {best.storage}, which loses "
-            f"{best.lost:.0%} (--force stores them as in the base)"
+            f"with the trained projections stored {first.storage}, the adapter loses "
+            f"{first.lost:.0%} of its gain: "
+            + (
+                "it is worth more on its own, or with --dequantize"
+                if best is first
+                else f"they are stored {best.storage}, which loses {best.lost:.0%} "
+                "(--force stores them as in the base)"
+            )
         )
-    return retention.chosen.storage, retention
+    named = {storage.name: storage for storage in storages} | rounded
+    return named[best.storage], retention
 
 
-def _measure_of(source: verified_output.Source, adapted: Adapted) -> _Measure:
-    if (rows := _validation_rows(source)) is not None:
+def _round_by_gptq(
+    source: verified_output.Source, storage: Storage, rows: CorpusRows | None
+) -> Storage | None:
+    """Return a storage format with the projections rounded; None, with a line, if impossible."""
+    say = partial(source.console.say, "GPTQ")
+    if not rows:
+        say("not tried, without the rows of training: name them, or rows like them, with --data")
+        return None
+    base = open_base(source.folder, source.config.dtype, source.base_options)
+    merged = fusing.merged_weights(source.folder, source.adapter, source.base_options)
+    order = np.random.default_rng(0).permutation(len(rows)).tolist()
+    examples = (example for index in order for example in rows[index])
+    if (drawn := gptq.calibration(base, merged, examples)) is None:
+        say("not tried: it needs more than the free memory")
+        return None
+    used = f"{pluralize(len(drawn.real), 'token')} of {pluralize(len(drawn.ids), 'example')}"
+    say(f"rounding on {used}, in up to {byte_size(drawn.memory)} of memory")
+    read_weights(base)
+    made, nearest = gptq.round_projections(
+        base, merged, storage, drawn, lambda seconds: say(f"takes about {duration(seconds)}")
+    )
+    if nearest:
+        fell_back = f"{pluralize(nearest, 'weight')} fell back"
+        say(f"{fell_back} to round-to-nearest: not affine, or too few inputs")
+    del base, merged
+    allocator.release()
+    return made
+
+
+def _measure_of(
+    source: verified_output.Source, adapted: Adapted, rows: CorpusRows | None
+) -> _Measure:
+    if rows:
 
         def loss(base: BaseModel) -> float:
             with closing(Evaluator(base, source.console.warn)) as evaluator:
@@ -168,7 +210,7 @@ def _measure_of(source: verified_output.Source, adapted: Adapted) -> _Measure:
         adapted.use_adapter(True)
         if without > trained:
             return _Measure(
-                f"Loss on {pluralise(len(rows), 'validation row')}", without, trained, loss
+                f"Loss on {pluralize(len(rows), 'validation row')}", without, trained, loss
             )
     prompts = verified_output.prompts_for(source)
     reference = compare_logits.reference_of(adapted, prompts, "float32", everywhere=False)
@@ -178,28 +220,54 @@ def _measure_of(source: verified_output.Source, adapted: Adapted) -> _Measure:
     def divergence(base: BaseModel) -> float:
         return compare_logits.compare(base.model, reference).mean_kl
 
-    return _Measure(f"KL on {pluralise(len(prompts), 'prompt')}", without, 0.0, divergence)
+    return _Measure(f"KL on {pluralize(len(prompts), 'prompt')}", without, 0.0, divergence)
 
 
-def _validation_rows(source: verified_output.Source) -> CorpusRows | None:
-    """Return rows that the adapter's run held out, or None.
+@dataclass(frozen=True)
+class _Rows:
+    """The rows to round on, and the rows to measure on; None if there are none."""
+
+    train: CorpusRows | None = None
+    validation: CorpusRows | None = None
+
+
+def _rows_of_data(config: FuseConfig, source: verified_output.Source) -> _Rows:
+    """Return the rows of --data, read as in training; some are held out for the measurement."""
+    adapter, trust = str(source.file.path), config.trust_remote_code
+    named = EvalConfig(
+        str(source.folder), adapter=adapter, data=config.data, trust_remote_code=trust
+    )
+    data = as_trained(named, source.file).data_config(val_split=DataConfig.val_split)
+    rows = load_dataset(data, Reader(data, source.folder)).rows
+    return _Rows(rows.train, _sample(rows.validation, data.seed))
+
+
+def _rows_of_run(source: verified_output.Source) -> _Rows:
+    """Return the rows of the adapter's run, as far as they are unchanged.
 
     Ignores another user's run, which could choose the files to read.
     """
     origin = source.file.origin
     run = origin.run
     if run is None or not is_own(run):
-        return None
+        return _Rows()
     try:
         if (point := find_resume_point(run)) is None:
-            return None
+            return _Rows()
         data = run_config(run, point.checkpoint, {})
-        rows = load_dataset(data, Reader(data, source.folder)).rows.validation
+        rows = load_dataset(data, Reader(data, source.folder)).rows
     except MlxTuneError:
-        return None
-    if origin.metadata.get("validation_hash") != rows.corpus.data_hash() or not len(rows):
-        return None
-    if len(rows) <= _MOST_ROWS:
+        return _Rows()
+
+    def unchanged(part: CorpusRows, name: str) -> CorpusRows | None:
+        return part if origin.metadata.get(name) == part.corpus.data_hash() else None
+
+    validation = unchanged(rows.validation, "validation_hash")
+    return _Rows(unchanged(rows.train, "data_hash"), validation and _sample(validation, data.seed))
+
+
+def _sample(rows: CorpusRows, seed: int) -> CorpusRows:
+    if len(rows) <= _MAX_ROWS:
         return rows
-    drawn = np.random.default_rng(data.seed).permutation(len(rows))[:_MOST_ROWS]
+    drawn = np.random.default_rng(seed).permutation(len(rows))[:_MAX_ROWS]
     return CorpusRows(rows.corpus, [rows.indices[i] for i in sorted(drawn.tolist())])

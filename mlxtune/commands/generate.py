@@ -12,7 +12,6 @@ from typing import Any
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, seed
 from mlxtune.config import GenerateConfig, as_path
 from mlxtune.config.limits import RECORD, parse_json
-from mlxtune.core.data.conversation import role_of
 from mlxtune.core.data.problems import BadRow, where
 from mlxtune.core.data.prompt import (
     MAX_BYTES,
@@ -24,6 +23,7 @@ from mlxtune.core.data.prompt import (
 )
 from mlxtune.core.data.sources.datafiles import find_data_files
 from mlxtune.core.data.sources.keys import letters
+from mlxtune.core.data.sources.messages import role_of
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.core.files.reading import file_hash, open_regular, read_start
 from mlxtune.core.files.writing import (
@@ -33,7 +33,7 @@ from mlxtune.core.files.writing import (
     make_folder,
     write_file,
 )
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.errors import ConfigError, DataError, OutputError, shorten
 from mlxtune.session import trained_model
 from mlxtune.session.arguments import ResolvedOptions, takes_resolved
@@ -60,7 +60,7 @@ def generate(
     config = options.config
     if config.data is not None:
         raise ConfigError(["--data: call mlxtune.commands.generate.answer_rows"])
-    with closing(RunConsole(quiet=config.quiet)) as console:
+    with closing(RunConsole(quiet=config.quiet, brief=True)) as console:
         session = trained_model.UseSession(config, console)
         reader = session.reader
         content, where = _content(config)
@@ -161,12 +161,12 @@ def answer_rows(options: ResolvedOptions[GenerateConfig]) -> Path:
         lines = (json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in written)
         write_file(output, lines)
         if written:
-            console.say("Resume", f"{output} has the first {pluralise(len(written), 'answer')}")
+            console.say("Resume", f"{output} has the first {pluralize(len(written), 'answer')}")
         todo = list(zip(prompts, stamps, strict=True))[len(written) :]
         _answer(session, output, todo, len(written))
         unanswered = sum(isinstance(prompt, str) for _, _, prompt in prompts)
-        without = f", {pluralise(unanswered, 'row')} not answered" if unanswered else ""
-        answers = pluralise(len(prompts) - unanswered, "answer")
+        without = f", {pluralize(unanswered, 'row')} not answered" if unanswered else ""
+        answers = pluralize(len(prompts) - unanswered, "answer")
         console.say("Done", f"{answers} in {output}{without}")
     return output
 
@@ -293,7 +293,7 @@ def _answer(
             append_line(output, json.dumps(entry, ensure_ascii=False))
             done += 1
     except KeyboardInterrupt:
-        console.warn(f"{output} has {pluralise(done, 'answer')}: the same command adds the others")
+        console.warn(f"{output} has {pluralize(done, 'answer')}: the same command adds the others")
         raise
 
 

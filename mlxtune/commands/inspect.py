@@ -79,8 +79,8 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection
     skipped = findings.skip_findings(dataset.files)
     every_finding = tuple(findings.by_loss([*dataset.findings, *skipped]))
     if config.row is None:
-        chosen = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)
-    elif not (chosen := examples.of_row(config.row)):
+        selected = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)
+    elif not (selected := examples.of_row(config.row)):
         raise DataError(why_not_shown(config.row, reader, dataset))
     return inspection.Inspection(
         model=config.model_path,
@@ -96,7 +96,7 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection
         limits=inspection.limits(dataset.files, config.max_seq_len, config.cut),
         cost=examples.cost(config.batch_size),
         findings=every_finding,
-        shown=examples.show(chosen, reader.tokenizer, every_finding),
+        shown=examples.show(selected, reader.tokenizer, every_finding),
     )
 
 

@@ -17,7 +17,7 @@ from mlxtune.core.steps.scaling import Scaling, busiest_fraction, busiest_items
 from mlxtune.core.training.schedule import count_steps
 from mlxtune.session import memory_planning
 from mlxtune.session.arguments import ResolvedOptions, takes_resolved
-from mlxtune.session.auto import choose_auto_options
+from mlxtune.session.auto import with_auto_options
 from mlxtune.session.dataset import Dataset
 from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole, print_stages
@@ -36,7 +36,7 @@ def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
     console = RunConsole(quiet=config.quiet)
     session = TrainingSession(config, console, options.given)
     if config.data and config.auto:
-        choose_auto_options(session)
+        session = with_auto_options(session)
     dataset = session.load() if config.data else None
     config, base = session.config, session.base
     steps = memory_planning.first_steps(config, dataset)
@@ -60,7 +60,7 @@ def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
         line := memory_planning.truncation_loss_line(config, base, workload, dataset)
     ):
         console.warn(line)
-    chosen = memory_planning.choose_plan(config, base, workload)
+    memory_plan = memory_planning.choose_plan(config, base, workload)
     adapter = apply_lora(base.model, config.pipeline_config())
     for warning in adapter.warnings():
         console.warn(warning)
@@ -72,14 +72,14 @@ def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
         dtype=base.dtype,
         device=default_device.device_name(),
         max_seq_len=config.max_seq_len,
-        memory=chosen,
-        larger_limit=memory_planning.larger_limit(config, chosen, workload),
+        memory=memory_plan,
+        larger_limit=memory_planning.larger_limit(config, memory_plan, workload),
         longest=longest,
         free_memory=allocator.free_now(),
         # Sampling takes time too, which no run has measured.
         speed=None
         if config.objective in REWARDED
-        else read_speed(config.cache_path, memory_planning.speed_key(chosen, base.dtype)),
+        else read_speed(config.cache_path, memory_planning.speed_key(memory_plan, base.dtype)),
     )
     if dataset is None:
         return run_plan

@@ -101,7 +101,7 @@ def write_package(
         )
     known = (
         *("base", "prompt", "objective", "rank", "alpha", "rslora", "init", "target_ranks"),
-        "trained_rows",
+        *("chat_template", "trained_rows"),
     )
     own = source.adapter.settings.get("mlxtune", {})
     settings = {"mlxtune": {name: own[name] for name in known if name in own}}

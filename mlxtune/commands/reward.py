@@ -15,7 +15,7 @@ from mlxtune.config.data_config import parse_fields
 from mlxtune.core.data.problems import BadRow, SkippedRows, where
 from mlxtune.core.data.prompt import PromptRow, read_prompts
 from mlxtune.core.data.sources.rows import read_objects
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.errors import DataError, as_called
 from mlxtune.rewards.functions import RewardSpec, parse_rewards
 from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
@@ -24,7 +24,7 @@ from mlxtune.views.terminal import plain_table, result_console
 from mlxtune.views.visible import escape
 
 OWN, OTHER, EMPTY, GIVEN = "the row's", "another row's", "empty", "from the file"
-_MOST_PROBLEMS = 10
+_MAX_PROBLEMS = 10
 _WIDTH = 30
 
 
@@ -108,9 +108,9 @@ def show(config: RewardConfig) -> bool:
         )
     else:
         _print(trial)
-    for problem in trial.problems[:_MOST_PROBLEMS]:
+    for problem in trial.problems[:_MAX_PROBLEMS]:
         print_line(f"no reward: {as_called(problem)}", stderr=True)
-    if (more := len(trial.problems) - _MOST_PROBLEMS) > 0:
+    if (more := len(trial.problems) - _MAX_PROBLEMS) > 0:
         print_line(f"no reward: {more} more", stderr=True)
     for name in trial.constant:
         print_line(
@@ -204,5 +204,5 @@ def _from_file(name: str, rows: Sequence[PromptRow]) -> Iterator[tuple[str, Comp
             found = True
             yield GIVEN, Completion.of(by_number[row], text)
     if not found:
-        first = pluralise(len(rows), "row")
+        first = pluralize(len(rows), "row")
         raise DataError(f"{path} has no answer to the first {first}: raise --rows")

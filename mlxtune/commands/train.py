@@ -11,56 +11,49 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.adapters.adapter_folder import check_beside, check_known, check_replaceable
-from mlxtune.backend.adapters.attach import check_base
-from mlxtune.backend.adapters.file_formats.mlx_lm import copy_mlx_lm
+from mlxtune.backend.adapters.adapter_folder import check_beside
 from mlxtune.backend.device import allocator
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.launch import join_run
-from mlxtune.config import DemoConfig, TrainConfig, as_path
+from mlxtune.config import DemoConfig, TrainConfig
 from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows
 from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.files.reading import read_text
-from mlxtune.core.files.writing import (
-    check_outputs,
-    check_writable,
-    make_folder,
-    same_place,
-    write_json,
-)
-from mlxtune.core.machine.conditions import ConditionsWatch, Sensors, kept_awake
+from mlxtune.core.files.writing import write_json
+from mlxtune.core.machine.conditions import ConditionsPoller, Sensors, kept_awake
 from mlxtune.core.run import run_folder, trained_rows
-from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.core.run.metrics import InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import StepProfiler
 from mlxtune.core.run.run_folder import ResumePoint
-from mlxtune.core.run.saving import check_space, free_space, write_adapter_of
+from mlxtune.core.run.saving import check_space, free_space
 from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserver
 from mlxtune.core.training.pipeline import StepSource
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.errors import ConfigError, OutputError, resume_command
 from mlxtune.session.arguments import ResolvedOptions, takes_options, takes_resolved, with_rows
-from mlxtune.session.auto import choose_auto_options
+from mlxtune.session.auto import with_auto_options
 from mlxtune.session.interrupt import stop_on_interrupt
 from mlxtune.session.judge import ValidationAnswers, judge
 from mlxtune.session.memory_planning import save_run_speed
-from mlxtune.session.prepared_run import RunParts, about_result, about_run, prepare
+from mlxtune.session.prepared_run import RunParts, prepare
 from mlxtune.session.resuming import check_unchanged, find_run, print_resume
-from mlxtune.session.session import RunSession
+from mlxtune.session.run_records import about_result, about_run, write_adapter
+from mlxtune.session.run_session import (
+    RunSession,
+    check_paths,
+    check_start,
+    lock_folder,
+    trained_before,
+)
 from mlxtune.tracking import TrackingObserver, check_trackers
 from mlxtune.views import plan_text, run_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.pages.run_page import ResultCard, write_page
-
-# Suffixes of files in formats that `train` does not write.
-_OTHER_FILES = (".bin", ".csv", ".gguf", ".json", ".jsonl", ".npz", ".pt", ".pth", ".txt", ".yaml")
 
 
 @dataclass(frozen=True)
@@ -128,7 +121,7 @@ def train(
         session = RunSession(worker_run, options.given, resume, options.initial)
         check_paths(session)
         if session.config.auto:
-            choose_auto_options(session)
+            session = with_auto_options(session)
         config = session.config
         if not (dry_run or config.allow_sleep) and worker_run.first_on_machine:
             cleanup.enter_context(kept_awake())
@@ -144,7 +137,7 @@ def train(
             ledgers=session.dataset.ledgers,
             model_path=config.model_path,
         )
-        with stop_requests(session) as should_stop, ConditionsWatch(Sensors()) as watch:
+        with stop_requests(session) as should_stop, ConditionsPoller(Sensors()) as watch:
             source = source_of(session, parts.pipeline, cleanup)
             trainer = make_trainer(
                 session, parts, source, should_stop, stop_after, watch, observers, live
@@ -160,15 +153,15 @@ def train(
             text_hash = session.reader.text_hash
             own = trained_rows.identities_of(trainer.train_rows, text_hash)
             trained = np.union1d(own, trained_before(session))
-            records = records_of(session, parts, trainer, trained)
+            files = files_to_write(session, parts, trainer, trained)
             write = partial(write_adapter, parts.pipeline, trainer, config.output_path, resume)
             # A run that is replayed up to a step writes checkpoints, but no adapter.
             training = trainer.train(
-                records, resume=resume, write_adapter=write if stop_after is None else None
+                files, resume=resume, write_adapter=write if stop_after is None else None
             )
         if stop_after is not None:
             return result_of(training=None, adapter=None, peak_memory_gb=allocator.peak_gb())
-        run = finish(session, parts, trainer, training, records[run_folder.ABOUT])
+        run = finish(session, parts, trainer, training, files[run_folder.ABOUT])
         judged = JudgedRows.of(trainer.val_rows, trained, candidates_of(training), text_hash)
         peak_gb, total_steps = allocator.peak_gb(), trainer.total_steps
         # Free the model: the adapter is read back from its file and judged on a new one.
@@ -190,7 +183,7 @@ def train(
         )
 
 
-def records_of(
+def files_to_write(
     session: RunSession, parts: RunParts, trainer: InstructTrainer, trained: npt.NDArray[np.uint64]
 ) -> dict[str, Any]:
     """Return the files that a run writes before its first step, by their names.
@@ -199,7 +192,7 @@ def records_of(
     """
     return {
         run_folder.LEDGER: [ledger.as_dict() for ledger in session.dataset.ledgers],
-        run_folder.ABOUT: about_run(session, parts, trainer),
+        run_folder.ABOUT: about_run(session, parts.base, parts.pipeline.lora, parts.plan, trainer),
         run_folder.TRAINED_ROWS: trained_rows.as_bytes(trained),
     }
 
@@ -268,84 +261,6 @@ def show_demo(config: DemoConfig) -> None:
         console.say("" if number else "Next", line, copyable=True)
 
 
-def trained_before(session: RunSession) -> npt.NDArray[np.uint64]:
-    """Return the identities of the rows that the adapter was already trained on."""
-    if session.resume is not None:
-        # With another --output, the record is in the folder of the run that is resumed.
-        run = session.resume.checkpoint.folder.parent
-        return trained_rows.read_trained_rows(run, session.console.warn)
-    if session.initial is None:
-        return trained_rows.NO_ROWS
-    return trained_rows.rows_behind(session.initial.path, session.console.warn)
-
-
-def check_paths(session: RunSession) -> None:
-    """Check before any work that files can be read and written.
-
-    Raises DataError or OutputError.
-    """
-    config, output = session.config, session.config.output_path
-    if output.name == ADAPTER_CONFIG:
-        raise OutputError(
-            f"{output} would be overwritten with the adapter's config: choose another --output"
-        )
-    if same_place(output.parent, session.folder):
-        raise OutputError(f"{output.parent} is the model's own folder: choose another --output")
-    if (named := as_path(config.output)).suffix in _OTHER_FILES and not named.is_dir():
-        raise OutputError(
-            f"{named}: an adapter is a .safetensors file: name one, or a folder, as --output"
-        )
-    check_outputs([output, output.with_name(ADAPTER_CONFIG)], session.inputs, "--output")
-    check_replaceable(output)
-    run_folder.check_outside(output, config.checkpoint_path)
-    check_writable(config.checkpoint_path, "--checkpoint-dir")
-    if session.resume is None and not config.overwrite:
-        check_known(output, run_folder.adapters_in(config.checkpoint_path))
-
-
-def check_start(session: RunSession) -> None:
-    """Raise ConfigError if a run would replace or move the adapter that it starts from.
-
-    The run's verdict compares with that adapter, and its replay starts there. Raises ModelError if
-    the adapter was trained on another base.
-    """
-    config, start = session.config, session.initial
-    if start is None:
-        return
-    check_base(start, session.folder, other_base=config.other_base)
-    inside = start.path.resolve().is_relative_to(config.checkpoint_path.resolve())
-    if inside or same_place(start.path, config.output_path):
-        raise ConfigError(
-            [
-                f"--init-adapter: this run would replace {start.path}, with which its verdict "
-                "compares: choose another --output"
-            ]
-        )
-
-
-def lock_folder(session: RunSession, cleanup: ExitStack) -> None:
-    """Lock the run's folder and adapter until `cleanup` closes or this process ends.
-
-    Raises OutputError if another process trains there, or if a new run finds an unfinished run
-    there.
-    """
-    config, resume = session.config, session.resume
-    folder = config.checkpoint_path
-    for new in (config.output_path.parent, folder):
-        if not new.exists():
-            cleanup.callback(run_folder.discard_empty, new)
-    if (lock := run_folder.lock_output(config.output_path)) is not None:
-        cleanup.callback(lock.release)
-    cleanup.callback(run_folder.lock_run(folder, new=resume is None).release)
-    if resume is None:
-        run_folder.check_own(folder)
-    if resume is None and not config.overwrite and run_folder.is_unfinished(folder):
-        raise OutputError(
-            f"{folder} holds an unfinished run: resume it with {resume_command(folder)}, "
-            "or start over with --overwrite"
-        )
-
-
 @contextmanager
 def stop_requests(session: RunSession) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C or `mlxtune watch` asked the run to stop."""
@@ -376,7 +291,7 @@ def make_trainer(
     source: StepSource | None,
     should_stop: Callable[[], bool],
     stop_after: int | None,
-    watch: ConditionsWatch,
+    watch: ConditionsPoller,
     observers: Sequence[TrainingObserver],
     live: bool,
 ) -> InstructTrainer:
@@ -400,9 +315,7 @@ def make_trainer(
             on_record=observer.on_profile,
             on_problem=observer.on_problem,
         )
-    surroundings = MachineMonitor(
-        lambda: watch.latest, observer, config.pause_on_battery, should_stop
-    )
+    monitor = MachineMonitor(lambda: watch.latest, observer, config.pause_on_battery, should_stop)
     return InstructTrainer(
         pipeline,
         rows,
@@ -412,7 +325,7 @@ def make_trainer(
         should_stop=should_stop,
         stop_after=stop_after,
         profiler=profiler,
-        surroundings=surroundings,
+        monitor=monitor,
         objective=pipeline.objective,
         cache=config.cache_path,
         source=source,
@@ -445,7 +358,7 @@ def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -
     plan, steps = parts.plan, (trainer.total_steps, trainer.steps_per_epoch, config.max_steps)
     lines = (
         plan_text.few_steps_line(*steps, config if session.auto_chose_epochs else None),
-        plan_text.large_rate_line(config.rate),
+        plan_text.large_rate_line(config.peak_rate),
         plan_text.micro_batches_line(plan),
         plan_text.peak_line(plan),
         plan_text.free_line(plan, allocator.free_now()),
@@ -458,31 +371,6 @@ def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -
         console.say("", line)
     for folder, why in session.resume.skipped.items() if session.resume else ():
         console.warn(f"{folder} cannot be used: {why}")
-
-
-def write_adapter(
-    pipeline: InstructPipeline,
-    trainer: InstructTrainer,
-    output: Path,
-    resume: ResumePoint | None,
-    result: InstructTrainResult,
-) -> None:
-    """Write the best checkpoint's adapter or, without validation, the current adapter.
-
-    Raises OutputError.
-    """
-    unwritten = trainer.unwritten_best
-    if result.best_step is None or (unwritten and result.best_step == trainer.progress.step):
-        pipeline.write(output)
-    elif unwritten is not None:
-        write_adapter_of(unwritten, output)
-    elif resume is None or result.best_step > resume.progress.step:
-        make_folder(output.parent)
-        copy_mlx_lm(AdapterFile(trainer.best_folder / ADAPTER), output)
-    else:
-        # The checkpoint may be untrusted, name the model's old folder, or be on worker 0 alone.
-        pipeline.load(trainer.best_folder)
-        pipeline.write(output)
 
 
 def finish(

@@ -17,7 +17,7 @@ from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.reading import file_hash, read_own
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.files.writing import copy_file, make_folder
-from mlxtune.core.formatting import join_few, pluralise
+from mlxtune.core.formatting import join_few, pluralize
 from mlxtune.core.run.checkpoint import (
     ADAPTER,
     BEST,
@@ -97,7 +97,7 @@ def _check_samples(path: Path) -> str:
 
     groups = list(read_samples(path))
     count = sum(len(group.samples) for group in groups)
-    return f"{count:,} samples of {pluralise(len(groups), 'prompt')}"
+    return f"{count:,} samples of {pluralize(len(groups), 'prompt')}"
 
 
 def _compare_samples(result: Verification, run: Path, again: Path, replay: "_Replay") -> None:
@@ -115,7 +115,7 @@ def _compare_samples(result: Verification, run: Path, again: Path, replay: "_Rep
     problem = None if len(own) == len(found) else "another number of samples"
     if (first := next(differing, None)) is not None:
         problem = f"step {first.step} gives other samples for {first.row}"
-    result.add("samples", problem, f"those of {pluralise(len(own), 'prompt')} drawn again")
+    result.add("samples", problem, f"those of {pluralize(len(own), 'prompt')} drawn again")
 
 
 def show(run: str, *, replay: bool, model_path: str, as_json: bool) -> bool:
@@ -212,7 +212,7 @@ def _train_again(config: TrainConfig, newest: Checkpoint, replay: _Replay) -> st
         if extension.step <= replay.start:
             continue
         own = replace(config, epochs=extension.epochs, max_steps=extension.max_steps)
-        # A run that was complete had also been validated at its end.
+        # A complete run was also validated at its end.
         complete = extension.step == extension.total_steps and extension.step in validated
         _train_to(own, extension.step + complete, resumed)
         written, _ = find_checkpoints(config.checkpoint_path)
@@ -299,7 +299,7 @@ def _rate(config: TrainConfig, newest: Checkpoint, step: int) -> float:
     until = (each.total_steps for each in extensions_of(newest.metadata) if step <= each.step)
     schedule = make_schedule(
         config.schedule,
-        peak=config.rate,
+        peak_rate=config.peak_rate,
         total_steps=next(until, total),
         warmup_fraction=config.warmup_fraction,
         lr_min=config.lr_min,

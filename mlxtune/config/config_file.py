@@ -198,7 +198,7 @@ def _same(option: str, why: str = "") -> _Converter:
 
 
 def _nothing(why: str, otherwise: str | None = None) -> _Converter:
-    """Return no option, and a remark: `otherwise` if the entry is false."""
+    """Return no option, and a remark, which is `otherwise` if the entry is false."""
     return lambda value, _: ({}, why if value or otherwise is None else otherwise)
 
 

@@ -24,7 +24,7 @@ from mlxtune.config.option import (
 )
 from mlxtune.errors import ConfigError, shorten
 
-_MOST_WEIGHT = 1000
+_MAX_WEIGHT = 1000
 ROW_NAMES = (
     *("messages", "tools", "prompt", "completion", "instruction", "input", "output"),
     *("system", "history", "conversations", "text", "chosen", "rejected", "label"),
@@ -251,8 +251,8 @@ class DataConfig(RowsConfig, _Source):
 
     def contradictions(self) -> Iterator[str]:
         for value in self.data:
-            if not 0 < weighted(value)[1] <= _MOST_WEIGHT:
-                bounds = f"above 0 and at most {_MOST_WEIGHT}"
+            if not 0 < weighted(value)[1] <= _MAX_WEIGHT:
+                bounds = f"above 0 and at most {_MAX_WEIGHT}"
                 yield f"--data {value}: the weight must be a number {bounds}"
 
 

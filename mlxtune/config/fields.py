@@ -134,7 +134,7 @@ class Checked:
         types = field_types(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             option: Option = field.metadata["option"]
-            if (value := getattr(self, field.name)) == "" and self.is_found_later(field.name):
+            if (value := getattr(self, field.name)) == "" and self.is_resolved_later(field.name):
                 continue
             try:
                 if value is None and option.required:
@@ -153,10 +153,10 @@ class Checked:
             raise ConfigError(problems)
 
     def contradictions(self) -> Iterator[str]:
-        """Yield the problems of valid values together; each class yields those of its options."""
+        """Yield conflicts between values that are valid alone; each class yields its options'."""
         yield from ()
 
-    def is_found_later(self, name: str) -> bool:
+    def is_resolved_later(self, name: str) -> bool:
         """Return whether another option leads to the value of a required one."""
         return False
 

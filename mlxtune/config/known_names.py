@@ -39,27 +39,40 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("model model_name base_model model_name_or_path", "model_path", ""),
     ("dataset datasets dataset_name dataset_path train_dataset train_file", "data", ""),
     ("eval_dataset test_datasets valid_file", "val_data", ""),
-    ("val_set_size", "val_split", "a fraction of the rows; --val-rows bounds it"),
+    ("val_set_size val_size", "val_split", "a fraction of the rows; --val-rows bounds it"),
     ("dataset_text_field", "field=text=KEY", ""),
     ("hf_dataset", "data", "owner/name:split on Hugging Face, with --field for the columns"),
-    ("max_seq_length max_length sequence_len model_max_length", "max_seq_len", ""),
+    ("max_seq_length max_length sequence_len model_max_length cutoff_len", "max_seq_len", ""),
     ("chat_template chat_template_path", "template", "the default is the model's own"),
     ("system_prompt", "system", ""),
     ("mask_prompt completion_only_loss assistant_only_loss", "", _ANSWERS_ONLY),
     ("train_on_inputs train_on_responses_only", "", _ANSWERS_ONLY),
     ("packing sample_packing padding_free group_by_length pad_to_sequence_len", "", _ONE_LINE),
     ("dataset_prepared_path", "cache_dir", ""),
+    ("overwrite_cache", "no_cache", ""),
     ("tokens special_tokens added_tokens add_tokens new_tokens", "", _NEW_TOKENS),
-    ("modules_to_save lora_modules_to_save embedding_learning_rate", "", _NEW_TOKENS),
+    (
+        "modules_to_save lora_modules_to_save additional_target embedding_learning_rate",
+        "",
+        _NEW_TOKENS,
+    ),
     ("image images image_folder image_size finetune_vision_layers", "", _IMAGES),
     # LoRA
-    ("fine_tune_type", "", "mlxtune trains LoRA, or DoRA with --dora, but not all weights"),
+    (
+        "fine_tune_type finetuning_type",
+        "",
+        "mlxtune trains LoRA, or DoRA with --dora, but not all weights",
+    ),
     ("full full_finetuning full_finetune", "", _FULL),
     ("r lora_r lora_rank", "rank", ""),
     ("lora_alpha", "alpha", ""),
     ("scale lora_scale", "alpha=N", "alpha is scale times rank"),
     ("lora_dropout", "dropout", ""),
-    ("target_modules lora_target_modules keys", "targets", "names separated by commas, or all"),
+    (
+        "target_modules lora_target_modules lora_target keys",
+        "targets",
+        "names separated by commas, or all",
+    ),
     ("lora_target_linear", "targets=all", ""),
     ("lora_layers layers_to_transform lora_layers_to_transform", "num_layers", ""),
     ("lora_parameters", "rank", "with --alpha (scale times rank), --dropout and --targets"),
@@ -71,6 +84,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("resume_adapter_file lora_model_dir", "init_adapter", ""),
     ("load_in_4bit", "quantize=4", "nf4 is QLoRA's"),
     ("load_in_8bit", "quantize=8", ""),
+    ("quantization_bit", "quantize", ""),
     ("bnb_4bit_use_double_quant", "double_quant", ""),
     # Training
     ("learning_rate", "lr", ""),
@@ -90,8 +104,9 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("optim optimizer optimizer_config", "", _ADAMW),
     ("gradient_clipping", "max_grad_norm", ""),
     ("random_state", "seed", ""),
-    ("training_mode train_mode rl", "objective", ""),
-    ("loss_type", "dpo_loss", ""),
+    ("training_mode train_mode rl stage", "objective", "sft, dpo or another of --help-all"),
+    ("loss_type pref_loss", "dpo_loss", ""),
+    ("pref_beta", "beta", ""),
     ("ref_model ref_model_path reference_model reference_model_path", "", _REFERENCE),
     (
         "limit max_samples num_samples",
@@ -133,8 +148,11 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("train", "", "leave it out: mlxtune train is a command"),
     ("clear_cache_threshold flash_attention attn_implementation", "", _OWN_CHOICE),
     ("device gpu gpus cpu num_gpus no_cuda", "", _OWN_CHOICE),
-    ("per_device_eval_batch_size eval_batch_size dataset_num_proc use_cpu", "", _OWN_CHOICE),
+    ("per_device_eval_batch_size eval_batch_size use_cpu", "", _OWN_CHOICE),
+    ("dataset_num_proc preprocessing_num_workers", "", _OWN_CHOICE),
 )
+# Options of a command that no config has, so that no file can set them.
+FLAGS = ("dry_run", "resume", "open", "config", "debug")
 KNOWN: Mapping[str, Known] = {
     name: Known(tuple(ours.split()), differs)
     for names, ours, differs in _TABLE
@@ -247,12 +265,14 @@ def suggestion(
 ) -> str:
     """Return the end of a message about an unknown option: our equivalent, or a similar name."""
     plain = name[:60].replace("-", "_")
+    if plain in FLAGS and write is not as_flag:
+        return f": it is a flag of the command, {as_flag(plain, None)}"
     if plain in KNOWN:
         return answer(plain, value, own, write, flags) or ""
     close = difflib.get_close_matches(plain, own, n=1)
     hint = "".join(close)
     if close and write is as_flag:
-        # Only an option of the same name surely takes this value.
+        # Only an option of the same name is certain to take this value.
         shown = _shown(value) if hint == plain and hint not in flags and value else None
         hint = as_flag(hint, shown)
     return f" (did you mean {hint}?)" if hint else ""

@@ -73,7 +73,7 @@ HUB_RESPONSE = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
 OPTIONS = Limits(64 * 1024, values=40_000, entries=20_000, digits=100_000, depth=200)
 
 # Patterns of options. Compiling takes memory for each repetition, so counts have four digits.
-_LONGEST_PATTERN = 1000
+_MAX_PATTERN_CHARS = 1000
 _REPEATED = re.compile(r"\{[^}]*\d{5}")
 
 _BY_NAME = {
@@ -165,7 +165,7 @@ def _marks(content: bytes, start: int, end: int) -> int:
 
 
 def check_value(value: Any, limits: Limits, name: str) -> None:
-    """Raise TooLarge, naming the file, for text, a list, a number or nesting beyond the limits."""
+    """Raise TooLarge, which names the file, for text, lists, numbers or nesting beyond limits."""
     for each, depth in _walk(value):
         if isinstance(each, str):
             if len(each) > limits.text:
@@ -217,5 +217,5 @@ def check_pattern(pattern: str) -> None:
     except (regex.error, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"is not a pattern: {error}") from error
     # The time limit of a search does not cover all its steps, so limit the pattern too.
-    if not 0 < len(pattern) <= _LONGEST_PATTERN:
-        raise ValueError(f"must have a pattern of 1 to {_LONGEST_PATTERN:,} characters")
+    if not 0 < len(pattern) <= _MAX_PATTERN_CHARS:
+        raise ValueError(f"must have a pattern of 1 to {_MAX_PATTERN_CHARS:,} characters")

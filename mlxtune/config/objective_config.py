@@ -7,10 +7,10 @@ from mlxtune.config.fields import Checked, flag
 from mlxtune.config.option import RESULT, TRAINING
 
 # The objectives whose rows are pairs of answers, and the objectives whose rows have a label.
-PAIRED, LABELLED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)
+PAIRED, LABELED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)
 # The objectives whose rows are prompts, to which the model samples answers.
 REWARDED = ("grpo",)
-OBJECTIVES = ("sft", *PAIRED, *LABELLED, *REWARDED)
+OBJECTIVES = ("sft", *PAIRED, *LABELED, *REWARDED)
 # The default peak learning rates: for `sft`, and for all other objectives.
 DEFAULT_RATE, PREFERENCE_RATE = 1e-4, 5e-6
 
@@ -21,7 +21,7 @@ class DefaultRate(float):
 
 def default_rate(objective: object) -> float:
     """Return the default peak learning rate of an objective."""
-    return DEFAULT_RATE if objective == "sft" else PREFERENCE_RATE
+    return PREFERENCE_RATE if objective in (*PAIRED, *LABELED) else DEFAULT_RATE
 
 
 _BETA, _SIMPO_BETA = 0.1, 2.0
@@ -115,7 +115,7 @@ class ObjectiveConfig(RowObjectiveConfig):
         return default_rate(self.objective)
 
     @property
-    def strength(self) -> float:
+    def effective_beta(self) -> float:
         """The value of `beta`, or its default."""
         default = _SIMPO_BETA if self.objective == "simpo" else _BETA
         return default if self.beta is None else self.beta

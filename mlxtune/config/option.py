@@ -181,6 +181,8 @@ def _read_names(value: Any) -> tuple[str, ...]:
 
 def _read_items(value: Any, are_paths: bool) -> tuple[str, ...]:
     if isinstance(value, Mapping):  # as `data: {a.jsonl: 2}` in a config file
+        if any(isinstance(each, list | tuple) for each in value.values()):
+            raise ValueError("must be rows, not columns: pass a list of objects, one for each row")
         if not all(map(_is_short, value.values())):
             raise ValueError(f"must have text or a number for each name, {_not(value)}")
         value = [f"{name}={each}" for name, each in value.items()]
@@ -202,7 +204,24 @@ def _is_short(value: Any) -> bool:
 
 
 # A number with a unit, such as 12GB or 20%.
-_WITH_UNIT = re.compile(r"[\d.]{1,20} ?([A-Za-z%]{1,8})")
+_WITH_UNIT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?|\.\d{1,15}) ?([A-Za-z%]{1,8})")
+# The powers of 1,024 or 1,000 of suffixes of numbers of tokens, rows and steps.
+_SUFFIXES = {"k": 1, "m": 2}
+# The gigabytes in other units of memory, whose options are in GB.
+_IN_GB = {"t": 1000, "tb": 1000, "tib": 1024, "m": 1e-3, "mb": 1e-3, "mib": 1e-3}
+
+
+def _without_unit(number: str, unit: str, kind: type[int] | type[float]) -> str:
+    """Return how to write a number with a unit; `kind` is the type of the option."""
+    value, power = float(number), _SUFFIXES.get(unit.lower())
+    if kind is int and power is not None:
+        binary, decimal = (round(value * base**power) for base in (1024, 1000))
+        return f"use {binary} or {decimal}"
+    if kind is float and unit == "%":
+        return f"use {value / 100:g}"
+    if kind is float and unit.lower() in _IN_GB:
+        return f"use {value * _IN_GB[unit.lower()]:g}"
+    return f"leave out {unit}"
 
 
 def _read_number(value: Any, kind: type[int] | type[float]) -> int | float:
@@ -213,7 +232,7 @@ def _read_number(value: Any, kind: type[int] | type[float]) -> int | float:
         number = kind(value)
     except (ValueError, OverflowError):
         if isinstance(value, str) and (unit := _WITH_UNIT.fullmatch(value)):
-            problem += f": leave out {unit[1]}"
+            problem += f": {_without_unit(unit[1], unit[2], kind)}"
         raise ValueError(problem) from None
     if not isinstance(value, str) and kind is int and number != value:
         raise ValueError(problem)

@@ -54,16 +54,19 @@ class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.lr, DefaultRate):  # `dataclasses.replace` passes each field
-            object.__setattr__(self, "lr", None)
+        # `dataclasses.replace` passes the default rate of the copied objective.
+        is_default = self.lr is None or isinstance(self.lr, DefaultRate)
+        if is_default:
+            object.__setattr__(self, "lr", self.default_rate)
         super().__post_init__()
-        # Record a number, even for the objective's default rate.
-        object.__setattr__(self, "lr", DefaultRate(self.rate) if self.lr is None else self.lr)
+        if is_default:
+            object.__setattr__(self, "lr", DefaultRate(self.peak_rate))
 
     @property
-    def rate(self) -> float:
-        """The peak learning rate: `lr`, or the objective's default."""
-        return self.default_rate if self.lr is None else self.lr
+    def peak_rate(self) -> float:
+        """The peak learning rate, `lr`, which is always a number."""
+        assert self.lr is not None
+        return self.lr
 
     def default_of(self, name: str) -> Any:
         """Return the value of an option that is not given; a rate depends on the objective."""
@@ -229,15 +232,15 @@ class TrainConfig(_LoopConfig, LoraConfig, RewardedConfig, StepConfig):
         choices=("trackio", "tensorboard", "wandb"),
     )
 
-    def is_found_later(self, name: str) -> bool:
+    def is_resolved_later(self, name: str) -> bool:
         return name == "model_path" and self.init_adapter is not None
 
     def contradictions(self) -> Iterator[str]:
         yield from self._tensor_problems()
         yield from self._reward_problems()
-        if self.schedule == "warmup-cosine" and self.lr_min > self.rate:
+        if self.schedule == "warmup-cosine" and self.lr_min > self.peak_rate:
             yield (
-                f"--lr-min {self.lr_min:g} is above --lr {self.rate:g}: "
+                f"--lr-min {self.lr_min:g} is above --lr {self.peak_rate:g}: "
                 "lower it or use another --schedule"
             )
 

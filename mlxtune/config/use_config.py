@@ -325,10 +325,31 @@ class FuseConfig(ImportConfig):
     force: bool = EXPORT.option(
         False, "Quantise the trained projections like the base, however much gain is lost.", COMMAND
     )
+    bits: int | None = EXPORT.option(
+        None,
+        "Bits of the trained projections; default: the fewest that keep what was learned.",
+        COMMAND,
+        at_least=2,
+        at_most=8,
+    )
+    data: tuple[str, ...] = same(
+        DataConfig,
+        "data",
+        (),
+        "Rows like the training rows, to round and measure on; default: the run's own.",
+        required=False,
+    )
     gguf: bool = EXPORT.option(False, "Also write model.gguf with llama.cpp's converter.", COMMAND)
     json: bool = RUN.option(
         False, "Print the certificate as JSON; docs/export.md describes it.", COMMAND
     )
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.bits == 7:
+            yield "--bits 7 is no format of MLX: set 6 or 8"
+        if self.bits is not None and (self.dequantize or self.gguf):
+            yield "--bits is for quantised weights: leave out --dequantize and --gguf"
 
     def _main_files(self) -> tuple[str, ...]:
         return ("model.safetensors", *["model.gguf"] * self.gguf)

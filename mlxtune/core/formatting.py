@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 
-def pluralise(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return `1 row` or `2,000 rows`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 

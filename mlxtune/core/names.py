@@ -3,7 +3,7 @@
 import re
 
 # The maximum length of a file's name in bytes.
-_LONGEST = 255
+_MAX_BYTES = 255
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -18,7 +18,7 @@ def is_file_name(name: object) -> bool:
         and name not in ("", ".", "..")
         and name.isprintable()
         and not any(mark in name for mark in "/\\")
-        and len(name.encode(errors="surrogatepass")) <= _LONGEST
+        and len(name.encode(errors="surrogatepass")) <= _MAX_BYTES
     )
 
 

@@ -93,12 +93,12 @@ def _fill(parameters: Any, model: nn.Module, dtype: mx.Dtype) -> None:
     rng, filled = np.random.default_rng(1), []
     for name, value in tree_flatten(parameters):
         # Norm weights are near 1; Gemma adds the 1 itself.
-        centre = float("norm" in name and value.ndim == 1 and not isinstance(model, _GEMMA))
+        center = float("norm" in name and value.ndim == 1 and not isinstance(model, _GEMMA))
         scale = 0.1 if value.ndim == 1 or "lora_b" in name else value.shape[-1] ** -0.5
         if "lora_a" in name and value.ndim == 2:
             # A gets the standard deviation of its usual initial values.
             scale = (3 * len(value)) ** -0.5
-        weight = mx.array(centre + scale * rng.standard_normal(value.shape), dtype=mx.float32)
+        weight = mx.array(center + scale * rng.standard_normal(value.shape), dtype=mx.float32)
         filled.append((name, weight.astype(mx.bfloat16).astype(dtype)))
     model.load_weights(filled, strict=False)
 
@@ -183,7 +183,7 @@ def _plain_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
 def _around_attention(kind: str, *projected: mx.array) -> mx.array:
     """Return all results of the work around attention, joined, by kernels or by operations."""
     kernels = AttentionKernels(*device_language())
-    tried = trial_of(kernels, trial_heads(_HEADS, normalised=True))
+    tried = trial_of(kernels, trial_heads(_HEADS, normalized=True))
     form = tried.plain if kind == "plain" else tried.forms["kernels"]
     return mx.concatenate([each.reshape(-1) for each in form(*projected)])
 

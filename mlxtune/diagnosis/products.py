@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 _GPU = Sizes(
     (Size(1024, 2048, 2048), Size(16, 2048, 2048)), (Size(300, 2048, 1024), Size(1, 2048, 1024))
 )
-# A GPU splits other products whose inner size is far the largest.
+# GPUs use split-K for other matmuls with a large inner dimension.
 _SPLIT = Size(512, 3072, 992)
 _GPU_EXPERTS = Sizes((Size(1024, 1024, 512),), (Size(1024, 256, 256),))
 # The CPU's quantised products are slow.

@@ -23,7 +23,7 @@ from rich.console import Console
 from mlxtune.core.files import writing
 from mlxtune.core.files.processes import HelperTimeoutError
 from mlxtune.core.files.scratch import scratch_folder
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import MachineProof, ProofCheck
 from mlxtune.diagnosis.doctor import read_machine
@@ -52,7 +52,7 @@ _STYLES = {True: "green", False: "bold red", None: ""}
 # A path: text with a separator, and all that follows up to punctuation, a quote or a bracket.
 _PATH = re.compile(r"(?:\b[A-Za-z]:)?[\w.@+~-]*[/\\][^:;,'\"()\[\]]*")
 # Replacing shorter names would break words.
-_SHORTEST_NAME = 2
+_MIN_NAME_CHARS = 2
 # A group of checks: their kind, their name, and the function that runs them.
 Part = tuple[str, str, Callable[[], Iterator[ProofCheck]]]
 
@@ -261,8 +261,8 @@ def summary(proof: MachineProof) -> str:
     took = f"{proof.seconds:.0f} s on {device}"
     if proof.passed:
         late = f", {len(proof.unfinished)} did not end in time" if proof.unfinished else ""
-        return f"{pluralise(len(proof.checks), 'check')}, nothing failed{late}, in {took}"
-    failed = f"{len(proof.failures)} of {pluralise(len(proof.checks), 'check')} failed, in {took}"
+        return f"{pluralize(len(proof.checks), 'check')}, nothing failed{late}, in {took}"
+    failed = f"{len(proof.failures)} of {pluralize(len(proof.checks), 'check')} failed, in {took}"
     return f"{failed}: attach the output of mlxtune doctor --prove --json to an issue"
 
 
@@ -294,6 +294,6 @@ def _without(text: str, names: Sequence[str]) -> str:
     # The part of a host's name before the first dot also identifies it.
     every = {part for name in names for part in (name, name.partition(".")[0])}
     for name in sorted(every, key=len, reverse=True):
-        if len(name) >= _SHORTEST_NAME:
+        if len(name) >= _MIN_NAME_CHARS:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "…", text, flags=re.IGNORECASE)
     return text

@@ -24,7 +24,7 @@ _QUICK = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # Without this, the newest GPUs round the factors of float32 products to 19 bits.
 _EXACT = {"MLX_ENABLE_TF32": "0"}
 # Jobs that run without `_EXACT`, as training does.
-_AS_TRAINED = ("products", "kernels16", "dtype", "steps")
+_JOBS_WITH_TF32 = ("products", "kernels16", "dtype", "steps")
 # Jobs whose products are large.
 _LARGE = ("products",)
 _ROWS = 32
@@ -78,7 +78,7 @@ class Workbench:
         folder = lasting_folder("job", self.scratch)
         records = folder / "records"
         arguments = ["-m", "mlxtune.diagnosis.proof_helper", str(records), job, *map(str, paths)]
-        variables = ({} if job in _LARGE else _QUICK) | ({} if job in _AS_TRAINED else _EXACT)
+        variables = ({} if job in _LARGE else _QUICK) | ({} if job in _JOBS_WITH_TF32 else _EXACT)
         late, status = None, 0
         try:
             status = Helpers(self.scratch).call(arguments, folder, variables=variables)

@@ -26,7 +26,7 @@ from mlxtune.hub import check_endpoint
 _LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 # The longest silence of the hub, and the longest wait that it may request, in seconds. The client
 # sets no limits.
-SILENCE, MOST_WAIT = 60.0, 60
+SILENCE, MAX_WAIT = 60.0, 60
 # The lowest average speed of a response after SILENCE seconds, in bytes per second.
 SLOWEST = 1000
 # Headers whose values become file names in the cache.
@@ -184,7 +184,7 @@ def _check(response: Any) -> None:
     for name in _LIMITS:
         headers.pop(name, None)
     if _RETRY in headers and not _short(headers[_RETRY]):
-        headers[_RETRY] = str(MOST_WAIT)
+        headers[_RETRY] = str(MAX_WAIT)
     is_file = response.request.extensions.get(_IS_FILE) and response.is_success
     response.stream = _within_limits(response, None if is_file else HUB_RESPONSE.bytes)
     if response.request.url.path.startswith("/api/") and response.is_success:
@@ -202,7 +202,7 @@ def _check_file_headers(headers: Mapping[str, str]) -> None:
 
 
 def _short(wait: str) -> bool:
-    return wait.isdecimal() and len(wait) < 4 and int(wait) <= MOST_WAIT
+    return wait.isdecimal() and len(wait) < 4 and int(wait) <= MAX_WAIT
 
 
 def _check_facts(response: Any) -> None:

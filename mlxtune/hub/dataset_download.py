@@ -34,7 +34,7 @@ _MISSING = "dataset"
 _HERE = "no such file or folder here, and "
 # The time limit, in seconds, of a response that is not a file.
 _TIMEOUT = 20.0
-_LONGEST_LICENSE = 100
+_MAX_LICENSE_CHARS = 100
 # Configurations by name, each with the files of its splits.
 Splits = Mapping[str, Mapping[str, Sequence[str]]]
 DEFAULT, TRAIN, TEST = "default", "train", "test"
@@ -168,7 +168,7 @@ def _license(info: huggingface_hub.DatasetInfo) -> str:
         tags = (str(tag) for tag in info.tags or [])
         license = [tag.partition(":")[2] for tag in tags if tag.startswith("license:")]
     text = ", ".join(map(str, license)) if isinstance(license, list) else str(license)
-    return one_line(text)[:_LONGEST_LICENSE] if text else ""
+    return one_line(text)[:_MAX_LICENSE_CHARS] if text else ""
 
 
 # The hub's responses about a commit never change, and are kept so that a run can resume offline.
@@ -257,13 +257,13 @@ def _declared(entries: Any, data: Sequence[str]) -> dict[str, list[str]]:
         one = entry if isinstance(entry, Mapping) else {"path": entry}
         paths = one.get("path")
         patterns = paths if isinstance(paths, list) else [paths]
-        chosen = [
+        selected = [
             file
             for file in data
             if any(isinstance(pattern, str) and _matches(file, pattern) for pattern in patterns)
         ]
-        if chosen:
-            by_split.setdefault(str(one.get("split", TRAIN)), []).extend(chosen)
+        if selected:
+            by_split.setdefault(str(one.get("split", TRAIN)), []).extend(selected)
     return by_split
 
 

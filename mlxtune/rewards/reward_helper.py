@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-_LONGEST = 500
+_MAX_ERROR_CHARS = 500
 CLOSED = 78  # exit status
 
 Function = Callable[..., Any]
@@ -181,7 +181,7 @@ def _function(module: types.ModuleType, path: str, name: str) -> UserFunction:
 def _describe(error: BaseException, path: str) -> str:
     """Return the end of a sentence on an error, with its line in the file."""
     try:
-        message = " ".join(str(error).split())[:_LONGEST]
+        message = " ".join(str(error).split())[:_MAX_ERROR_CHARS]
     except BaseException:  # noqa: BLE001  a user's class
         message = ""
     if isinstance(error, _NotANumber):

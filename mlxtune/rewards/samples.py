@@ -22,7 +22,7 @@ from mlxtune.core.files.writing import as_output_error, open_to_append, write_fi
 from mlxtune.errors import OutputError
 
 # The most bytes that the samples of a rollout unpack to, and the bytes of a read.
-_MOST_UNPACKED, _PIECE = 2**30, 2**20
+_MAX_UNPACKED, _PIECE = 2**30, 2**20
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,11 @@ def _members(file: io.BufferedReader) -> Iterator[tuple[int, int, bytes]]:
         read = 0
         while not unpack.eof and (left or (left := file.read(_PIECE))):
             try:
-                parts.append(unpack.decompress(left, _MOST_UNPACKED - size + 1))
+                parts.append(unpack.decompress(left, _MAX_UNPACKED - size + 1))
             except zlib.error as error:
                 raise ValueError(f"is damaged: {error}") from error
             size += len(parts[-1])
-            if size > _MOST_UNPACKED:
+            if size > _MAX_UNPACKED:
                 raise ValueError("unpacks to too much")
             read += len(left) - len(unpack.unused_data)
             left = unpack.unused_data

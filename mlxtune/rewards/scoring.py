@@ -29,9 +29,9 @@ from mlxtune.views.output import print_answer
 _MEMORY = 4 * 10**9
 # Seconds that the imports of users' files may take.
 _IMPORT_SECONDS = 120.0
-_LONGEST_REPLY = 2**16
+_MAX_REPLY = 2**16
 # The most bytes of the functions' own output to print.
-_MOST_OUTPUT = 2**16
+_MAX_OUTPUT = 2**16
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class _FunctionProcess:
     def _ask(self, request: Any, seconds: float) -> dict[str, Any]:
         assert self._process is not None
         sending = json.dumps(request, default=str).encode() + b"\n"
-        line = self._process.read_line(_LONGEST_REPLY, sending=sending, seconds=seconds)
+        line = self._process.read_line(_MAX_REPLY, sending=sending, seconds=seconds)
         try:
             reply = json.loads(line)
         except ValueError:
@@ -254,7 +254,7 @@ class _Output:
     """Passes on the first bytes that functions print, and a note on the rest."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
-        self._show, self._left = show, _MOST_OUTPUT
+        self._show, self._left = show, _MAX_OUTPUT
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def __call__(self, message: bytes) -> None:
@@ -263,4 +263,4 @@ class _Output:
         self._show(self._decoder.decode(message[: self._left]))
         self._left -= len(message)
         if self._left <= 0:
-            self._show(f"\nreward functions print more than {_MOST_OUTPUT:,} bytes: not shown\n")
+            self._show(f"\nreward functions print more than {_MAX_OUTPUT:,} bytes: not shown\n")

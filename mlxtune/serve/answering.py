@@ -28,7 +28,7 @@ from mlxtune.serve.served_models import ServedModel, ServedModels
 # The number of prompts whose keys and values are kept.
 _KEPT_PROMPTS = 10
 # How often a request may be overtaken by later ones for the adapter that is attached.
-_MOST_OVERTAKEN = 32
+_MAX_OVERTAKEN = 32
 
 
 class AnswerError(BaseException):
@@ -157,7 +157,7 @@ class _RequestQueue(Queue[Any]):
 
     def _get(self) -> Any:
         same = (i for i, item in enumerate(self._waiting) if item[1].model.name == self._last)
-        index = next(same, 0) if self._overtaken < _MOST_OVERTAKEN else 0
+        index = next(same, 0) if self._overtaken < _MAX_OVERTAKEN else 0
         self._overtaken = self._overtaken + 1 if index else 0
         item = self._waiting.pop(index)
         self._last = item[1].model.name

@@ -1,18 +1,17 @@
-"""The protocol of the OpenAI API: access, limits and errors of requests, and mlx-lm's answers."""
+"""The protocol of the OpenAI API: access to the server, its errors, and mlx-lm's answers."""
 
 import hmac
 import io
 import json
 import re
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
 import mlxtune.backend  # noqa: F401  sets MLX's folder before mlx is imported
 
@@ -22,103 +21,21 @@ from mlx_lm.server import APIHandler, CompletionRequest, Response
 from mlxtune.config.limits import Limits, TooLarge, parse_json
 from mlxtune.core.data.prompt import MAX_BYTES
 from mlxtune.errors import DataError, MlxTuneError
-from mlxtune.serve.answering import AnswerError, Answers, AskedRequest
-from mlxtune.serve.served_models import AskedMessages, ServedModel, ServedModels, trained_on
-from mlxtune.watch.connections import LimitedReader, LimitedServer
+from mlxtune.serve.answering import AnswerError, AskedRequest
+from mlxtune.serve.api_requests import RefusedRequest, checked_body, require, stops_of, tools_of
+from mlxtune.serve.api_server import ApiServer
+from mlxtune.serve.served_models import AskedMessages, ServedModel, trained_on
+from mlxtune.watch.connections import LimitedReader
 
-_LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?")
+_LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost\.?|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 _BODY = Limits(2 * MAX_BYTES, values=100_000, entries=20_000, text=MAX_BYTES)
 # Limits of a request in seconds and bytes, including its headers; a client that takes no bytes of
 # its answer for the second number of seconds is disconnected.
-_SECONDS, _WRITE_SECONDS, _LONGEST = 10.0, 60.0, _BODY.bytes + 128 * 1024
+_SECONDS, _WRITE_SECONDS, _MAX_REQUEST_BYTES = 10.0, 60.0, _BODY.bytes + 128 * 1024
 # After a refusal, how much of the rest of a request is read, so that the client sees the answer.
 _DRAIN_SECONDS, _DRAIN_BYTES = 1.0, 2**26
-_CONNECTIONS, _ANSWERS = 512, 128
 _CHAT, _TEXT = ("/v1/chat/completions", "/chat/completions"), ("/v1/completions",)
 _MODELS = "/v1/models"
-# The entries of a request that mlx-lm reads; others name files, or have no effect.
-_READ = (
-    *("model", "messages", "prompt", "stream", "stream_options", "max_tokens", "temperature"),
-    *("top_p", "top_k", "min_p", "repetition_penalty", "repetition_context_size"),
-    *("presence_penalty", "presence_context_size", "frequency_penalty", "frequency_context_size"),
-    *("xtc_probability", "xtc_threshold", "logit_bias", "logprobs", "top_logprobs", "seed"),
-)
-# Numbers beyond these would overflow in the logits, which ends mlx-lm's thread.
-_BOUNDS = {
-    "temperature": (0, 100),
-    "presence_penalty": (-100, 100),
-    "frequency_penalty": (-100, 100),
-    "repetition_penalty": (0.01, 100),
-    "seed": (0, 2**63 - 1),
-    "top_k": (0, 2**31 - 1),
-    "repetition_context_size": (1, 2**31 - 1),
-    "presence_context_size": (1, 2**31 - 1),
-    "frequency_context_size": (1, 2**31 - 1),
-}
-_COLDEST = 1e-4
-_MOST_BIASES, _LARGEST_BIAS = 1024, 100
-_MOST_STOPS, _LONGEST_STOP = 16, 1000
-
-
-class RefusedRequest(Exception):
-    """A request is refused with an error in the protocol's form."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str = "") -> None:
-        super().__init__(message)
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        error = {"message": message, "type": kind, "param": param, "code": code or None}
-        self.status, self.content = status, {"error": error}
-
-
-class ApiServer(LimitedServer):
-    """Serves models at an address. Raises OSError if it cannot be bound.
-
-    A server on the loopback interface refuses requests that name another host, so that no site can
-    reach it by a domain that resolves to this machine.
-    """
-
-    request_queue_size = most_connections = _CONNECTIONS
-
-    def __init__(
-        self, address: tuple[str, int], answers: Answers, key: str | None, origins: Collection[str]
-    ) -> None:
-        infos = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, _, _, _, place = infos[0]
-        self.answers, self.key, self.origins = answers, key, origins
-        self.is_local = is_loopback(str(place[0]))
-        self._answering, self._changed, self._closing = 0, threading.Condition(), False
-        super().__init__(place, partial(ApiHandler, answers, system_fingerprint="mlxtune"))
-
-    @property
-    def models(self) -> ServedModels:
-        return self.answers.models
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Count an answer. Raises RefusedRequest if there are too many, or the server ends."""
-        with self._changed:
-            if self._closing or self._answering >= _ANSWERS:
-                why = "the server is ending" if self._closing else "too many requests at once"
-                raise RefusedRequest(HTTPStatus.SERVICE_UNAVAILABLE, f"{why}: try again later")
-            self._answering += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._answering -= 1
-                self._changed.notify_all()
-
-    def finish(self, is_alive: Callable[[], bool]) -> None:
-        """Accept no more requests, and wait for the answers that have begun."""
-        self.shutdown()
-        with self._changed:
-            self._closing = True
-            while self._answering and is_alive():
-                self._changed.wait(0.2)
-
-
-def is_loopback(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
 
 
 class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
@@ -133,7 +50,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
     def setup(self) -> None:
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(LimitedReader(self.connection, _SECONDS, _LONGEST))
+        self.rfile = io.BufferedReader(LimitedReader(self.connection, _SECONDS, _MAX_REQUEST_BYTES))
         self._status, self._fields, self._begun = 200, dict[str, str](), False
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -218,14 +135,14 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             self._check_place()
             self._check_key()
             path = self.path.partition("?")[0]
-            described = {each.name: self._described(each) for each in self.server.models}
-            name = path.removeprefix(f"{_MODELS}/")
+            name = unquote(path.removeprefix(f"{_MODELS}/"))
             if path == _MODELS:
-                self._send(HTTPStatus.OK, {"object": "list", "data": [*described.values()]})
+                described = [self._described(each) for each in self._models()]
+                self._send(HTTPStatus.OK, {"object": "list", "data": described})
             elif path == "/health":
                 self.handle_health_check()
-            elif name != path:
-                self._send(HTTPStatus.OK, described[self._model(name).name])
+            elif path.startswith(f"{_MODELS}/"):
+                self._send(HTTPStatus.OK, self._described(self._model(name)))
             else:
                 raise RefusedRequest(HTTPStatus.NOT_FOUND, "no such address")
 
@@ -240,7 +157,9 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             body = self._body()
             with self.server.answering():
                 self._asked = self._request(body)
-                content = json.dumps(self._checked(body)).encode()
+                base = self.server.models.base
+                context = base.text_config.get("max_position_embeddings")
+                content = json.dumps(checked_body(body, base.vocab_size, context)).encode()
                 # mlx-lm's handler reads what was checked.
                 self.rfile = io.BufferedReader(io.BytesIO(content))
                 del self.headers["Content-Length"]
@@ -267,10 +186,11 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             raise RefusedRequest(HTTPStatus.FORBIDDEN, message)
 
     def _check_key(self) -> None:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
         key = self.server.key
         if key is not None and not hmac.compare_digest(given.encode("latin-1"), key.encode()):
-            message = "the key is missing or wrong: send the server's --api-key"
+            message = "the key is missing or wrong: send the server's --api-key after Bearer"
             raise RefusedRequest(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
 
     def _body(self) -> dict[str, Any]:
@@ -278,14 +198,11 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         if self.headers.get_content_type() != "application/json":
             message = "a request is JSON: send the header Content-Type: application/json"
             raise RefusedRequest(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message)
-        size = self.headers.get("Content-Length", "")
-        if not re.fullmatch("[0-9]{1,15}", size):
-            raise RefusedRequest(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing")
-        if int(size) > _BODY.bytes:
-            message = f"the request has {int(size):,} bytes, more than {_BODY.bytes:,}: shorten it"
+        if (size := self._length()) > _BODY.bytes:
+            message = f"the request has {size:,} bytes, more than {_BODY.bytes:,}: shorten it"
             raise RefusedRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
         try:
-            content = self.rfile.read(int(size))
+            content = self.rfile.read(size)
             body = parse_json(content, _BODY, "the request", constants=False)
         except TimeoutError as error:
             message = "the request did not arrive in time"
@@ -297,6 +214,19 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         if not isinstance(body, dict):
             raise RefusedRequest(HTTPStatus.BAD_REQUEST, "the request is not an object")
         return {name: value for name, value in body.items() if value is not None}
+
+    def _length(self) -> int:
+        """Return the bytes of a request's body, of which a proxy must not have another opinion."""
+        sizes = set(self.headers.get_all("Content-Length", []))
+        if not sizes:
+            raise RefusedRequest(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing: send it")
+        if "Transfer-Encoding" in self.headers:
+            message = "a request has either Content-Length or Transfer-Encoding: send the former"
+            raise RefusedRequest(HTTPStatus.BAD_REQUEST, message)
+        if len(sizes) > 1 or not re.fullmatch("[0-9]{1,15}", *sizes):
+            message = "Content-Length is not one number of bytes: send the size of the body"
+            raise RefusedRequest(HTTPStatus.BAD_REQUEST, message)
+        return int(sizes.pop())
 
     def _model(self, name: object) -> ServedModel:
         try:
@@ -314,16 +244,23 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             )
         return model
 
+    def _models(self) -> Iterator[ServedModel]:
+        """Yield the models as they are on disk, or as they were where that cannot be served."""
+        for model in self.server.models:
+            with suppress(MlxTuneError):
+                model = self.server.models.current(model.name) or model
+            yield model
+
     def _request(self, body: Mapping[str, Any]) -> AskedRequest:
         """Return a request with its rendered prompt."""
         model, models = self._model(body.get("model")), self.server.models
-        tools = _tools(body)
+        tools = tools_of(body)
         options = body.get("chat_template_kwargs", {})
-        _require(isinstance(options, dict), "chat_template_kwargs", "must be an object")
+        require(isinstance(options, dict), "chat_template_kwargs", "must be an object")
         try:
             if self.path in _TEXT:
                 text = body.get("prompt")
-                _require(isinstance(text, str), "prompt", "must be text")
+                require(isinstance(text, str), "prompt", "must be text")
                 messages: list[Any] = [{"role": "prompt"}]
                 prompt = models.text_prompt(model, str(text))
             else:
@@ -337,38 +274,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         except MlxTuneError as error:
             raise RefusedRequest(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error
         asked = AskedMessages(messages, prompt)
-        return AskedRequest("chat", "", asked, tools, None, model, prompt, _stops(body))
-
-    def _checked(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries that mlx-lm's handler reads, within its thread's limits."""
-        for name in ("n", "best_of"):
-            _require(body.get(name, 1) == 1, name, "must be 1: this server gives one answer")
-        form = body.get("response_format", {"type": "text"})
-        _require(form == {"type": "text"}, "response_format", "must be text")
-        base = self.server.models.base
-        checked = {name: body[name] for name in _READ if name in body}
-        for name, (lowest, highest) in _BOUNDS.items():
-            value = checked.get(name, lowest)
-            _require(
-                not isinstance(value, int | float) or lowest <= value <= highest,
-                name,
-                f"must be from {lowest} to {highest}",
-            )
-        if isinstance(heat := checked.get("temperature"), float) and heat < _COLDEST:
-            checked["temperature"] = 0.0
-        if isinstance(top_k := checked.get("top_k"), int) and top_k >= base.vocab_size:
-            checked["top_k"] = 0
-        _check_biases(checked.get("logit_bias", {}), base.vocab_size)
-        with_usage = checked.pop("stream_options", {})
-        _require(isinstance(with_usage, dict), "stream_options", "must be an object")
-        checked["stream_options"] = {"include_usage": bool(with_usage.get("include_usage"))}
-        longest = body.get("max_completion_tokens", checked.get("max_tokens"))
-        context = base.text_config.get("max_position_embeddings")
-        if isinstance(longest, int) and isinstance(context, int) and context > 0:
-            longest = min(longest, context)
-        if longest is not None:
-            checked["max_tokens"] = longest
-        return checked
+        return AskedRequest("chat", "", asked, tools, None, model, prompt, stops_of(body))
 
     # What mlx-lm's handler asks of us
 
@@ -408,7 +314,8 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         return response
 
     def _logprob(self, piece: Response) -> dict[str, Any]:
-        top = [self._scored(each["id"], each["logprob"]) for each in piece.top_tokens]
+        best = sorted(piece.top_tokens, key=lambda each: -each["logprob"])
+        top = [self._scored(each["id"], each["logprob"]) for each in best]
         return self._scored(piece.token, piece.logprob) | {"top_logprobs": top}
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:
@@ -421,42 +328,3 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         adapter = model.session.adapter
         described = trained_on(adapter) if adapter else {"model": self.server.models.folder.name}
         return known | {"owned_by": "mlxtune", "trained_on" if adapter else "base": described}
-
-
-def _require(holds: bool, param: str, problem: str) -> None:
-    """Raise RefusedRequest for an entry of a request unless it holds."""
-    if not holds:
-        raise RefusedRequest(HTTPStatus.BAD_REQUEST, f"{param} {problem}", param)
-
-
-def _tools(body: Mapping[str, Any]) -> list[Any] | None:
-    tools, choice = body.get("tools", []), body.get("tool_choice", "auto")
-    _require(isinstance(tools, list), "tools", "must be a list")
-    _require(choice in ("auto", "none"), "tool_choice", "must be auto or none")
-    return None if choice == "none" else tools or None
-
-
-def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
-    stops = body.get("stop", [])
-    stops = [stops] if isinstance(stops, str) else stops
-    _require(isinstance(stops, list) and len(stops) <= _MOST_STOPS, "stop", "must be a few texts")
-    for each in stops:
-        _require(isinstance(each, str) and 0 < len(each) <= _LONGEST_STOP, "stop", "must be text")
-    return tuple(stops)
-
-
-def _check_biases(biases: object, vocab_size: int) -> None:
-    """Raise RefusedRequest for biases of tokens that the model lacks, or without limits."""
-    _require(
-        isinstance(biases, dict)
-        and len(biases) <= _MOST_BIASES
-        and all(
-            re.fullmatch("[0-9]{1,9}", token)
-            and int(token) < vocab_size
-            and isinstance(bias, int | float)
-            and abs(bias) <= _LARGEST_BIAS
-            for token, bias in biases.items()
-        ),
-        "logit_bias",
-        f"must have numbers from -{_LARGEST_BIAS} to {_LARGEST_BIAS} for tokens of the model",
-    )

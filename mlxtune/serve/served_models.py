@@ -1,7 +1,9 @@
 """The models of a server: a base model, loaded once, and adapters that take turns on it."""
 
+import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -19,7 +21,9 @@ from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models.token_array import TokenArrays
 from mlxtune.config import DataConfig, ServeConfig, UseConfig, as_path
 from mlxtune.config.data_config import BaseOptions
+from mlxtune.core.data.encode import Encoder, Encoding, Tokenizer
 from mlxtune.core.data.prompt import Prompt, prompt_of, text_prompt
+from mlxtune.core.run.checkpoint import ADAPTER, MANIFEST, checkpoint_folders
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.errors import ConfigError, DataError, ModelError
 from mlxtune.session import trained_model
@@ -29,6 +33,11 @@ from mlxtune.views.console import RunConsole
 
 BASE = "base"
 _REQUEST = "the request"
+# The argument or option that gives an adapter's path, for errors.
+_OPTION = "PATH"
+# The characters of a long text that are counted at a time, and how many tokens more than in the
+# whole text these may have at their edges.
+_SLICE, _EDGES = 2**15, 32
 
 
 @dataclass(frozen=True)
@@ -55,11 +64,13 @@ class ServedModels:
         self._config, self._console = config, console
         self._paths, self._numbers = _paths_by_name(config), count(1)
         self._lock = threading.RLock()
+        # Encoding may take seconds, in which `spell` and `current` must not wait.
+        self._encoding = threading.Lock()
         self._readers: dict[DataConfig, tuple[Reader, TokenizerWrapper]] = {}
         self._attached: dict[str, tuple[str, attach.Adapted]] = {}
         self._models: dict[str, ServedModel] = {}
         # The first adapter decides which base model is loaded, and how it is quantised.
-        first = UseSession(self._options(next(iter(self._paths.values()), None)), console)
+        first = self._session(next(iter(self._paths), BASE))
         self.folder = first.folder
         for name in (BASE, *self._paths):
             self._models[name] = self._opened(name)
@@ -86,13 +97,16 @@ class ServedModels:
             self.switch_to(model)
         self.switch_to(self._models[BASE])
 
-    def _options(self, adapter: str | None, folder: Path | None = None) -> UseConfig:
-        places = {"adapter": adapter} | ({} if folder is None else {"model_path": str(folder)})
-        return self._config.part(UseConfig, **places)
+    def _session(self, name: str, folder: Path | None = None) -> UseSession[UseConfig]:
+        places = {} if folder is None else {"model_path": str(folder)}
+        if path := self._paths.get(name):
+            file = AdapterFile.find(str(_find(path)), _OPTION)
+            places["adapter"] = str(file.path)
+        return UseSession(self._config.part(UseConfig, **places), self._console)
 
     def _opened(self, name: str) -> ServedModel:
         """Return the model `name` as it is on disk. Raises ModelError."""
-        session = UseSession(self._options(self._paths.get(name), self.folder), self._console)
+        session = self._session(name, self.folder)
         if (adapter := session.adapter) is not None:
             attach.check_model(adapter, self.folder)
             if problem := attach.base_difference(adapter, self.folder):
@@ -111,9 +125,9 @@ class ServedModels:
             if (model := self._models.get(name)) is None:
                 return None
             adapter = model.session.adapter
-            # A run in training may have another best checkpoint.
+            # A run in training may have another checkpoint.
             if adapter is not None and (
-                find_adapter(self._paths[name]) != adapter.path or adapter.has_changed
+                _find(self._paths[name]) != adapter.path or adapter.has_changed
             ):
                 model = self._models[name] = self._opened(name)
             return model
@@ -152,16 +166,29 @@ class ServedModels:
         options = content.get("chat_template_kwargs") or {}
         with self._lock:
             reader, _ = self._reading(model, options.get("enable_thinking"))
-            if not reader.has_template:
-                raise DataError(
-                    f"{model.name} has no chat template for messages: ask it at /v1/completions"
-                )
-            return self._fitting(prompt_of(reader.encoder, content, _REQUEST))
+        if not reader.has_template:
+            raise DataError(
+                f"{model.name} has no chat template for messages: ask it at /v1/completions"
+            )
+        source = "".join(reader.template_source.values())
+        if content.get("tools") and source and "tools" not in source:
+            raise DataError(f"the chat template of {model.name} leaves out tools: ask without them")
+        with self._encoding:
+            return self._fitting(prompt_of(self._encoder(reader), content, _REQUEST))
 
     def text_prompt(self, model: ServedModel, text: str) -> Prompt:
         """Return the prompt of plain text to complete. Raises DataError or ModelError."""
         with self._lock:
-            return self._fitting(text_prompt(self._reading(model)[0].encoder, text, _REQUEST))
+            reader, _ = self._reading(model)
+        with self._encoding:
+            return self._fitting(text_prompt(self._encoder(reader), text, _REQUEST))
+
+    def _encoder(self, reader: Reader) -> Encoder:
+        """Return a reader's encoder, which refuses texts that the model cannot read."""
+        longest = self.base.text_config.get("max_position_embeddings")
+        if not isinstance(longest, int) or longest <= 0:
+            return reader.encoder
+        return replace(reader.encoder, tokenizer=_BoundedTokenizer(reader.tokenizer, longest))
 
     def _fitting(self, prompt: Prompt) -> Prompt:
         """Return a prompt that the model can read. Raises DataError or ModelError for another."""
@@ -172,7 +199,7 @@ class ServedModels:
     # The adapters on the base model
 
     def switch_to(self, model: ServedModel) -> None:
-        """Attach a model's adapter to the base model in place of the one that is attached.
+        """Attach a model's adapter to the base model in place of the current adapter.
 
         Raises ModelError. No model can then run before the next switch, which removes what is left.
         """
@@ -188,16 +215,84 @@ class ServedModels:
         self._attached[model.name] = (model.version, adapted)
 
 
+@dataclass(frozen=True)
+class _BoundedTokenizer:
+    """A tokenizer that refuses texts of more than `longest` tokens before it encodes all of them.
+
+    Raises DataError.
+    """
+
+    tokenizer: Tokenizer
+    longest: int
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.tokenizer.bos_id
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.tokenizer.eos_id
+
+    @property
+    def control_tokens(self) -> Sequence[str]:
+        return self.tokenizer.control_tokens
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        return self.tokenizer.control_ids
+
+    def spell(self, ids: Sequence[int]) -> Sequence[bytes]:
+        return self.tokenizer.spell(ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Encoding]:
+        for text in texts:
+            self._check(text)
+        return self.tokenizer.encode_batch(texts)
+
+    def _check(self, text: str) -> None:
+        if len(text) <= self.longest:
+            return
+        count = 0
+        for start in range(0, len(text), _SLICE):
+            (encoded,) = self.tokenizer.encode_batch([text[start : start + _SLICE]])
+            count += len(encoded.ids) - _EDGES
+            if count > self.longest:
+                raise DataError(
+                    f"{_REQUEST} has more tokens than the {self.longest:,} that the model reads: "
+                    "shorten it"
+                )
+
+
 def _paths_by_name(config: ServeConfig) -> dict[str, str]:
     """Return the path of each adapter by its name. Raises ConfigError."""
     named = [(_name_of(path), path) for path in config.adapters]
     for each in config.name:
         name, _, path = each.partition("=")
         named.append((name.strip(), path.strip()))
-    names = [BASE, *(name for name, _ in named)]
+    names = [name for name, _ in named]
+    if BASE in names:
+        path = shlex.quote(dict(named)[BASE])
+        raise ConfigError([f"the name {BASE} is the base model's own: pass --name OTHER={path}"])
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError([f"two models are named {name}: pass --name NAME=PATH" for name in twice])
     return dict(named)
+
+
+def _find(path: str) -> Path:
+    """Return the adapter file at a path; in a run with no best checkpoint yet, the newest one's.
+
+    Raises ModelError.
+    """
+    try:
+        return find_adapter(path, _OPTION)
+    except ModelError:
+        named = as_path(path)
+        with suppress(OSError):
+            folders = [*checkpoint_folders(named), *checkpoint_folders(named / "checkpoints")]
+            if folders:
+                newest = max(folders, key=lambda each: (each / MANIFEST).stat().st_mtime_ns)
+                return newest / ADAPTER
+        raise
 
 
 def _name_of(path: str) -> str:
@@ -235,7 +330,7 @@ def _ids_of(messages: list[Any], **options: Any) -> list[int]:
 
 
 def trained_on(adapter: AdapterFile | None) -> dict[str, Any]:
-    """Return what is known of an adapter's training, without paths."""
+    """Return an adapter's training facts, without paths."""
     if adapter is None:
         return {}
     metadata = adapter.origin.metadata

@@ -1,5 +1,6 @@
 """`mlxtune serve`: starts the server, and ends it without breaking off answers."""
 
+import logging
 import os
 import threading
 import time
@@ -7,10 +8,15 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from mlxtune.backend.text.generate import uncompiled_on_cpu
+
+# isort: split
+import mlx_lm.server
+
 from mlxtune.config import ServeConfig
 from mlxtune.errors import ConfigError, GpuError
 from mlxtune.serve.answering import Answers
-from mlxtune.serve.api import ApiServer, is_loopback
+from mlxtune.serve.api import ApiHandler
+from mlxtune.serve.api_server import ApiServer, is_loopback
 from mlxtune.serve.served_models import ServedModels
 from mlxtune.session.interrupt import stop_on_interrupt
 from mlxtune.views.console import RunConsole
@@ -42,7 +48,7 @@ def serving(config: ServeConfig, console: RunConsole) -> Iterator[ApiServer]:
     """Serve models inside the block. Raises ConfigError or ModelError."""
     key = _key(config, console)
     models = ServedModels(config, console)
-    with uncompiled_on_cpu():  # mlx-lm's samplers are compiled
+    with uncompiled_on_cpu(), _silent_mlx_lm():  # mlx-lm's samplers are compiled
         answers = Answers(models, config.max_new_tokens)
         try:
             with closing_server(_bound(config, answers, key)) as server:
@@ -51,9 +57,25 @@ def serving(config: ServeConfig, console: RunConsole) -> Iterator[ApiServer]:
             answers.stop_and_join()
 
 
+@contextmanager
+def _silent_mlx_lm() -> Iterator[None]:
+    """Log only errors of mlx-lm's server inside the block: its warnings are about requests."""
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR or record.pathname != mlx_lm.server.__file__
+
+    root = logging.getLogger()
+    root.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        root.removeFilter(is_kept)
+
+
 def _bound(config: ServeConfig, answers: Answers, key: str | None) -> ApiServer:
     try:
-        return ApiServer((config.host, config.port), answers, key, config.allow_origin)
+        address, origins = (config.host, config.port), config.allow_origin
+        return ApiServer(address, answers, key, origins, ApiHandler)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or str(error)
         place = f"--host {config.host} --port {config.port}"

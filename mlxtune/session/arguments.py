@@ -23,6 +23,7 @@ from mlxtune.config.fields import Checked, given_options, options_of
 from mlxtune.core.data.cache import least_used
 from mlxtune.core.data.problems import rows_folder
 from mlxtune.core.data.sources.datafiles import VALIDATION
+from mlxtune.core.data.sources.nulls import without_nulls
 from mlxtune.core.files import ours
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.writing import make_folder, mark_used, write_file
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 C = TypeVar("C", bound=Checked)
 # The largest numbers of rows and of bytes to read from an iterable of unknown length.
-_MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
+_MAX_ROWS, _MAX_BYTES = 1_000_000, 2**30
 # The name of a file of rows: the keyword, and a hash of the content.
 _NAME = re.compile(r"(data|val_data)-[0-9a-f]{16}\.jsonl$")
 
@@ -70,7 +71,7 @@ def resolve(config: C) -> ResolvedOptions[C]:
         return ResolvedOptions(config, given)
     # These imports load mlx, which --help must not do.
     from mlxtune.backend.adapters.adapter_file import AdapterFile
-    from mlxtune.backend.adapters.initialise import with_adapter
+    from mlxtune.backend.adapters.initialize import with_adapter
     from mlxtune.session.trained_model import base_name
 
     initial = AdapterFile.find(path, "--init-adapter")
@@ -162,6 +163,11 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
         if validation is not None:
             changed.setdefault("val_data", validation)
     for name in ("data", "val_data"):
+        if _is_columns(changed.get(name)):
+            raise DataError(
+                f"{name} has columns, not rows: pass [dict(zip({name}, row)) for row in "
+                f"zip(*{name}.values())]"
+            )
         if _is_row(changed.get(name)):
             raise DataError(f"{name} is one row: put it in a list, {name}=[{{…}}]")
         if (rows := _table_rows(changed.get(name))) is not None:
@@ -174,6 +180,8 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
                 values = iter(changed[name])
             except TypeError as error:
                 raise DataError(f"{name} has no rows: {error}") from error
+            if hasattr(changed[name], "features"):  # a datasets.Dataset, whose rows are Arrow's
+                values = (without_nulls(row, from_arrow=True) for row in values)
             first = list(islice(values, 1))
             every = chain(first, values)
             if isinstance(next(iter(first), {}), str | os.PathLike):
@@ -187,6 +195,15 @@ def _is_row(value: Any) -> bool:
     """Return whether a value is one row, not a dictionary of paths and weights."""
     own = (value[name] for name in ROW_NAMES if name in value) if isinstance(value, Mapping) else ()
     return any(not isinstance(each, int | float) for each in own)
+
+
+def _is_columns(value: Any) -> bool:
+    """Return whether a value is a dictionary of columns; a row's lists hold messages."""
+    lists = list(value.values()) if isinstance(value, Mapping) else []
+    return bool(lists) and all(
+        isinstance(each, list | tuple) and each and not isinstance(each[0], Mapping)
+        for each in lists
+    )
 
 
 def _table_rows(value: Any) -> Any:
@@ -239,7 +256,7 @@ def _lines(rows: Iterable[Any], name: str, length: int | None) -> Iterator[bytes
     for number, row in enumerate(rows, start=1):
         if length is not None and number > length:
             raise DataError(f"{name} has more rows than its length, {length:,}")
-        if length is None and (number > _MOST_ROWS or size > _MOST_BYTES):
+        if length is None and (number > _MAX_ROWS or size > _MAX_BYTES):
             raise DataError(
                 f"{name} has no end after {number - 1:,} rows ({byte_size(size)}): end the "
                 "iterable (itertools.islice), or write its rows to a file and name the file"

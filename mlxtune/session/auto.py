@@ -5,22 +5,25 @@ import math
 import shlex
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from mlxtune.config import OPTIONS, DataConfig, TrainConfig
 from mlxtune.config.fields import flag
 from mlxtune.config.objective_config import DEFAULT_RATE
 from mlxtune.core.data.inspection import truncation_loss
-from mlxtune.core.formatting import pluralise, short_number
+from mlxtune.core.formatting import pluralize, short_number
 from mlxtune.core.steps import order
+from mlxtune.core.training.schedule import count_steps
 from mlxtune.session.dataset import load_rows
 from mlxtune.session.memory_planning import longest_example
-from mlxtune.session.session import T, TrainingSession
+from mlxtune.session.session import TrainingSession
+
+S = TypeVar("S", bound=TrainingSession[Any])
 
 # A number of tokens that no example exceeds.
 _UNCUT = 10**9
 # One or two epochs hardly overfit; on small data sets, further epochs do.
-_MOST_EPOCHS, _FEWEST_STEPS = 3, 100
+_MAX_EPOCHS, _MIN_STEPS = 3, 100
 _VALIDATIONS = 10
 # Half of the validations: many runs improve again at the end, when the rate falls.
 _PATIENCE = 5
@@ -28,11 +31,11 @@ _RANK, _ALPHA = 16, 32.0
 # The rate for a model of 4 billion parameters, the power by which it rises for smaller models, and
 # its bounds. The demo's model of 0.7 million parameters learns fastest at the upper bound.
 _RATE, _RATE_SIZE, _RATE_POWER = 2e-4, 4e9, 0.35
-_LOWEST_RATE, _HIGHEST_RATE = 5e-5, 5e-3
+_MIN_RATE, _MAX_RATE = 5e-5, 5e-3
 
 
-def choose_auto_options(session: TrainingSession[T]) -> None:
-    """Replace a session's options by --auto's choices, and print the equivalent command.
+def with_auto_options(session: S) -> S:
+    """Return a session with --auto's choices of options, and print the equivalent command.
 
     Reads the data in order to choose the other options.
     """
@@ -50,23 +53,21 @@ def choose_auto_options(session: TrainingSession[T]) -> None:
         needed=default_length if loss is None else loss.enough,
         fitting=_UNCUT,
     )
-    chosen = choose(facts, config, session.given)
-    # The longest example that fits depends on the chosen LoRA options.
-    names = {"lora_rank": "rank", "lora_alpha": "alpha", "targets": "targets"}
-    lora = {
-        default_length: chosen[name] for default_length, name in names.items() if name in chosen
-    }
+    selected = choose(facts, config, session.given)
+    # The longest example that fits depends on the selected LoRA options.
+    lora = {name: selected[name] for name in ("rank", "alpha", "targets") if name in selected}
     longest = longest_example(config, base, replace(config.pipeline_config(), **lora))
-    chosen = choose(replace(facts, fitting=longest.recomputed), config, session.given)
-    session.config = replace(config, auto=False, **chosen)
-    session.command = command_line(session.config)
-    console.say("Auto", session.command, copyable=True)
+    selected = choose(replace(facts, fitting=longest.recomputed), config, session.given)
+    config = replace(config, auto=False, **selected)
+    command = command_line(config)
+    console.say("Auto", command, copyable=True)
     reasons = (
-        f"for {pluralise(facts.rows, 'training row')}, a model of "
+        f"for {pluralize(facts.rows, 'training row')}, a model of "
         f"{short_number(facts.parameters)} parameters, and supervised tokens of which 99% lie "
         f"within the first {facts.needed:,} of an example"
     )
     console.say("", reasons)
+    return session.with_choices(config, command)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +94,13 @@ def choose(facts: Facts, config: TrainConfig, set_by_user: Collection[str]) -> d
     targets. The rate falls with the size of the model. --max-seq-len keeps the answers. There are
     enough epochs to learn, but not to overfit, and ten validations choose the best adapter.
     """
-    per_epoch = math.ceil(facts.rows / config.batch_size)
-    epochs = min(max(math.ceil(_FEWEST_STEPS / per_epoch), 1), _MOST_EPOCHS)
-    steps = per_epoch * (config.epochs if "epochs" in set_by_user else epochs)
-    steps = min(steps, config.max_steps or steps)
-    chosen: dict[str, Any] = {
+    training = config.trainer_config()
+    per_epoch, _ = count_steps(training, facts.rows)
+    epochs = min(max(math.ceil(_MIN_STEPS / per_epoch), 1), _MAX_EPOCHS)
+    if "epochs" not in set_by_user:
+        training = replace(training, epochs=epochs)
+    _, steps = count_steps(training, facts.rows)
+    selected: dict[str, Any] = {
         "targets": ("all",),
         "rank": _RANK,
         "alpha": _ALPHA if "rank" not in set_by_user else 2.0 * config.rank,
@@ -106,14 +109,14 @@ def choose(facts: Facts, config: TrainConfig, set_by_user: Collection[str]) -> d
         "epochs": epochs,
     }
     if facts.validates:
-        chosen |= {"val_steps": math.ceil(steps / _VALIDATIONS), "patience": _PATIENCE}
-    return {name: value for name, value in chosen.items() if name not in set_by_user}
+        selected |= {"val_steps": math.ceil(steps / _VALIDATIONS), "patience": _PATIENCE}
+    return {name: value for name, value in selected.items() if name not in set_by_user}
 
 
 def _rate(parameters: int, fraction: float) -> float:
     """Return a `fraction` of the peak rate for a model's size, to one significant digit."""
     rate = _RATE * (_RATE_SIZE / max(parameters, 1)) ** _RATE_POWER
-    return float(f"{fraction * min(max(rate, _LOWEST_RATE), _HIGHEST_RATE):.0e}")
+    return float(f"{fraction * min(max(rate, _MIN_RATE), _MAX_RATE):.0e}")
 
 
 def command_line(config: TrainConfig) -> str:

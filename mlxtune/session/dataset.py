@@ -16,9 +16,10 @@ from mlxtune.core.data.problems import (
     shown,
 )
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files, needs
+from mlxtune.core.data.sources.keys import field_option
 from mlxtune.core.data.sources.text_rows import encoding_of, is_text_file
-from mlxtune.core.formatting import pluralise
-from mlxtune.errors import DataError, ModelError
+from mlxtune.core.formatting import pluralize
+from mlxtune.errors import DataError, ModelError, shorten
 from mlxtune.hub.dataset_download import HubData, fetch
 from mlxtune.hub.dataset_name import DataValue, data_value
 from mlxtune.session.reader import Reader
@@ -73,7 +74,7 @@ def with_hub_data(
             return value
         data = fetch(meant.name, held_out=held_out, quiet=config.quiet)
         sets[str(data.name)] = data
-        files = pluralise(sum(map(len, data.files.values())), "file")
+        files = pluralize(sum(map(len, data.files.values())), "file")
         console.say(
             "Hub",
             f"{' and '.join(data.titles.values())}: {files}, commit "
@@ -151,13 +152,11 @@ def load_rows(
     Raises the errors of `load_dataset`.
     """
     paths, titles = source.files, source.titles
-    files, cuts = [], []
-    for path in paths.all:
-        file = reader.encode(path)
-        cut = file.truncate(config.max_seq_len, at=config.cut)
+    files = list(map(reader.encode, paths.all))
+    cuts = [file.truncate(config.max_seq_len, at=config.cut) for file in files]
+    _check_fields(files)
+    for path, file, cut in zip(paths.all, files, cuts, strict=True):
         _check_usable(file, cut, titles[path], needs(path), config)
-        files.append(file)
-        cuts.append(cut)
     first = len(paths.train)
     names = list(map(shown, paths.all))
     corpus = Corpus(cuts[:first], names[:first], source.weights)
@@ -217,22 +216,34 @@ def _blank_findings(paths: Sequence[Path]) -> Iterator[Finding]:
         yield Finding("note", "empty file is left out", len(paths), advice, (place,))
 
 
+def _check_fields(files: Sequence[EncodedFile]) -> None:
+    """Raise DataError for a --field whose key no row has."""
+    absent = set.intersection(*(set(file.skipped.absent.items()) for file in files))
+    if absent:
+        name, key = min(absent)
+        raise DataError(
+            f"no row has the key {shorten(key)}: correct or leave out {field_option(name, key)}"
+        )
+
+
 def _check_usable(
     file: EncodedFile, cut: ExampleArrays, path: str, needed: str, config: DataConfig
 ) -> None:
     rows_kept, skipped = int(cut.rows_kept.sum()), file.skipped
     read = rows_kept + skipped.total
+    one = skipped.total == 1
     if skipped.total and config.strict:
+        are, them = ("is", "it") if one else ("are", "them")
         raise DataError(
-            f"{skipped.first()}; {skipped.total} of {read} rows are bad: "
-            "fix them, or leave out --strict to skip them"
+            f"{skipped.first()}; {skipped.total} of {pluralize(read, 'row')} {are} bad: "
+            f"fix {them}, or leave out --strict to skip {them}"
         )
     if not read:
         raise DataError(f"{path} has no rows: it needs {needed}")
     if not rows_kept:
-        every = f"none of its {read:,} rows can be used"
-        every = "its only row cannot be used" if read == 1 else every
-        raise DataError(f"{path}: {every}; the first: {skipped.first()}")
+        every = f"none of its {read:,} rows can be used; the first"
+        every = "its only row cannot be used" if one else every
+        raise DataError(f"{path}: {every}: {skipped.first()}")
 
 
 def _choose_rows(
@@ -253,8 +264,9 @@ def _choose_rows(
     if isinstance(config, InspectConfig):
         return RunRows(corpus.select(), corpus.select([])), [Finding("error", problem, 0, advice)]
     skipped = [file.skipped for file in files if file.skipped.total]
-    total = pluralise(sum(each.total for each in skipped), "other row")
-    others = f"; skipped {total}, the first: {skipped[0].first()}" if skipped else ""
+    total = pluralize(sum(each.total for each in skipped), "other row")
+    first = ": " if total == "1 other row" else ", the first: "
+    others = f"; skipped {total}{first}{skipped[0].first()}" if skipped else ""
     raise DataError(f"{', '.join(map(shown, config.data))}: {problem}: {advice}{others}")
 
 

@@ -6,6 +6,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,22 +30,22 @@ from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses, evaluat
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.writing import write_json
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.run_folder import EVALUATION, EVALUATION_HASH, RESULT, SAMPLES
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.reader import Reader
-from mlxtune.session.session import RunSession
+from mlxtune.session.run_session import RunSession
 from mlxtune.session.trained_model import LoadedModel, UseSession, load_model
 from mlxtune.views.console import RunConsole
 from mlxtune.views.run_text import less_likely_line
 
 # The largest number of tokens in a sample answer at the end of a run.
-_LONGEST_SAMPLE = 128
+_MAX_SAMPLE_TOKENS = 128
 _NOTHING_TO_ANSWER = "no row has a prompt and a whole answer (plain text has neither)"
 # The largest number of tokens in a sample answer after a validation: training waits for the answer.
-_LONGEST_LIVE = 64
+_MAX_LIVE_TOKENS = 64
 
 
 def compare_losses(
@@ -214,24 +215,12 @@ class ValidationAnswers(TrainingObserver):
         config, reader = self._session.config, self._session.reader
         if drawn := _draw(self._rows, config.samples, config.seed, reader):
             quiet = RunConsole(quiet=True)
-            generated = answer_rows(self._loaded, reader, drawn, _LONGEST_LIVE, quiet)
+            generated = answer_rows(self._loaded, reader, drawn, _MAX_LIVE_TOKENS, quiet)
             content = asdict(StepSamples(step, generated.samples))
             write_json(config.checkpoint_path / SAMPLES, content)
 
 
 def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
-    """Judge a run's adapter, and put the hash of the finished evaluation into its result."""
-    evaluation = _judge(session, judged)
-    run = session.config.checkpoint_path
-    if evaluation is not None:
-        # Only `mlxtune verify` needs the hash.
-        with suppress(OSError, ValueError, MlxTuneError):
-            found = {**read_json(run / RESULT), EVALUATION_HASH: file_hash(run / EVALUATION)}
-            write_json(run / RESULT, found)
-    return evaluation
-
-
-def _judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
     Compares this adapter with the adapter from which training started, or else with the base model.
@@ -242,7 +231,6 @@ def _judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     adapter = AdapterFile(config.output_path)
     # The adapter's own config says how the base was quantised.
     use = config.part(UseConfig, adapter=str(adapter.path), quantize=None, double_quant=False)
-    path = config.checkpoint_path / EVALUATION
     objective = Objective.of(config)
     try:
         start = _before_training(session, _measure_of(session, judged.rows, objective))
@@ -255,7 +243,7 @@ def _judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
             evaluation = compare_losses(
                 loaded, judged, config.seed, console, workers, start, objective
             )
-        write_json(path, evaluation.as_dict())
+        _write_evaluation(config.checkpoint_path, evaluation)
     except MlxTuneError as problem:
         console.warn(f"the adapter was written, but could not be evaluated: {problem}")
         return None
@@ -271,10 +259,10 @@ def _judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     try:
         if drawn := _draw(judged.rows, config.samples, config.seed, session.reader):
             allocator.release()
-            generated = answer_rows(loaded, session.reader, drawn, _LONGEST_SAMPLE, console)
+            generated = answer_rows(loaded, session.reader, drawn, _MAX_SAMPLE_TOKENS, console)
             evaluation = replace(evaluation, generated=generated)
-            write_json(path, evaluation.as_dict())
-            console.say("Samples", f"{pluralise(generated.rows, 'row')} answered, for the report")
+            _write_evaluation(config.checkpoint_path, evaluation)
+            console.say("Samples", f"{pluralize(generated.rows, 'row')} answered, for the report")
         else:
             console.say("Samples", f"none: {_NOTHING_TO_ANSWER}")
     except MlxTuneError as problem:
@@ -284,6 +272,14 @@ def _judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     finally:
         console.close()
     return evaluation
+
+
+def _write_evaluation(run: Path, evaluation: Evaluation) -> None:
+    """Write a run's evaluation, and put its hash into the result. Raises OutputError."""
+    write_json(run / EVALUATION, evaluation.as_dict())
+    with suppress(OSError, ValueError, MlxTuneError):  # only `mlxtune verify` needs the hash
+        found = {**read_json(run / RESULT), EVALUATION_HASH: file_hash(run / EVALUATION)}
+        write_json(run / RESULT, found)
 
 
 def _measure_of(

@@ -48,13 +48,13 @@ from mlxtune.views.console import RunConsole
 # A larger micro-batch must save at least this fraction of time on the CPU, where it rarely does.
 _CPU_TOLERANCE = 0.05
 # The values of `recompute` that --grad-checkpoint allows.
-_CHECKPOINTING = {"on": (True,), "off": (False,), "auto": (False, True)}
+_RECOMPUTE_CHOICES = {"on": (True,), "off": (False,), "auto": (False, True)}
 # The context length of a model whose config gives none.
-_LONGEST = 1 << 20
+_MAX_LENGTH = 1 << 20
 
 
 def first_epoch(config: TrainConfig, dataset: Dataset) -> list[list[int]]:
-    """Return the places of the rows of each step of the first epoch, as the trainer takes them."""
+    """Return the indices of the rows of each step of the first epoch, in the trainer's order."""
     rows = dataset.rows.train
     return order.steps_of(rows, config.batch_size, config.order, config.seed, 1)
 
@@ -120,10 +120,10 @@ def _possible(
 
 def longest_example(config: TrainConfig, base: BaseModel, lora: InstructConfig) -> LongestFit:
     context = base.text_config.get("max_position_embeddings")
-    context = context if isinstance(context, int) and context > 0 else _LONGEST
+    context = context if isinstance(context, int) and context > 0 else _MAX_LENGTH
     allowed, shapes = _possible(config, base, lora)
     limit = allocator.find_limits(config.memory_limit).memory
-    values = _CHECKPOINTING[config.grad_checkpoint]
+    values = _RECOMPUTE_CHOICES[config.grad_checkpoint]
     with_activations, recomputed = (
         memory_plan.longest(shapes, allowed, limit, context, [value]) if value in values else 0
         for value in (False, True)
@@ -146,18 +146,12 @@ def confirm(
     into one sequence. Memory is measured once and cached; a resumed run uses its `recorded` memory.
     Worker 0 decides for all workers. Raises MemoryLimitError if not even one example fits.
     """
-    allowed = pipeline.forward.execution
-    execution = replace(
-        plan.execution,
-        operations=allowed.operations,
-        head_apart=allowed.head_apart,
-        packs=allowed.packs,
-    )
+    execution = pipeline.forward.supported(plan.execution)
     plain = plan.shapes.plain_head and pipeline.forward.plain_head
     shapes = replace(plan.shapes, plain_head=plain)
     known = _agreed(recorded or plan.shapes.measured, workers)
     if known is None and execution.head_apart:
-        modes = _CHECKPOINTING[config.grad_checkpoint]
+        modes = _RECOMPUTE_CHOICES[config.grad_checkpoint]
         known = _agreed(measure(pipeline, shapes, modes), workers)
         if known is not None:
             key = memory_key(shapes, execution, config.dropout, base.dtype)
@@ -183,9 +177,9 @@ def recorded_memory(run: Path) -> Measured | None:
 def _choose(
     config: TrainConfig, shapes: ModelShapes, execution: Execution, work: Workload, limit: int
 ) -> MemoryPlan:
-    allowed = _CHECKPOINTING[config.grad_checkpoint]
+    allowed = _RECOMPUTE_CHOICES[config.grad_checkpoint]
     tolerance = _CPU_TOLERANCE if default_device.on_cpu() else 0.0
-    options: dict[str, Any] = {"checkpointing": allowed, "tolerance": tolerance}
+    options: dict[str, Any] = {"recompute_choices": allowed, "tolerance": tolerance}
     plan = memory_plan.choose(shapes, work, execution, limit=limit, **options)
     if plan is None:
         raise MemoryLimitError(memory_plan.why_not(shapes, work, execution, limit, True in allowed))
@@ -286,10 +280,10 @@ def plan_run(
     MemoryLimitError if not even one example fits.
     """
     plan = choose_plan(config, base, work, execution)
-    chosen, line = choose_products(config, base, work, plan, resume, workers)
-    if chosen is not base:
-        plan = choose_plan(config, chosen, work, execution)
-    return chosen, plan, line
+    faster_base, line = choose_products(config, base, work, plan, resume, workers)
+    if faster_base is not base:
+        plan = choose_plan(config, faster_base, work, execution)
+    return faster_base, plan, line
 
 
 def choose_products(

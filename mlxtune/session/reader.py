@@ -24,12 +24,11 @@ from mlxtune.config.data_config import is_jinja, parse_fields
 from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
-from mlxtune.core.data.conversation import Conversation
-from mlxtune.core.data.corpus import TextHash
-from mlxtune.core.data.encode import EncodedRows, Encoder, Row
+from mlxtune.core.data.conversation import Conversation, Row
+from mlxtune.core.data.encode import EncodedRows, Encoder
 from mlxtune.core.data.encoded_file import EncodedFile
-from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.model_template import ModelTemplate
+from mlxtune.core.data.near_copies import TextHash
 from mlxtune.core.data.problems import (
     NO_END_OF_TURN,
     UNKNOWN_END,
@@ -38,6 +37,7 @@ from mlxtune.core.data.problems import (
     SkippedRows,
 )
 from mlxtune.core.data.prompt import Prompt, TurnEnds, answered, prompt_of
+from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.core.data.template import END_OF_TURN, PLAIN, TEMPLATES, built_in_jinja
 from mlxtune.core.files.reading import file_hash
 from mlxtune.errors import DataError, ModelError
@@ -165,7 +165,7 @@ class Reader:
 
     @cached_property
     def _turn_end(self) -> Prompt | None:
-        """A short prompt, with the end that the template gives its answer; None without one."""
+        """A short prompt with the template's end of an answer, or None if it has no end."""
         asked = {"messages": [{"role": "user", "content": "Hi"}]}
         with suppress(DataError, ModelError):
             return prompt_of(self.encoder, asked, str(self._folder)) if self.has_template else None
@@ -185,7 +185,7 @@ class Reader:
 
     @property
     def unknown_end_note(self) -> dict[str, str]:
-        """A note on conversations whose end of turn other tools do not know, with the remedies."""
+        """A note on an end-of-turn token that other tools don't recognise, with the remedies."""
         if (end := self.unknown_end) is None:
             return {}
         written = self.tokenizer.spell([end])[0].decode(errors="replace")

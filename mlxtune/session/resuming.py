@@ -21,7 +21,7 @@ from mlxtune.config.train_config import adapter_path
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.files.writing import same_place
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.core.run.checkpoint import Checkpoint
 from mlxtune.core.run.run_folder import LEDGER, ResumePoint, find_resume_point
 from mlxtune.core.run.stored_run import get_mapping, read_ledgers, run_folder_at
@@ -197,8 +197,9 @@ def _difference(name: str, value: Any, stored: Any) -> str | None:
     if option.affects is Affects.LENGTH:
         if isinstance(stored, int) and (value is None or value >= stored):
             return None
-        ours = _shown(stored, option)
-        return f"{flag(name)} can only be raised (the run has {ours})"
+        if stored is None:
+            return f"{flag(name)}: the run has no such limit, and may not get shorter: leave it out"
+        return f"{flag(name)} can only be raised (the run has {_shown(stored, option)})"
     if value == stored:
         return None
     given, ours = _shown(value, option), _shown(stored, option)
@@ -285,9 +286,9 @@ def _changes(run: Path, trainer: InstructTrainer) -> Iterator[str]:
         rows.corpus.paths, before, now, new, strict=False
     ):
         if count_before != count_now:
-            yield f"{path} had {pluralise(count_before, 'row')} to use, and has {count_now:,}"
+            yield f"{path} had {pluralize(count_before, 'row')} to use, and has {count_now:,}"
         elif same and len(trained) and changed:
-            yield f"{pluralise(changed, 'row')} of {path} changed"
+            yield f"{pluralize(changed, 'row')} of {path} changed"
 
 
 def print_resume(resume: ResumePoint, trainer: InstructTrainer, console: RunConsole) -> None:
@@ -322,7 +323,7 @@ def _extension_line(resume: ResumePoint, trainer: InstructTrainer) -> str:
     if before == trainer.total_steps or not resume.progress.steps:
         return ""
     last, following = resume.progress.steps[-1].learning_rate, trainer.rate(step + 1)
-    line = f"extended from {before} to {pluralise(trainer.total_steps, 'step')}: "
+    line = f"extended from {before} to {pluralize(trainer.total_steps, 'step')}: "
     if last == following:
         return f"{line}the learning rate stays {last:.3g}"
     return (
@@ -344,4 +345,4 @@ def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
 
 
 def _workers(described: object) -> str:
-    return pluralise(described, "worker") if isinstance(described, int) else shorten(str(described))
+    return pluralize(described, "worker") if isinstance(described, int) else shorten(str(described))

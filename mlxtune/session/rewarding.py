@@ -36,7 +36,7 @@ from mlxtune.rewards.rollouts import Prompts, Rollouts
 from mlxtune.rewards.samples import SampleLedger
 from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
 from mlxtune.session.reader import Reader
-from mlxtune.session.session import RunSession
+from mlxtune.session.run_session import RunSession
 from mlxtune.session.trained_model import LoadedModel
 
 

@@ -9,17 +9,15 @@ The first two are opened with the session, the others where a command first asks
 
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
+from copy import copy
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
-from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.model_folder import find_folder, read_config
-from mlxtune.backend.workers.launch import WorkerRun
 from mlxtune.config import DataConfig, TrainConfig, UseConfig
-from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.session.dataset import (
     Dataset,
     DataSource,
@@ -97,12 +95,23 @@ class Session(Generic[C]):
 class TrainingSession(Session[T]):
     """A session of `train` or `plan`, in which `given` names the options that the user chose.
 
-    --auto replaces `config` once, and sets `command` to the equivalent command.
+    `command` is the equivalent command if --auto chose the other options.
     """
 
     def __init__(self, config: T, console: RunConsole, given: Collection[str]) -> None:
         super().__init__(config, console)
         self.given, self.command = given, ""
+        self._has_base = True
+
+    def with_choices(self, config: T, command: str) -> Self:
+        """Return a session with the options that --auto chose and everything opened so far.
+
+        No choice changes what --auto opens: the data files, their reader and the model.
+        """
+        assert "dataset" not in vars(self), "the choices decide how rows are read"
+        session = copy(self)
+        session.config, session.command = config, command
+        return session
 
     @property
     def auto_chose_epochs(self) -> bool:
@@ -112,38 +121,12 @@ class TrainingSession(Session[T]):
     @cached_property
     def base(self) -> BaseModel:
         """The model, of which no weights are read. Raises ModelError."""
+        assert self._has_base, "the model was released to another owner"
         return loading.open_base(self.folder, self.config.dtype, self.config.base_options())
 
     def release_base(self) -> BaseModel:
         """Return the model to a caller that becomes its only owner, and so can free it."""
         base = self.base
         del self.base
+        self._has_base = False
         return base
-
-
-class RunSession(TrainingSession[TrainConfig]):
-    """The session of one worker of `train`, which resumes from the checkpoint `resume`, if any."""
-
-    def __init__(
-        self,
-        worker_run: WorkerRun[RunConsole],
-        given: Collection[str],
-        resume: ResumePoint | None,
-        initial: AdapterFile | None,
-    ) -> None:
-        super().__init__(worker_run.config, worker_run.console, given)
-        self._initial = initial
-        self.worker_run, self.workers, self.resume = worker_run, worker_run.workers, resume
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Read data in this block, once the first worker of this machine has cached it."""
-        with self.worker_run.in_turn(), super().reading():
-            yield
-
-    @cached_property
-    def initial(self) -> AdapterFile | None:
-        """The adapter that training starts from, if any. Raises ModelError."""
-        if self.config.init_adapter is None or self.resume is not None:
-            return None
-        return self._initial or AdapterFile.find(self.config.init_adapter, "--init-adapter")

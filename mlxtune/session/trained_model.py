@@ -1,11 +1,13 @@
 """Finds, loads and runs the base model and the adapter that a command's options name."""
 
 import dataclasses
+import json
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +21,7 @@ from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.model_folder import find_folder, is_local, read_config
 from mlxtune.backend.models.quantize import format_name
+from mlxtune.backend.text.chat_template import read_chat_template
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, Stream, seed
 from mlxtune.backend.workers.shards import shard_base
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
@@ -48,6 +51,8 @@ from mlxtune.views.console import RunConsole
 
 # The metadata key that marks an adapter as trained on plain text alone.
 _PLAIN_TEXT = "plain_text"
+# The key of the hash of the model's own chat template, if training used it.
+_CHAT_TEMPLATE = "chat_template"
 # Options that shape a prompt.
 _PROMPT = ("template", "thinking", "merge_system")
 # Options that decide which tokens of a row an evaluation scores.
@@ -163,6 +168,8 @@ class UseSession(Generic[U]):
         self.config = as_trained(config, self.adapter, given)
         self.folder = model_folder(self.config)
         _base_options(self.config, self.adapter, self.folder)
+        if self.adapter is not None and self.config.template == "auto":
+            warn_of_template(self.adapter, self.folder, console)
 
     @cached_property
     def reader(self) -> Reader:
@@ -208,9 +215,12 @@ def _recorded(adapter: AdapterFile, record: str, names: Collection[str]) -> dict
 
 
 def trained_as(
-    config: TrainConfig, plain_text: bool, rows: RunRows | None = None
+    config: TrainConfig, plain_text: bool, folder: Path, rows: RunRows | None = None
 ) -> dict[str, Any]:
-    """Return the options of training, and a hash of its rows, that the adapter records."""
+    """Return the options of training, and hashes of its rows and template, for the adapter.
+
+    `folder` is the model's. Only the model's own template is hashed: others are among the options.
+    """
     own = ((name, getattr(config, name)) for name in _OBJECTIVE)
     objective = {name: value for name, value in own if value != _OBJECTIVE[name]}
     if config.objective in REWARDED:  # an evaluation without rewards compares losses
@@ -221,9 +231,31 @@ def trained_as(
     if rows is not None:
         split = (config.val_split, config.seed, config.val_rows)
         records[TRAINED_ROWS] = record_of(rows, *split)
+    if config.template == "auto" and not plain_text:
+        records[_CHAT_TEMPLATE] = _hash_of_template(folder)
     return {"prompt": _prompt_options(config)} | {
         key: each for key, each in records.items() if each
     }
+
+
+def _hash_of_template(folder: Path) -> str:
+    """Return a hash of a model's own templates, or `none`. Raises ModelError."""
+    sources = read_chat_template(folder)
+    content = json.dumps(sources, sort_keys=True).encode()
+    return sha256(content).hexdigest()[:32] if sources else "none"
+
+
+def warn_of_template(adapter: AdapterFile, folder: Path, console: RunConsole) -> None:
+    """Warn if the model's own template is not the one that an adapter was trained with."""
+    trained = adapter.info.mlxtune.get(_CHAT_TEMPLATE)
+    now = trained
+    with suppress(ModelError):  # whoever needs the template says why it cannot be read
+        now = _hash_of_template(folder)
+    if trained not in (None, now):
+        console.warn(
+            f"{folder}: its chat template has changed since {adapter.path} was trained, and "
+            "prompts are rendered with it: bring back the model's files"
+        )
 
 
 def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
@@ -295,12 +327,12 @@ def load_model(
     """
     if adapter is not None:
         attach.check_model(adapter, folder)
-    console.say("Memory", allocator.set_limits(config.memory_limit).describe())
+    console.describe("Memory", allocator.set_limits(config.memory_limit).describe())
     base = loading.open_base(folder, config.dtype, _base_options(config, adapter, folder))
     if workers.shards_model:
         base = shard_base(base, workers.group)
     loading.read_weights(base)
-    console.say("Model", base.describe())
+    console.describe("Model", base.describe())
     await_result(console)
     if adapter is None:
         return LoadedModel(base, None)

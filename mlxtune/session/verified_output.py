@@ -20,7 +20,7 @@ from mlxtune.backend.adapters.certificate import (
 from mlxtune.backend.adapters.file_formats import merged_gguf
 from mlxtune.backend.adapters.file_formats.adapter import Adapter
 from mlxtune.backend.adapters.file_formats.mlx_lm import read_mlx_lm
-from mlxtune.backend.adapters.storage import AS_BASE
+from mlxtune.backend.adapters.storage import AS_BASE, Storage
 from mlxtune.backend.device import allocator
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models import loading
@@ -41,12 +41,12 @@ from mlxtune.core.files.writing import (
     write_file,
     write_json,
 )
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
 from mlxtune.session.interrupt import end_in_order
 from mlxtune.session.reader import Reader
-from mlxtune.session.trained_model import as_trained, find_base, trained_on_text
+from mlxtune.session.trained_model import as_trained, find_base, trained_on_text, warn_of_template
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json, print_line
 
@@ -93,7 +93,9 @@ def find_source(config: OutgoingConfig) -> Source:
     base = open_base(folder, "float32", plain)
     adapter = read_mlx_lm(file, projections_of(base.model))
     options = attach.base_options(file, folder, plain)
-    return Source(config, RunConsole(quiet=config.quiet), folder, file, adapter, options)
+    console = RunConsole(quiet=config.quiet)
+    warn_of_template(file, folder, console)
+    return Source(config, console, folder, file, adapter, options)
 
 
 @contextmanager
@@ -204,7 +206,7 @@ def write_fused(
     *,
     dequantize: bool,
     text_alone: bool,
-    storage: str = AS_BASE,
+    storage: Storage = AS_BASE,
     retention: Retention | None = None,
 ) -> tuple[Certificate, str]:
     """Write the fused model into a folder; return its certificate and the dtype of its weights.
@@ -222,7 +224,7 @@ def write_fused(
     left_out = fusing.write_model(model, model_config, source.folder, folder, text_alone=text_alone)
     if left_out:
         source.console.warn(
-            f"left out {pluralise(left_out, 'tensor')} for images or sound: the written model and "
+            f"left out {pluralize(left_out, 'tensor')} for images or sound: the written model and "
             "its "
             "config.json are of text alone"
         )
@@ -250,7 +252,7 @@ def write_fused(
 
 
 def _trained_reader(source: Source) -> tuple[UseConfig, Reader] | None:
-    """Return training's options and reader of conversations; None if it was on plain text."""
+    """Return the training options and the conversation reader; None for training on plain text."""
     trust = source.config.trust_remote_code
     use = UseConfig(str(source.folder), adapter=str(source.file.path), trust_remote_code=trust)
     trained = as_trained(use, source.file)

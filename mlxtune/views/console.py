@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Column, Table
 from rich.text import Text
 
-from mlxtune.core.formatting import duration, pluralise
+from mlxtune.core.formatting import duration, pluralize
 from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.run.profile import StepProfile
 from mlxtune.core.training.observer import RunStart, TrainingObserver
@@ -34,9 +34,9 @@ _STAGE_WIDTH = 12
 # The displayed loss is the mean loss of this many steps.
 _AVERAGED = 10
 _VERDICT = re.compile(r"(?:the adapter )?(helped|hardly helped|hardly hurt|hurt|cannot tell)\b")
-_VERDICT_COLOURS = {"helped": "green", "hurt": "red"}
-_VERDICT_COLOURS |= dict.fromkeys(("hardly helped", "hardly hurt", "cannot tell"), "yellow")
-# The least time in seconds between updates of a notebook's line, as each is sent to the browser.
+_VERDICT_COLORS = {"helped": "green", "hurt": "red"}
+_VERDICT_COLORS |= dict.fromkeys(("hardly helped", "hardly hurt", "cannot tell"), "yellow")
+# Minimum seconds between updates of a notebook's line, because every update goes to the browser.
 _SECONDS_BETWEEN = 0.1
 
 
@@ -62,14 +62,16 @@ class BestEffortStream:
 class RunConsole(TrainingObserver):
     """Prints each stage of a run on a line, and shows a live bar during training.
 
-    `peak_gb` returns the peak memory so far. With `quiet`, only warnings are printed. `start_timer`
-    starts the timer of `await_result`.
+    `peak_gb` returns the peak memory so far. With `quiet`, only warnings are printed. With `brief`,
+    for a command that gives a single answer and not one for each row of a file, the machine and the
+    model are described only on a terminal. `start_timer` starts the timer of `await_result`.
     """
 
     def __init__(
         self,
         *,
         quiet: bool = False,
+        brief: bool = False,
         log_every: int = 10,
         peak_gb: Callable[[], float] = lambda: 0.0,
         console: Console | None = None,
@@ -81,7 +83,7 @@ class RunConsole(TrainingObserver):
         terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         # The stream of a notebook's kernel claims to be a terminal.
         self._wraps = terminal and not self._notebook
-        self._quiet = quiet
+        self._quiet, self._brief = quiet, brief
         self._log_every = log_every
         self._peak_gb = peak_gb
         # The line of the current activity, until another line is printed, and the bar of a run.
@@ -121,6 +123,11 @@ class RunConsole(TrainingObserver):
             return
         self._line(Text(f"{stage:<{_STAGE_WIDTH}}", "bold"), message, wrap=not copyable)
 
+    def describe(self, stage: str, message: str) -> None:
+        """Print a line about the machine or the model."""
+        if self.is_live or not self._brief:
+            self.say(stage, message)
+
     def warn(self, message: str) -> None:
         self._line(Text("warning: ", "yellow"), message, wrap=True)
 
@@ -136,7 +143,7 @@ class RunConsole(TrainingObserver):
         self._first.arrived()
 
     def on_encoding(self, path: Path, rows: int) -> None:
-        self.show(f"encoding {path}: {pluralise(rows, 'row')}")
+        self.show(f"encoding {path}: {pluralize(rows, 'row')}")
 
     def show(self, text: str) -> None:
         self.result_arrived()
@@ -267,7 +274,7 @@ def _marked(name: Text, message: str) -> Text:
     text = Text(message)
     verdict = _VERDICT.match(message) if name.plain.strip() == "Verdict" else None
     if verdict is not None:
-        text.stylize(_VERDICT_COLOURS[verdict[1]], *verdict.span(1))
+        text.stylize(_VERDICT_COLORS[verdict[1]], *verdict.span(1))
     return text
 
 

@@ -22,7 +22,7 @@ from mlxtune.core.data.inspection import (
     ShownPair,
     together,
 )
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.core.run.summary import Verdict
 from mlxtune.views import visible
 from mlxtune.views.output import render_lines
@@ -90,10 +90,10 @@ def show_inspection(
     """
     for line in _summary(inspection):
         console.print(_line(line) if line else "", overflow="fold")
-    coloured = console.color_system is not None and not console.no_color
-    chosen = _choose(inspection.shown) if examples is None else examples
+    colored = console.color_system is not None and not console.no_color
+    selected = _choose(inspection.shown) if examples is None else examples
     beside = console.is_terminal and console.width >= _TWO_COLUMNS
-    for text in _examples(chosen, inspection.max_seq_len, coloured, beside):
+    for text in _examples(selected, inspection.max_seq_len, colored, beside):
         console.print(text, overflow="fold")
 
 
@@ -150,14 +150,14 @@ def _columns(cells: Sequence[Any]) -> str:
 
 
 def _examples(
-    examples: Sequence[ShownExample], max_seq_len: int, coloured: bool, beside: bool
+    examples: Sequence[ShownExample], max_seq_len: int, colored: bool, beside: bool
 ) -> Iterator[Padding | Text | Table]:
     if not examples:
         return
     shown = together(examples)
     pairs = any(isinstance(example, ShownPair) for example in shown)
     marks = f"⟦supervised⟧{', «only in this answer»' if pairs else ''}, all else is context"
-    if coloured:
+    if colored:
         differs = (
             f"  [{_DIFFERS['chosen']}]only chosen[/]  [{_DIFFERS['rejected']}]only rejected[/]"
         )
@@ -167,31 +167,31 @@ def _examples(
     for example in shown:
         yield Text()
         if isinstance(example, ShownPair):
-            yield from _pair(example, coloured, beside)
+            yield from _pair(example, colored, beside)
         else:
-            yield from _single(example, max_seq_len, coloured)
+            yield from _single(example, max_seq_len, colored)
 
 
-def _single(example: ShownExample, max_seq_len: int, coloured: bool) -> Iterator[Padding | Text]:
-    facts = f"{pluralise(example.tokens, 'token')}, {example.supervised:,} supervised"
+def _single(example: ShownExample, max_seq_len: int, colored: bool) -> Iterator[Padding | Text]:
+    facts = f"{pluralize(example.tokens, 'token')}, {example.supervised:,} supervised"
     role = f"{example.role}, " if example.role != "answer" else ""
     yield _heading(example, role + facts)
-    yield _example_text(example.pieces, coloured)
+    yield _example_text(example.pieces, colored)
     if example.cut:
         verb = "is" if example.cut == 1 else "are"
-        more = f"{pluralise(example.cut, 'more token')} {verb} beyond --max-seq-len {max_seq_len}"
+        more = f"{pluralize(example.cut, 'more token')} {verb} beyond --max-seq-len {max_seq_len}"
         yield _line(f"[yellow]... {more}[/]")
 
 
-def _pair(pair: ShownPair, coloured: bool, beside: bool) -> Iterator[Padding | Text | Table]:
+def _pair(pair: ShownPair, colored: bool, beside: bool) -> Iterator[Padding | Text | Table]:
     """Yield the prompt of a pair, then its two answers, next to each other if `beside`."""
     common = pair.chosen.pieces[: pair.common]
-    yield _heading(pair.chosen, f"{pluralise(sum(p.tokens for p in common), 'token')} in common")
-    yield _example_text(common, coloured)
+    yield _heading(pair.chosen, f"{pluralize(sum(p.tokens for p in common), 'token')} in common")
+    yield _example_text(common, colored)
     answers = []
     for answer in pair.answers:
         facts = f"{answer.role}: {answer.supervised:,} supervised, {answer.differing:,} differ"
-        text = _example_text(answer.pieces[pair.common :], coloured, answer.role)
+        text = _example_text(answer.pieces[pair.common :], colored, answer.role)
         answers.append(Text.assemble((facts, "bold"), "\n", text))
     if not beside:
         yield from answers
@@ -210,25 +210,25 @@ def _heading(example: ShownExample, facts: str) -> Padding:
     return _line(f"[dim]── [/]{source}  {_safe(f'{part}{example.split}, {facts}')}{kinds}")
 
 
-def _example_text(pieces: Sequence[Piece], coloured: bool, role: str = "") -> Text:
+def _example_text(pieces: Sequence[Piece], colored: bool, role: str = "") -> Text:
     """Return pieces as text, without the middle of a long text."""
     start, _, end, tokens = _cut_at_ends(pieces, _ENDS)
-    text = _styled(start, coloured, role)
+    text = _styled(start, colored, role)
     if tokens:
-        text.append(f"\n... {pluralise(tokens, 'token')} not shown here ...\n", "yellow")
-        text.append_text(_styled(end, coloured, role))
+        text.append(f"\n... {pluralize(tokens, 'token')} not shown here ...\n", "yellow")
+        text.append_text(_styled(end, colored, role))
     if text.plain.endswith("\n"):
         text.right_crop(1)
     return text
 
 
-def _styled(stretched: Iterable[Stretched], coloured: bool, role: str) -> Text:
+def _styled(stretched: Iterable[Stretched], colored: bool, role: str) -> Text:
     text = Text()
     for supervised, span in groupby(stretched, key=lambda pair: pair[0].supervised):
-        bracketed = supervised and not coloured
+        bracketed = supervised and not colored
         text.append("⟦" if bracketed else "")
         for differs, parts in groupby(span, key=lambda pair: pair[0].differs):
-            quoted = differs and not coloured
+            quoted = differs and not colored
             text.append("«" if quoted else "")
             for piece, stretches in parts:
                 for kind, words in stretches:
@@ -264,8 +264,8 @@ def render_page(inspection: Inspection) -> str:
             "Template": inspection.template,
             "Thinking": inspection.thinking,
             "Turns": inspection.turns,
-            "Limit": f"{pluralise(inspection.max_seq_len, 'token')} (--max-seq-len)",
-            "Batch": pluralise(inspection.batch_size, "row"),
+            "Limit": f"{pluralize(inspection.max_seq_len, 'token')} (--max-seq-len)",
+            "Batch": pluralize(inspection.batch_size, "row"),
         },
         verdict=_verdict(inspection),
         totals=_totals(inspection),
@@ -279,11 +279,11 @@ def _verdict(inspection: Inspection) -> Verdict:
     errors = len(inspection.errors)
     warnings = len(inspection.findings) - errors
     if errors:
-        also = f" and {pluralise(warnings, 'warning')}" if warnings else ""
-        text = f"Not ready: {pluralise(errors, 'error')}{also}. mlxtune train refuses this data."
+        also = f" and {pluralize(warnings, 'warning')}" if warnings else ""
+        text = f"Not ready: {pluralize(errors, 'error')}{also}. mlxtune train refuses this data."
         return Verdict("bad", text)
     if warnings:
-        text = f"Worth a look: {pluralise(warnings, 'warning')}. mlxtune train accepts this data."
+        text = f"Worth a look: {pluralize(warnings, 'warning')}. mlxtune train accepts this data."
         return Verdict("uncertain", text)
     return Verdict("good", "No findings. Look at some rows below: the marked text will be learned.")
 
@@ -296,11 +296,11 @@ def _totals(inspection: Inspection) -> dict[str, str]:
     is_cut = any(ledger["tokens_truncated"] for ledger in inspection.files)
     before = ", before --max-seq-len cuts" if is_cut else ""
     return {
-        f"of {pluralise(read, 'row')} read are for training": f"{train:,}",
+        f"of {pluralize(read, 'row')} read are for training": f"{train:,}",
         f"supervised tokens, {fraction} of all{before}": f"{supervised.total:,}",
-        f"tokens in the longest of {pluralise(inspection.examples, 'example')}": f"{tokens.max:,}",
-        f"in an epoch, each of {pluralise(inspection.batch_size, 'row')}": (
-            pluralise(inspection.cost.steps, "step")
+        f"tokens in the longest of {pluralize(inspection.examples, 'example')}": f"{tokens.max:,}",
+        f"in an epoch, each of {pluralize(inspection.batch_size, 'row')}": (
+            pluralize(inspection.cost.steps, "step")
         ),
     }
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.errors import ConfigError, printable
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def render_lines(template: str, show: Callable[[str], str], **values: Any) -> li
         ),
         line_statement_prefix="%",
     )
-    environment.filters |= {"count": pluralise, "number": "{:,}".format, "percent": "{:.1%}".format}
+    environment.filters |= {"count": pluralize, "number": "{:,}".format, "percent": "{:.1%}".format}
     return environment.get_template(template).render(values).split("\n")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mlxtune.core.formatting import byte_size, duration, loss_text, pluralise
+from mlxtune.core.formatting import byte_size, duration, loss_text, pluralize
 from mlxtune.core.run.summary import Outcome, RunView, Verdict
 
 # The sign of each outcome, and its CSS class on pages.
@@ -27,7 +27,7 @@ def run_figures(view: RunView, limit: float | None = None) -> dict[str, str]:
         figures[f"training loss in {period}"] = loss_text(view.train_loss)
     if view.seconds is not None:
         speed = f", {view.speed}" if view.speed else ""
-        figures[f"for {pluralise(view.step, 'step')}{speed}"] = duration(view.seconds)
+        figures[f"for {pluralize(view.step, 'step')}{speed}"] = duration(view.seconds)
     if view.peak_memory is not None:
         predicted = view.predicted_memory
         label = f"peak memory, {byte_size(predicted)} predicted" if predicted else "peak memory"
@@ -51,4 +51,4 @@ def ledger_sums(ledger: Mapping[str, Any]) -> list[tuple[int, str, list[tuple[in
 
 
 def _noun(number: int, noun: str) -> str:
-    return pluralise(number, noun).partition(" ")[2]
+    return pluralize(number, noun).partition(" ")[2]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from mlxtune.config import TrainConfig
 from mlxtune.config.objective_config import DEFAULT_RATE
 from mlxtune.core.data.inspection import TruncationLoss
-from mlxtune.core.formatting import byte_size, duration, pluralise, short_duration
+from mlxtune.core.formatting import byte_size, duration, pluralize, short_duration
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
 from mlxtune.core.steps.memory_plan import ESTIMATE, MARGIN, MemoryPlan
 from mlxtune.core.steps.scaling import Scaling
@@ -49,7 +49,7 @@ def disk_line(checkpoint: int, free: int | None) -> str:
 
 # Fewer steps than the first number teach an adapter little; after the second number of steps, most
 # adapters have learned.
-FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
+MIN_STEPS, _ENOUGH_STEPS = 30, 100
 # Even the demo's small models learn best at a tenth of this rate.
 _LARGE_RATE = 0.05
 
@@ -61,20 +61,20 @@ def few_steps_line(
 
     `auto` has the options if --auto chose the epochs; more epochs would then overfit.
     """
-    if not 0 < steps < FEWEST_STEPS:
+    if not 0 < steps < MIN_STEPS:
         return ""
     if auto is not None and max_steps != steps:
         rows = math.ceil(_ENOUGH_STEPS / auto.epochs) * auto.batch_size
         return (
-            f"{pluralise(steps, 'step')}, as there is too little data to learn from: "
-            f"{_ENOUGH_STEPS} steps in {pluralise(auto.epochs, 'epoch')} take {rows} training rows"
+            f"{pluralize(steps, 'step')}, as there is too little data to learn from: "
+            f"{_ENOUGH_STEPS} steps in {pluralize(auto.epochs, 'epoch')} take {rows} training rows"
         )
     epochs = math.ceil(_ENOUGH_STEPS / per_epoch)
     remedy = f"--epochs {epochs} gives {epochs * per_epoch} steps"
     if max_steps == steps:
         remedy = f"use --max-steps {_ENOUGH_STEPS} or more"
     are = "is" if steps == 1 else "are"
-    return f"{pluralise(steps, 'step')} {are} too few to learn from: {remedy}"
+    return f"{pluralize(steps, 'step')} {are} too few to learn from: {remedy}"
 
 
 def large_rate_line(rate: float) -> str:
@@ -92,7 +92,7 @@ def truncated_line(loss: TruncationLoss, max_seq_len: int, peak: int | None) -> 
     memory = f"in {byte_size(peak)}" if peak else "but does not fit into --memory-limit"
     what = f"cuts off {loss.fraction:.0%} of the supervised tokens"
     if loss.skipped:
-        rows = pluralise(loss.skipped, "preference row")
+        rows = pluralize(loss.skipped, "preference row")
         what = f"skips {rows} with {loss.fraction:.0%} of the supervised tokens"
     return (
         f"--max-seq-len {max_seq_len} {what}: "
@@ -133,17 +133,17 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
     if run.longest:
         yield "Longest", _longest_line(run.longest)
     if not run.steps:
-        example = f"one example of {pluralise(run.max_seq_len, 'token')}"
+        example = f"one example of {pluralize(run.max_seq_len, 'token')}"
         yield "", f"for {example}: add --data to plan the steps and their time"
         return
     yield (
         "Data",
-        f"{pluralise(run.rows, 'training row')}: {pluralise(run.tokens, 'token')}, "
+        f"{pluralize(run.rows, 'training row')}: {pluralize(run.tokens, 'token')}, "
         f"{run.supervised:,} of "
         f"them supervised; the model processes {plan.forward_fraction:.0%} of that number, "
         "padding included",
     )
-    yield "Steps", f"{pluralise(run.steps, 'step')}, {run.steps_per_epoch:,} per epoch"
+    yield "Steps", f"{pluralize(run.steps, 'step')}, {run.steps_per_epoch:,} per epoch"
     if run.few_steps:
         yield "", run.few_steps
     if run.scaling:

@@ -26,7 +26,7 @@ from mlxtune.core.evaluation.outcome import (
     perplexity,
 )
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
-from mlxtune.core.formatting import byte_size, duration, loss_text, pluralise, short_duration
+from mlxtune.core.formatting import byte_size, duration, loss_text, pluralize, short_duration
 from mlxtune.core.machine.installation import DISTRIBUTION
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
@@ -34,16 +34,16 @@ from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
 from mlxtune.core.run.summary import NOT_BETTER, RunView, option_text
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
-from mlxtune.views.plan_text import FEWEST_STEPS
+from mlxtune.views.plan_text import MIN_STEPS
 from mlxtune.views.visible import escape, without_template_tokens
 
 # The maximum number of characters of a sample that are shown.
-_LONGEST = 400
+_MAX_CHARS = 400
 _PHASE_WIDTH = 16
 # The number of wrong or differing answers that are listed.
-_MOST_LISTED = 10
+_MAX_LISTED = 10
 # Fewer losses show no trend.
-_FEWEST_LOSSES = 5
+_MIN_LOSSES = 5
 # In normal training, no loss is this many times the untrained model's loss.
 _JUMP = 1.5
 # Nats per token by which chosen answers may become less likely without a warning.
@@ -68,7 +68,7 @@ def loss_and_perplexity(value: float, objective: str = "sft") -> str:
 
 
 def rows_line(ledger: Ledger) -> str:
-    parts = [f"{pluralise(ledger.rows_read, 'row')} read"]
+    parts = [f"{pluralize(ledger.rows_read, 'row')} read"]
     if ledger.rows_train:
         parts.append(f"{ledger.rows_train:,} for training")
     if ledger.weight != 1:
@@ -85,8 +85,8 @@ def evaluated_line(ledger: Ledger) -> str:
     cut = f", {ledger.rows_truncated:,} truncated" if ledger.rows_truncated else ""
     skipped = f", {total:,} skipped" if (total := ledger.rows_skipped.total()) else ""
     return (
-        f"{ledger.path}: {pluralise(ledger.rows_read, 'row')} read{skipped}{cut}; "
-        f"{pluralise(ledger.tokens_supervised, 'supervised token')}"
+        f"{ledger.path}: {pluralize(ledger.rows_read, 'row')} read{skipped}{cut}; "
+        f"{pluralize(ledger.tokens_supervised, 'supervised token')}"
     )
 
 
@@ -97,10 +97,10 @@ def changed_options(before: Any, after: Any, names: Sequence[str]) -> str:
 
 
 def tokens_line(ledger: Ledger) -> str:
-    cut = f" from {pluralise(ledger.rows_truncated, 'row')}" if ledger.rows_truncated else ""
+    cut = f" from {pluralize(ledger.rows_truncated, 'row')}" if ledger.rows_truncated else ""
     several = f" in {ledger.examples:,} examples" if ledger.examples > ledger.rows_kept else ""
     return (
-        f"{pluralise(ledger.tokens, 'token')}{several} = {ledger.tokens_supervised:,} supervised + "
+        f"{pluralize(ledger.tokens, 'token')}{several} = {ledger.tokens_supervised:,} supervised + "
         f"{ledger.tokens_context:,} context + {ledger.tokens_truncated:,} truncated{cut}"
     )
 
@@ -186,16 +186,16 @@ def plan_line(trainer: InstructTrainer) -> str:
         f"{len(trainer.val_rows):,} for validation" if trainer.val_rows else "no validation"
     )
     if trainer.val_rows and config.val_steps:
-        validation += f" every {pluralise(config.val_steps, 'step')}"
+        validation += f" every {pluralize(config.val_steps, 'step')}"
     epochs = min(config.epochs, math.ceil(trainer.total_steps / trainer.steps_per_epoch))
     objective, rate = trainer.objective, f"learning rate {trainer.learning_rate:g}"
     if not objective.is_sft:
         default = default_rate(objective.name)
-        chosen = f" (the default of {objective.name})" * (trainer.learning_rate == default)
-        rate = f"{objective.description}; {rate}{chosen}"
+        default_note = f" (the default of {objective.name})" * (trainer.learning_rate == default)
+        rate = f"{objective.description}; {rate}{default_note}"
     return (
-        f"{pluralise(trainer.total_steps, 'step')} of {pluralise(config.batch_size, 'row')}, "
-        f"{pluralise(epochs, 'epoch')}; {pluralise(len(trainer.train_rows), 'training row')}, "
+        f"{pluralize(trainer.total_steps, 'step')} of {pluralize(config.batch_size, 'row')}, "
+        f"{pluralize(epochs, 'epoch')}; {pluralize(len(trainer.train_rows), 'training row')}, "
         f"{validation}; {rate}, {config.schedule}; "
         f"seed {config.seed}"
     )
@@ -209,7 +209,7 @@ def risen_loss_line(
     It rose if the last tenth of the steps had a higher loss than the first tenth. It jumped if five
     steps in a row had a far higher loss than the untrained model, whose loss is `before`.
     """
-    some, lower = max(len(steps) // 10, _FEWEST_LOSSES), f"lower --lr {config.lr:g}"
+    some, lower = max(len(steps) // 10, _MIN_LOSSES), f"lower --lr {config.peak_rate:g}"
     # A policy's loss compares answers with each other, and says nothing about their quality.
     if len(steps) < 2 * some or config.objective in REWARDED:
         return None
@@ -221,7 +221,7 @@ def risen_loss_line(
             f"the training loss rose from {loss_text(start)} in the first {some} steps to "
             f"{loss_text(end)} in the last {some}: {lower}"
         )
-    windows = (steps[i : i + _FEWEST_LOSSES] for i in range(len(steps) - _FEWEST_LOSSES + 1))
+    windows = (steps[i : i + _MIN_LOSSES] for i in range(len(steps) - _MIN_LOSSES + 1))
     highest = max(windows, key=_mean_loss)
     untrained, jumped = max(steps[0].loss, before or 0), _mean_loss(highest)
     # Preference losses may be near zero, or negative.
@@ -272,12 +272,12 @@ def next_try_line(
     weightless = config.objective == "dpo" and not config.sft_weight and preference is not None
     if weightless and difference is not None and difference.low > 0:
         return "the chosen answers became less likely: try --sft-weight 1"
-    tiny = config.rate < _TINY_RATE * default_rate(config.objective)
-    if not learned and not config.auto and (tiny or total_steps < FEWEST_STEPS):
+    tiny = config.peak_rate < _TINY_RATE * config.default_rate
+    if not learned and not config.auto and (tiny or total_steps < MIN_STEPS):
         why = (
-            f"--lr {config.rate:g} is tiny"
+            f"--lr {config.peak_rate:g} is tiny"
             if tiny
-            else f"{pluralise(steps, 'step')} {'is' if steps == 1 else 'are'} too few"
+            else f"{pluralize(steps, 'step')} {'is' if steps == 1 else 'are'} too few"
         )
         return f"{why}: try --auto, which chooses the learning rate and the number of steps"
     best = result.best_step
@@ -313,8 +313,8 @@ def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
         yield NOT_BETTER
     if view.status == "stopped early":
         yield f"stopped early after step {view.step}: see --patience {config.patience}"
-    chosen = f"{view.best_place}, the best" if view.best_place else "the last epoch"
-    yield f"adapter of {chosen}: {config.output_path}"
+    source = f"{view.best_place}, the best" if view.best_place else "the last epoch"
+    yield f"adapter of {source}: {config.output_path}"
     yield f"checkpoints, metrics and ledger: {config.checkpoint_path}"
 
 
@@ -404,13 +404,13 @@ def evaluation_lines(evaluation: Evaluation) -> list[str]:
         "last": partial(_short, from_end=True),
         "line": escape,
         "models": models_line,
-        "most": _MOST_LISTED,
+        "most": _MAX_LISTED,
     }
     return render_lines("evaluation.txt", str, seen=evaluation, **functions)
 
 
 def models_line(match: ExactMatch | KeyMatches | Matches, of: int) -> str:
-    """Return how many answers of each compared model match, with the fraction of `of` answers."""
+    """Return each compared model's number of matches, with the fraction of `of` answers."""
     first = ("base", match.base) if match.against is None else ("against", match.against)
     models = [first, *([] if match.adapted is None else [("adapted", match.adapted)])]
     return ", ".join(f"{name} {number:,} ({number / of:.1%})" for name, number in models)
@@ -418,9 +418,9 @@ def models_line(match: ExactMatch | KeyMatches | Matches, of: int) -> str:
 
 def _short(text: str, *, from_end: bool = False) -> str:
     shown = escape(text)
-    if len(shown) <= _LONGEST:
+    if len(shown) <= _MAX_CHARS:
         return shown
-    return f"…{shown[-_LONGEST:]}" if from_end else f"{shown[:_LONGEST]}…"
+    return f"…{shown[-_MAX_CHARS:]}" if from_end else f"{shown[:_MAX_CHARS]}…"
 
 
 class ProfileSummary:
@@ -452,7 +452,7 @@ def profile_line(profile: StepProfile) -> str:
 
 def profile_table(summary: ProfileSummary) -> Iterator[str]:
     if summary.steps:
-        steps = pluralise(summary.steps, "step")
+        steps = pluralize(summary.steps, "step")
         yield f"{steps} profiled, {short_duration(summary.seconds / summary.steps)} a step"
         yield f"{'phase':<{_PHASE_WIDTH}}{'time':>10}{'percent':>8}{'takes':>10}{'peak':>10}"
         for name in (*PHASES, OTHER):

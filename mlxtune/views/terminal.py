@@ -21,7 +21,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _DISPENSABLE = (
     *("train", "tok/s", "model", "data", "started", "objective", "steps", "curve", "val loss"),
 )
-_MOST_NAME = 32
+_MAX_NAME_CHARS = 32
 
 
 def result_console(*, stderr: bool = False) -> Console:
@@ -60,7 +60,7 @@ def show_runs(runs: Sequence[RunView], console: Console) -> None:
         columns = [column for column in columns if column != name]
         table = plain_table(columns, ([row[column] for column in columns] for row in rows))
         if console.is_terminal:
-            table.columns[0].max_width = _MOST_NAME
+            table.columns[0].max_width = _MAX_NAME_CHARS
         if Measurement.get(console, unlimited, table).maximum <= console.width:
             break
     console.print(table)

@@ -20,7 +20,7 @@ from mlxtune.errors import ConfigError, MlxTuneError, OutputError
 
 # The longest question in characters, the longest answer in tokens, and the time limit for loading
 # the model and answering, in seconds.
-LONGEST_QUESTION, _LONGEST_ANSWER, _SECONDS = 16_000, 512, 600.0
+MAX_QUESTION_CHARS, _MAX_ANSWER_TOKENS, _SECONDS = 16_000, 512, 600.0
 # Seconds without a question after which the model is freed.
 _KEPT_SECONDS = 300.0
 _HELPER = "mlxtune.watch.answer_helper"
@@ -62,8 +62,8 @@ class Asker:
         """
         if not isinstance(question, str) or not question.strip():
             raise ConfigError(["the question is empty"])
-        if len(question) > LONGEST_QUESTION:
-            raise ConfigError([f"the question has more than {LONGEST_QUESTION:,} characters"])
+        if len(question) > MAX_QUESTION_CHARS:
+            raise ConfigError([f"the question has more than {MAX_QUESTION_CHARS:,} characters"])
         options = _options_of(read_run(run))
         with self._lock:
             if self._question is not None and self._question.status:
@@ -185,4 +185,4 @@ def _options_of(run: Run) -> dict[str, Any]:
             "this run was not made by you on this machine: ask its model with mlxtune chat "
             f"--both --adapter {run.name}"
         )
-    return {"adapter": view.adapter, "max_new_tokens": _LONGEST_ANSWER}
+    return {"adapter": view.adapter, "max_new_tokens": _MAX_ANSWER_TOKENS}

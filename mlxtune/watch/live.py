@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.core.files.lock import holder_of
-from mlxtune.core.formatting import duration, pluralise
+from mlxtune.core.formatting import duration, pluralize
 from mlxtune.core.run.checkpoint import METRICS
 from mlxtune.core.run.run_folder import (
     ABOUT,
@@ -36,7 +36,7 @@ from mlxtune.views.pages.page import PageType
 from mlxtune.views.pages.run_charts import charts_of, comparison_charts, style_of
 from mlxtune.views.pages.run_page import comparison_headline, evaluation_context
 from mlxtune.views.parts import run_figures
-from mlxtune.watch.asking import LONGEST_QUESTION, Asker, Question, problem_of
+from mlxtune.watch.asking import MAX_QUESTION_CHARS, Asker, Question, problem_of
 
 PAGE = PageType(
     command="watch",
@@ -54,11 +54,11 @@ _RECENT_STEPS = 50
 _FILES = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, SAMPLES)
 # Seconds between checks of a run's files, seconds between checks for new runs, and the largest
 # fraction of the time that reading may take.
-_LOOK_EVERY, _FIND_EVERY, _MOST_READING = 1.0, 5.0, 0.1
+_LOOK_EVERY, _FIND_EVERY, _MAX_READING = 1.0, 5.0, 0.1
 # Seconds after which an empty event is sent, to see whether the page is still open.
 _SIGN_OF_LIFE = 10.0
 # The maximum number of runs shown: the newest runs of a folder.
-MOST_RUNS = 12
+MAX_RUNS = 12
 
 
 def key_of(run: Path) -> str:
@@ -179,10 +179,10 @@ class Live:
             except OutputError:
                 every = find_runs(self.folder)
                 shown = [run for run in every if previous_number(run.name) is None]
-            shown = sorted(sorted(shown, key=_changed_at)[-MOST_RUNS:])
+            shown = sorted(sorted(shown, key=_changed_at)[-MAX_RUNS:])
             self._runs = {key_of(run): run for run in shown}
             took = time.monotonic() - started
-            self._found = time.monotonic() + max(_FIND_EVERY, took / _MOST_READING)
+            self._found = time.monotonic() + max(_FIND_EVERY, took / _MAX_READING)
         return self._runs
 
     def _parts(self, name: str) -> Parts:
@@ -190,12 +190,14 @@ class Live:
             runs = self._find()
             # If the run was deleted, show all runs.
             name = name if name in runs else ""
-            chosen = {name: runs[name]} if name else runs
+            selected = {name: runs[name]} if name else runs
             view = self._views.setdefault(name, _View())
             if time.monotonic() >= view.due:
-                self._look(view, chosen)
+                self._look(view, selected)
             parts = dict(view.parts)
-        asked = self._asker.question_of(next(iter(chosen.values()))) if len(chosen) == 1 else None
+        asked = (
+            self._asker.question_of(next(iter(selected.values()))) if len(selected) == 1 else None
+        )
         return {**parts, "answers": render_answers(asked)}
 
     def _look(self, view: _View, runs: Mapping[str, Path]) -> None:
@@ -204,7 +206,7 @@ class Live:
         if (seen := [_state_of(run) for run in runs.values()]) != view.seen:
             view.seen, view.parts = seen, self._read(runs)
         took = time.monotonic() - started
-        view.due = time.monotonic() + max(_LOOK_EVERY, took / _MOST_READING)
+        view.due = time.monotonic() + max(_LOOK_EVERY, took / _MAX_READING)
 
     def _read(self, runs: Mapping[str, Path]) -> Parts:
         # Errors in a run's files must not end the page.
@@ -250,7 +252,7 @@ def _changed_at(run: Path) -> float:
 
 def render_page(folder: Path) -> str:
     """Return the frame of the page, without its parts."""
-    return PAGE.render("watch.html", folder=str(folder), longest_question=LONGEST_QUESTION)
+    return PAGE.render("watch.html", folder=str(folder), longest_question=MAX_QUESTION_CHARS)
 
 
 def render_run(key: str, run: Run, why_not: str, *, several: bool, stopping: bool) -> Parts:
@@ -284,7 +286,7 @@ def render_runs(runs: Mapping[str, Run], stopping: Set[str]) -> Parts:
         }
         for index, ((key, run), view) in enumerate(zip(runs.items(), views, strict=True))
     ]
-    title = pluralise(len(runs), "run")
+    title = pluralize(len(runs), "run")
     listed = list(runs.values())
     sentence = comparison_headline(views, validated_alike(listed))
     head = _fragment("runs_head.html", rows=rows, sentence=sentence)

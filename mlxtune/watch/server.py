@@ -39,7 +39,7 @@ from mlxtune.watch.live import Live
 ADDRESS = "127.0.0.1"
 _HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")
 # Limits of a request in seconds and bytes, including its headers, and limits of its JSON.
-_SECONDS, _LONGEST = 10.0, 128 * 1024
+_SECONDS, _MAX_REQUEST_BYTES = 10.0, 128 * 1024
 _BODY = Limits(64 * 1024, values=100, entries=20, text=32 * 1024)
 # The maximum number of connections; each page keeps one connection for events.
 _CONNECTIONS = 32
@@ -59,8 +59,8 @@ _HEADERS = {
 _IDLE_SECONDS, _LOOK_EVERY = 600.0, 2.0
 # A file with the last port and token of each folder, so that open pages find the next server, and
 # the maximum number of folders in the file.
-_ADDRESSES, _MOST_ADDRESSES = "watch.json", 100
-_LONGEST_LINE, _START_SECONDS = 4096, 20.0
+_ADDRESSES, _MAX_ADDRESSES = "watch.json", 100
+_MAX_LINE_BYTES, _START_SECONDS = 4096, 20.0
 
 
 class Site(Protocol):
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(LimitedReader(self.connection, _SECONDS, _LONGEST))
+        self.rfile = io.BufferedReader(LimitedReader(self.connection, _SECONDS, _MAX_REQUEST_BYTES))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: the address contains the token."""
@@ -225,7 +225,7 @@ def start_server(live: Live, folder: Path) -> PageServer:
     # If this fails, open pages will not find the next server.
     with suppress(OutputError):
         make_folder(path.parent)
-        write_json(path, dict(list(known.items())[-_MOST_ADDRESSES:]), private=True)
+        write_json(path, dict(list(known.items())[-_MAX_ADDRESSES:]), private=True)
     return server
 
 
@@ -257,7 +257,7 @@ class PageOpener(TrainingObserver):
         assert process.stdout is not None
         line = ""
         if select.select([process.stdout], [], [], _START_SECONDS)[0]:
-            line = process.stdout.readline(_LONGEST_LINE).decode(errors="replace").strip()
+            line = process.stdout.readline(_MAX_LINE_BYTES).decode(errors="replace").strip()
         if not line:
             end(process)
         process.stdout.close()

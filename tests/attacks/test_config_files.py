@@ -127,7 +127,7 @@ FILES = {f"{name}.yaml": case for name, case in YAML.items()}
 FILES |= {f"{name}.toml": case for name, case in TOML.items()}
 
 
-SLOW = ("many in nested.yaml", "merged alone.yaml")
+SLOW = ("many in nested.yaml", "merged alone.yaml", "nested.yaml")
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in FILES])

@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Path:
     [
         (">/dev/full", ["runs", "."]),
         ("<&- >&- 2>&-", ["--help"]),
-        *(slow(redirected, ["runs", ".", "--json"]) for redirected in REDIRECTED),
+        *(long(redirected, ["runs", ".", "--json"]) for redirected in REDIRECTED),
     ],
 )
 def test_streams_of_commands_that_look(run: Path, redirected: str, arguments: list[str]) -> None:
@@ -65,11 +65,14 @@ def test_streams_of_commands_that_look(run: Path, redirected: str, arguments: li
     assert bool(outcome.out) == shown
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
 @pytest.mark.parametrize(
     ("command", "redirected"),
-    [("inspect", ">/dev/full"), ("train", ">/dev/full"), ("train", "<&- >&- 2>&-")],
+    [
+        slow("inspect", ">/dev/full"),
+        long("train", ">/dev/full"),
+        slow("train", "<&- >&- 2>&-"),
+    ],
 )
 def test_streams_of_commands_that_work(
     tmp_path: Path, model: Path, chat: Path, train: Cli, output: Path, command: str, redirected: str
@@ -115,9 +118,8 @@ def test_reader_that_has_enough_ends_the_command_in_silence(run: Path) -> None:
     assert outcome.err.strip() in ("0", "1")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["generate", slow("chat")])
-def test_prompts_from_what_is_no_text(model: Path, tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("command", [long("generate"), slow("chat")])
+def test_non_text_prompts(model: Path, tmp_path: Path, command: str) -> None:
     options = ["--model-path", model, "--max-new-tokens", 2, "--quiet"]
     with Path("/dev/zero").open("rb") as file:
         refused(attack(command, *options, stdin=file, cwd=tmp_path))
@@ -135,7 +137,7 @@ def test_prompts_from_what_is_no_text(model: Path, tmp_path: Path, command: str)
         slow("TMP", "missing"),
     ],
 )
-def test_folder_for_temporary_files_that_is_none(
+def test_missing_temporary_folder(
     model: Path, tmp_path: Path, cli: Cli, name: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -195,23 +197,24 @@ def test_files_that_may_not_be_large(
     assert not output.exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        {
-            "PYTHONIOENCODING": "ascii:strict",
-            "COLUMNS": "-5",
-            "LINES": "x",
-            "TERM": "none such",
-            "TZ": "/dev/zero",
-            "XDG_CACHE_HOME": "/dev/full",
-        },
-        {"HOME": "/none/such", "XDG_CACHE_HOME": "", "COLUMNS": "99999999999"},
-        {"PYTHONIOENCODING": "latin-1:strict", "XDG_CACHE_HOME": "relative"},
+        long({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, id="C locale"),
+        slow(
+            {
+                "PYTHONIOENCODING": "ascii:strict",
+                "COLUMNS": "-5",
+                "LINES": "x",
+                "TERM": "none such",
+                "TZ": "/dev/zero",
+                "XDG_CACHE_HOME": "/dev/full",
+            },
+            id="ascii",
+        ),
+        slow({"HOME": "/none/such", "XDG_CACHE_HOME": "", "COLUMNS": "99999999999"}, id="no home"),
+        long({"PYTHONIOENCODING": "latin-1:strict", "XDG_CACHE_HOME": "relative"}, id="latin-1"),
     ],
-    ids=["C locale", "ascii", "no home", "latin-1"],
 )
 def test_environment_that_is_odd(
     tmp_path: Path, model: Path, chat: Path, changes: dict[str, str]
@@ -226,7 +229,7 @@ def test_environment_that_is_odd(
 # Locks
 
 
-def test_folder_without_locks_is_named_with_what_helps(
+def test_file_system_without_locks_is_reported_with_a_remedy(
     train: Cli, monkeypatch: pytest.MonkeyPatch, output: Path
 ) -> None:
     def no_locks(*_: object, **__: object) -> None:

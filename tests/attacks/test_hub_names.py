@@ -134,9 +134,7 @@ def test_file_of_a_model_cannot_escape_its_folder(hub: Hub, tmp_path: Path, name
 
 
 @pytest.mark.parametrize("part", ["/revision/", "/tree/", "/resolve/"])
-def test_hub_that_never_answers_does_not_hang_a_model(
-    hub: Hub, part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_download_times_out(hub: Hub, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "SILENCE", 0.2)
     monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 0.2)
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
@@ -201,7 +199,7 @@ def test_hub_that_asks_to_wait_is_not_waited_for(
     hub.faults.append(fault)
     assert model().is_dir()
     assert slept
-    assert max(slept) <= client.MOST_WAIT + 1
+    assert max(slept) <= client.MAX_WAIT + 1
 
 
 def test_checks_outlive_the_session(hub: Hub) -> None:

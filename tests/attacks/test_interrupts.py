@@ -21,7 +21,7 @@ from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.session.verified_output import noted, remove_unfinished
 from tests.command import Cli, finish, start
 from tests.models import sums, write_chat
-from tests.slow import slow
+from tests.slow import long, slow
 from tests.waiting import SECONDS, wait_until
 
 # During start-up: an interrupt while a module is imported.
@@ -244,14 +244,13 @@ def _notes() -> dict[Path, bytes]:
 # Data
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [long(signal.SIGTERM), long(signal.SIGHUP), slow(signal.SIGINT)])
 def test_signal_while_data_is_read_leaves_nothing(
     tmp_path: Path, model: Path, number: signal.Signals
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir(mode=0o700)
-    chat = write_chat(tmp_path / "chat.jsonl", sums(200_000))
+    chat = write_chat(tmp_path / "chat.jsonl", sums(50_000))
     arguments = ["inspect", "--model-path", model, "--data", chat, "--no-cache"]
     process = start(*arguments, env=os.environ | {"TMPDIR": str(scratch)})
     wait_until(lambda: bool(list(scratch.glob("mlxtune-data-*"))))

@@ -14,7 +14,7 @@ from mlxtune.core.files.lock import Lock
 from mlxtune.core.run import run_folder
 from tests.attacks.attack import attack, contents
 from tests.command import Cli
-from tests.slow import slow_except
+from tests.slow import long_except
 
 COMMANDS: dict[str, list[str]] = {
     "verify": ["verify", "{run}"],
@@ -90,7 +90,7 @@ CASES += [(command, state) for command in ("verify", "report --json") for state 
 
 
 @pytest.mark.parametrize(("command", "state"), dict.fromkeys(CASES))
-def test_looking_changes_nothing(
+def test_viewing_a_run_changes_no_file(
     cli: Cli,
     run: Path,
     model: Path,
@@ -120,7 +120,7 @@ READERS = ["runs", "report", "verify", "resume"]
 @pytest.mark.skipif(
     os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root may write everywhere"
 )
-@pytest.mark.parametrize("command", slow_except(READERS, "runs", "report"))
+@pytest.mark.parametrize("command", long_except(READERS, "report"))
 def test_folder_that_may_only_be_read(
     run: Path, model: Path, chat: Path, tmp_path: Path, command: str
 ) -> None:

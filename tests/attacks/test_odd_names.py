@@ -53,7 +53,7 @@ def two_names(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "chat.jsonl", tmp_path / "Chat.jsonl"
 
 
-def test_file_that_is_read_is_no_output_under_another_name(two_names: tuple[Path, Path]) -> None:
+def test_input_file_is_refused_as_output_under_another_name(two_names: tuple[Path, Path]) -> None:
     read, written = two_names
     assert same_place(read, written)
     with pytest.raises(OutputError, match="is read by this run"):
@@ -61,7 +61,7 @@ def test_file_that_is_read_is_no_output_under_another_name(two_names: tuple[Path
 
 
 @pytest.mark.parametrize("form", ["Caf\u00e9", "CAFE\u0301"])
-def test_folder_that_holds_the_input_is_no_output_under_another_name(
+def test_input_folder_is_refused_as_output_under_another_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     source = tmp_path / "caf\u00e9"

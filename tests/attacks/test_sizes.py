@@ -21,7 +21,7 @@ from tests.attacks.limits import limited
 from tests.attacks.sparse import enlarge, list_again, shapes_of, write_tensors
 from tests.command import Cli
 from tests.hub_server import Dataset, Handler, Hub
-from tests.slow import slow, slow_except
+from tests.slow import long, slow, slow_except
 
 GB = 10**9
 
@@ -72,10 +72,10 @@ def _large_adapter(weights: Path, *, rank: int) -> int:
 
 
 @pytest.mark.parametrize("command", slow_except(ADAPTER_COMMANDS, "generate", "import"))
-def test_adapter_of_a_gigabyte_that_is_a_hole_is_refused(
+def test_sparse_gigabyte_adapter_is_refused(
     cli: Cli, model: Path, chat: Path, adapter: Path, tmp_path: Path, command: str
 ) -> None:
-    assert _large_adapter(adapter, rank=600_000) > GB
+    assert _large_adapter(adapter, rank=1_200_000) > GB
     places = {"model": model, "chat": chat, "adapter": adapter, "new": tmp_path / "new"}
     with limited():
         outcome = cli(*(each.format(**places) for each in ADAPTER_COMMANDS[command]))
@@ -127,7 +127,7 @@ def _hollow(run: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["verify"], ["train", "--resume"]])
-def test_checkpoint_of_400_gigabytes_of_nothing_is_not_hashed(
+def test_sparse_400_gigabyte_checkpoint_is_not_hashed(
     cli: Cli, adapter: Path, command: list[str]
 ) -> None:
     run = adapter.parent / "checkpoints"
@@ -177,8 +177,7 @@ LINES: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("name", [slow(next(iter(LINES))), *map(long, [*LINES][1:])])
 def test_records_of_a_run_take_memory_for_steps_only(cli: Cli, adapter: Path, name: str) -> None:
     run = adapter.parent / "checkpoints"
     (run / "metrics.jsonl").write_bytes(LINES[name]())
@@ -332,8 +331,7 @@ def test_model_folder_with_sizes_that_no_model_has_is_refused(
     assert len(outcome.err) < 700
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["a group size of 0 in a layer", "a group size of 0"])
+@pytest.mark.parametrize("name", [slow("a group size of 0 in a layer"), long("a group size of 0")])
 def test_group_size_of_0_ends_no_process(broken: Path, name: str) -> None:
     FOLDERS[name][0](broken)
     assert "group_size" in attack("generate", "--model-path", broken, "--prompt", "hi").error
@@ -419,7 +417,7 @@ def test_models_answer_of_the_hub_is_limited_too(cli: Cli, hub: Hub, chat: Path)
     assert "the hub's response is compressed (gzip)" in error
 
 
-def test_model_that_is_whole_is_taken(cli: Cli, model: Path, tmp_path: Path) -> None:
+def test_complete_model_is_accepted(cli: Cli, model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model, tmp_path / "copy")
     assert (
         cli("generate", "--model-path", folder, "--prompt", "hi", "--max-new-tokens", 1).code == 0

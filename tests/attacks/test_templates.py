@@ -50,7 +50,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_template_that_is_no_function_of_its_messages_is_refused(name: str) -> None:
+def test_nondeterministic_template_is_refused(name: str) -> None:
     source, problem = ATTACKS[name]
     with pytest.raises(ModelError) as raised:
         ChatTemplate({"default": source}, {}).request(MESSAGES).text()
@@ -62,7 +62,7 @@ def test_template_that_is_no_function_of_its_messages_is_refused(name: str) -> N
 
 @pytest.mark.parametrize("source", ["{{ ['a', 'b'] | random }}", "{{ messages[0].items }}"])
 @pytest.mark.parametrize("rows", ["all", "one"])
-def test_every_row_is_looked_at(source: str, rows: str) -> None:
+def test_all_rows_are_inspected(source: str, rows: str) -> None:
     condition = {"all": "true", "one": "messages[0].content == '500'"}[rows]
     render = ChatTemplate({"default": f"{{% if {condition} %}}{source}{{% endif %}}"}, {})
     render.start(render.request([{"role": "user", "content": str(i)}]) for i in range(501))

@@ -16,6 +16,7 @@ from mlxtune.core.files import remembered
 from mlxtune.core.run import checkpoint
 from tests.command import Cli
 from tests.hub_server import Hub
+from tests.slow import slow
 
 HUB = "evil/model"
 
@@ -209,20 +210,20 @@ def test_own_run_resumes_with_its_own_model_and_trackers(
     assert downloads == [HUB]
 
 
-def test_own_run_that_was_moved_stays_own(run: Path) -> None:
+def test_moved_own_run_stays_own(run: Path) -> None:
     assert remembered.is_own(run)
     moved = run.parent.rename(run.parent.with_name("moved")) / run.name
     assert remembered.is_own(moved)
     assert not remembered.is_own(copied(moved))
 
 
-def test_own_run_that_was_replaced_stays_own(train: Cli, run: Path) -> None:
+def test_replaced_own_run_stays_own(train: Cli, run: Path) -> None:
     assert train("--max-steps", 1, "--overwrite").code == 0
     assert remembered.is_own(run)
     assert remembered.is_own(run / "previous-1")
 
 
-def test_strangers_run_that_was_replaced_stays_a_strangers(train: Cli, run: Path) -> None:
+def test_replaced_foreign_run_stays_foreign(train: Cli, run: Path) -> None:
     with_other_mark(run)
     assert train("--max-steps", 1, "--overwrite").code == 0
     assert remembered.is_own(run)
@@ -237,7 +238,7 @@ def test_strangers_run_with_a_model_folder_resumes_unasked(
     assert downloads == []
 
 
-@pytest.mark.parametrize("damage", ["missing", "folder", "binary", "unwritable"])
+@pytest.mark.parametrize("damage", [slow("missing"), "folder", "binary", slow("unwritable")])
 def test_cache_that_is_damaged_makes_no_run_fail(train: Cli, run: Path, damage: str) -> None:
     cache = user_cache() / "runs"
     before = cache.read_bytes()
@@ -261,7 +262,7 @@ def test_cache_that_is_damaged_makes_no_run_fail(train: Cli, run: Path, damage: 
         cache.write_bytes(before)
 
 
-def test_list_of_own_runs_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_of_own_runs_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(remembered, "_MAX_LINES", 10)
     runs = [tmp_path / f"run{number}" for number in range(11)]
@@ -298,7 +299,7 @@ def test_base_that_a_strangers_adapter_names_is_not_downloaded(
     [("x" * 5000, {"model_path": "a/b"}), ("a\0b", {"output": "a\0b/c"})],
     ids=["long", "NUL"],
 )
-def test_working_directory_that_no_system_has_is_one_line(
+def test_invalid_working_directory_ends_in_one_line(
     cli: Cli, run: Path, downloads: list[str], place: str, options: dict[str, Any]
 ) -> None:
     change(run, working_directory=place, **options)

@@ -121,7 +121,7 @@ def test_no_process_or_connection_is_waited_for_without_a_limit() -> None:
 GLOBS = {"glob", "iglob"}
 
 
-def test_no_glob_takes_a_folder_for_a_pattern() -> None:
+def test_folder_names_are_escaped_in_every_glob() -> None:
     """Path.glob takes only its argument as a pattern; glob.glob takes the folder as part of it."""
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")

@@ -173,7 +173,7 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
 
 
 @pytest.mark.usefixtures("in_process")
-def test_every_way_to_compute_takes_the_same_steps(bench: Cli, tmp_path: Path) -> None:
+def test_all_executions_take_the_same_steps(bench: Cli, tmp_path: Path) -> None:
     found = {}
     for kind in ("gpu", "plain"):
         assert bench("--execution", kind, "--json", tmp_path / kind).code == 0
@@ -342,7 +342,7 @@ def test_unknown_peer_is_an_error(bench: Cli) -> None:
         (["--model-path", "nowhere"], "nowhere: no such folder: check --model-path"),
         (["--json", "."], "is a folder: --json takes the name of a file"),
         (["--max-seq-len", 8], "none of its 20 rows can be used"),
-        (["--num-layers", 9], "--num-layers 9: the model has 2 layers"),
+        (["--num-layers", 9], "--num-layers 9: the model has 1 layers"),
         (["--memory-limit", 1e-4], "--memory-limit"),
     ],
 )

@@ -17,7 +17,7 @@ def test_tokens_a_second_are_all_tokens_over_the_time_of_all_steps() -> None:
     assert one.supervised_tokens_per_s == 15
 
 
-def test_ratio_is_the_median_over_neighbouring_runs_with_its_spread() -> None:
+def test_ratio_is_the_median_over_neighboring_runs_with_its_spread() -> None:
     ours = [run(step(1.0)), run(step(2.0)), run(step(1.0))]
     theirs = [run(step(4.0)), run(step(4.0)), run(step(3.0))]
     made = benchmark(ours, theirs)

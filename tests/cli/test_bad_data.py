@@ -29,7 +29,7 @@ packed = functools.partial(gzip.compress, mtime=0)
         (b"\xef\xbb\xbf", "is empty|no rows"),
         (b"\n# a comment\n\n", "no rows|only blank lines and comments"),
         (bytes(range(256)) * 20, "is a binary file"),
-        (packed(b"{}\n"), "its only row cannot .*data.jsonl:1: no known format"),
+        (packed(b"{}\n"), "its only row cannot be used: .*data.jsonl:1: no known format"),
         (packed(b"{}\n" * 99)[:-9], "is a damaged gzip file .*copy or compress it again"),
         (packed(bytes(range(256)) * 20), "is a binary file"),
         (b'[\n{"messages": []}\n]\n', "its only row cannot .*data.jsonl\\[1\\]: no assist"),
@@ -39,7 +39,10 @@ packed = functools.partial(gzip.compress, mtime=0)
             "data.jsonl:1: a JSON object over several lines",
         ),
         (b"PAR1 and nothing else", "is a damaged parquet file"),
-        (b"\x80\x81\n\xfe\n", "none of its 2 rows .*data.jsonl:1: not UTF-8"),
+        (
+            b"\x80\x81\n\xfe\n",
+            "none of its 2 rows can be used; the first: .*:1: not UTF-8",
+        ),
         (
             b'{"messages": []}\n{"txt": "x"}\n3\n',
             "none of its 3 rows .*data.jsonl:1: no assist",
@@ -51,7 +54,7 @@ packed = functools.partial(gzip.compress, mtime=0)
         *("array", "bad array", "object over lines", "parquet", "bytes", "bad rows", "mixed"),
     ],
 )
-def test_useless_data_is_one_line_that_names_the_file(
+def test_useless_data_gives_a_one_line_error(
     train: Cli, tmp_path: Path, output: Path, content: bytes, said: str
 ) -> None:
     file = tmp_path / "data.jsonl"
@@ -86,9 +89,7 @@ def test_file_without_permission_is_named(train: Cli, chat: Path) -> None:
     assert train().error == f"{chat} cannot be read: Permission denied"
 
 
-def test_rows_all_cut_to_nothing_name_the_limit_and_train_nothing(
-    train: Cli, chat: Path, output: Path
-) -> None:
+def test_rows_truncated_to_no_tokens_name_the_limit(train: Cli, chat: Path, output: Path) -> None:
     outcome = train("--max-seq-len", 8)
     assert outcome.error.startswith(f"{chat}: none of its {ROWS} rows can be used")
     assert f"{chat}:1: no supervised token within --max-seq-len 8" in outcome.error
@@ -210,7 +211,7 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(train: Cli, tmp_
     assert "\x1b" not in outcome.err
 
 
-def test_single_row_with_a_split_names_the_way_out(train: Cli, tmp_path: Path) -> None:
+def test_single_row_with_a_split_names_the_remedy(train: Cli, tmp_path: Path) -> None:
     file = write_chat(tmp_path / "one.jsonl", sums(1))
     assert train("--data", file).error == (
         f"{file}: one row cannot be both trained on and held out: add rows or set --val-split 0"
@@ -223,9 +224,7 @@ def test_single_row_trains_without_validation(train: Cli, tmp_path: Path, output
     assert output.is_file()
 
 
-def test_fewer_rows_than_a_batch_train_all_the_same(
-    train: Cli, tmp_path: Path, output: Path
-) -> None:
+def test_fewer_rows_than_a_batch_still_train(train: Cli, tmp_path: Path, output: Path) -> None:
     file = write_chat(tmp_path / "few.jsonl", sums(3))
     assert train("--data", file, "--batch-size", 64) == Outcome(0, "", "")
     assert output.is_file()

@@ -17,6 +17,11 @@ from tests.models import write_tokenizer
 # The model folder
 
 
+@pytest.fixture(scope="session")
+def model(deep_model: Path) -> Path:
+    return deep_model
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -154,6 +159,30 @@ DAMAGE = {
         "safetensors",
     ),
     "weights are of no type": (change_header(b'"F32"', b'"F99"'), "model.safetensors"),
+    **{
+        f"quantised by {method}": (
+            lambda folder, method=method: (
+                edit_config(folder, quantization_config={"quant_method": method, "bits": 4}),
+                change_header(b"q_proj.weight", b"q_proj.absmax")(folder),
+            ),
+            f"is quantised with {method}, and mlx-lm cannot load it",
+        )
+        for method in ("bitsandbytes", "gptq", "awq", "hqq")
+    },
+    "quantised, says only the config": (
+        set_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        "is quantised with gptq, and mlx-lm cannot load it: download the unquantised model",
+    ),
+    "shard is missing": (
+        lambda folder: (
+            change_header(b"layers.1.", b"layers.9.")(folder),
+            write_text(
+                "model.safetensors.index.json",
+                '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}',
+            )(folder),
+        ),
+        "lacks 'model-2.safetensors', which its index lists: download the rest",
+    ),
     "no weights": (remove("model.safetensors"), "has no weights"),
     "weights are empty": (truncate(0), "download it again"),
     "weights cut in the header": (truncate(1000), "download it again"),
@@ -169,7 +198,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE.keys())
-def test_broken_model_is_one_line_that_names_the_folder_and_a_remedy(
+def test_broken_model_gives_a_one_line_error_with_a_remedy(
     train: Cli, broken: Path, tmp_path: Path, damage: Callable[[Path], object], said: str
 ) -> None:
     damage(broken)
@@ -251,6 +280,30 @@ def test_folder_of_model_folders_error_names_one(train: Cli, tmp_path: Path) -> 
     assert train("--model-path", tmp_path).error == said
 
 
+def test_folder_of_the_hub_s_cache_names_its_revision(train: Cli, tmp_path: Path) -> None:
+    revision = tmp_path / "cached" / "snapshots" / "abc"
+    revision.mkdir(parents=True)
+    (revision / "config.json").touch()
+    error = train("--model-path", tmp_path / "cached").error
+    assert error.endswith(f"has no config.json: name a folder in it, such as {revision}")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"fine_tune_type": "lora"}, "is an adapter, not a model: name its base model as"),
+        ({"peft_type": "LORA"}, "is a PEFT adapter, not a model: convert it with mlxtune import"),
+    ],
+)
+def test_adapter_in_place_of_a_model_is_named_as_such(
+    train: Cli, tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert said in train("--model-path", folder).error
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -258,7 +311,7 @@ def test_folder_of_model_folders_error_names_one(train: Cli, tmp_path: Path) -> 
         ("chat.jsonl", " is a file: --model-path takes the folder"),
     ],
 )
-def test_model_path_that_is_no_folder_is_named(
+def test_non_folder_model_path_is_reported(
     train: Cli, tmp_path: Path, name: str, said: str
 ) -> None:
     assert train("--model-path", tmp_path / name).error == f"{tmp_path / name}{said}" + (

@@ -14,7 +14,7 @@ PAIRS = [
     for i in range(1, 11)
 ]
 ANSWERS = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
-LABELLED = [row | {"label": True} for row in ANSWERS]
+LABELED = [row | {"label": True} for row in ANSWERS]
 DPO = ("--objective", "dpo")
 
 
@@ -34,7 +34,7 @@ def write(folder: Path, rows: list[dict[str, str]]) -> Path:
             "an answer without a preference (prompt format: add 'chosen' and 'rejected', or use "
             "--objective sft)",
         ),
-        (LABELLED, DPO, "an answer with a label, not a pair (use --objective kto)"),
+        (LABELED, DPO, "an answer with a label, not a pair (use --objective kto)"),
         (
             PAIRS,
             ("--objective", "kto"),
@@ -76,7 +76,7 @@ def test_pairs_of_one_prompt_cannot_be_split(train: Cli, tmp_path: Path) -> None
 def test_strict_names_the_first_bad_pair(train: Cli, tmp_path: Path) -> None:
     path = write(tmp_path, [*PAIRS, PAIRS[0] | {"rejected": "2"}])
     assert train("--data", path, *DPO, "--strict").error.startswith(
-        f"{path}:11: chosen and rejected are the same; 1 of 11 rows are bad"
+        f"{path}:11: chosen and rejected are the same; 1 of 11 rows is bad"
     )
 
 

@@ -149,9 +149,7 @@ def test_unknown_option_is_named_with_the_one_that_was_meant(
         (["train", "--val-data", ""], "--val-data"),
     ],
 )
-def test_misuse_is_one_line_that_names_what_is_wrong(
-    cli: Cli, arguments: list[str], named: str
-) -> None:
+def test_misuse_gives_a_one_line_error(cli: Cli, arguments: list[str], named: str) -> None:
     outcome = cli(*arguments)
     assert outcome.code == 2
     assert named in outcome.error
@@ -211,7 +209,7 @@ def test_config_file_serves_for_required_options(
         ("run.yaml", "rank: hi\nquiet: 'yes'\ntargets: [q_proj, 3]", "--quiet must be true"),
     ],
 )
-def test_bad_config_file_is_one_line_that_names_it(
+def test_bad_config_file_gives_a_one_line_error(
     cli: Cli, tmp_path: Path, name: str, text: str, said: str
 ) -> None:
     file = tmp_path / name
@@ -277,7 +275,7 @@ def test_good_run_is_plain_lines_on_stderr_when_piped(
 
 
 @pytest.mark.parametrize("extra", [[], ["--dry-run"]])
-def test_quiet_says_nothing_when_all_is_well(train: Cli, extra: list[str]) -> None:
+def test_quiet_run_without_problems_prints_no_lines(train: Cli, extra: list[str]) -> None:
     assert train("--max-steps", 1, *extra) == Outcome(0, "", "")
 
 
@@ -297,7 +295,7 @@ def test_error_is_the_last_line_and_the_only_one_of_its_kind(train: Cli, chat: P
     assert not any("error" in line for line in stages)
 
 
-def test_dry_run_says_the_plan_and_writes_nothing(
+def test_dry_run_prints_the_plan_and_writes_no_files(
     train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlxtune.backend.step.pipeline import InstructPipeline

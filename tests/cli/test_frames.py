@@ -21,7 +21,7 @@ from tests.models import sums, write_chat, write_model
 from tests.paths import DOCS
 
 # The maximum number of frames from the command line's `train` to the caller of cross_entropy.
-MOST = 10
+MAX_FRAMES = 10
 
 
 def test_cross_entropy_is_few_frames_from_the_command(
@@ -62,7 +62,7 @@ def test_cross_entropy_is_few_frames_from_the_command(
 
     assert stacks
     deepest = max(stacks, key=len)
-    assert len(deepest) <= MOST, "\n".join(deepest)
+    assert len(deepest) <= MAX_FRAMES, "\n".join(deepest)
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     table = text.partition("**A step**")[2].partition("**The learning rate**")[0]
     hops = re.findall(r"^\| .* \| `([\w/]+)\.py`, `(\w+)`", table, flags=re.MULTILINE)

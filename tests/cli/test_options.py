@@ -63,9 +63,7 @@ def test_yaml_and_toml_give_the_same_options(tmp_path: Path, name: str, content:
         ("run.toml", "ranck = 4\nepochs = 2\nlearning_speed = 1\nRank = 2\n"),
     ],
 )
-def test_unknown_options_are_all_named_with_what_may_have_been_meant(
-    tmp_path: Path, name: str, content: str
-) -> None:
+def test_all_unknown_options_get_suggestions(tmp_path: Path, name: str, content: str) -> None:
     path = write(tmp_path, name, content)
 
     options, unknown = load_config_file(path, TrainConfig)
@@ -100,7 +98,7 @@ def test_unknown_options_are_all_named_with_what_may_have_been_meant(
         ("run.yaml", b"rank: \xff\xfe", "is not text in UTF-8"),
     ],
 )
-def test_broken_config_file_is_one_line_that_names_it(
+def test_broken_config_file_gives_a_one_line_error(
     tmp_path: Path, name: str, content: str | bytes, reason: str
 ) -> None:
     path = write(tmp_path, name, content)
@@ -142,7 +140,7 @@ def test_wrong_value_in_a_config_file_is_named_by_its_option(tmp_path: Path) -> 
 # Names from other tools
 
 
-def test_options_of_other_tools_are_answered_all_at_once(cli: Cli) -> None:
+def test_all_options_of_other_tools_get_our_equivalents(cli: Cli) -> None:
     known = ["--model", "m", "--iters=200", "--learning-rate", "1e-5", "--load-in-4bit"]
 
     assert cli("train", "--data", "d", *known, "--ranck", 3).error == (
@@ -154,7 +152,7 @@ def test_options_of_other_tools_are_answered_all_at_once(cli: Cli) -> None:
     )
 
 
-def test_option_that_other_commands_have_is_answered(cli: Cli) -> None:
+def test_option_of_another_command_gets_advice(cli: Cli) -> None:
     assert cli("report", "out", "--output=x").error == (
         "unknown option --output: --html FILE writes the page"
     )
@@ -170,7 +168,7 @@ def test_option_that_other_commands_have_is_answered(cli: Cli) -> None:
         }
 
 
-def test_command_of_other_tools_is_answered(cli: Cli) -> None:
+def test_command_of_other_tools_gets_our_equivalent(cli: Cli) -> None:
     assert cli("lora", "--model", "m").error == "no command lora: use mlxtune train"
     assert KNOWN_COMMANDS.keys().isdisjoint(command.name for command in COMMANDS)
     for here in KNOWN_COMMANDS.values():
@@ -200,7 +198,7 @@ def test_file_of_mlx_lm_is_read_and_each_entry_reported(tmp_path: Path) -> None:
     assert lines[0] == "model: m → --model-path m"
 
 
-def test_problems_of_an_mlx_lm_file_are_no_unknown_options(tmp_path: Path) -> None:
+def test_mlx_lm_file_problems_are_not_unknown_options(tmp_path: Path) -> None:
     path = write(tmp_path, "lora.yaml", "model: m\niters: 60\noptimizer: sgd\n")
 
     (problem,) = load_config_file(path, TrainConfig)[1]
@@ -208,7 +206,7 @@ def test_problems_of_an_mlx_lm_file_are_no_unknown_options(tmp_path: Path) -> No
     assert "sgd" in problem
 
 
-def test_entries_of_other_tools_are_answered(tmp_path: Path) -> None:
+def test_entries_of_other_tools_get_our_equivalents(tmp_path: Path) -> None:
     path = write(tmp_path, "run.yaml", "base_model: m\nmicro_batch_size: 2\nrank: 8\nbf16: true\n")
 
     assert load_config_file(path, TrainConfig)[1] == [
@@ -227,6 +225,14 @@ def test_underscores_and_values_without_options_are_answered(cli: Cli) -> None:
         cli("train", "a.jsonl").error
     )
     assert "such as --adapter tests;" in cli("eval", "tests", "more").error
+
+
+@pytest.mark.parametrize(
+    "values", [("q_proj", "v_proj"), ("q_proj,", "v_proj"), ("q_proj,v_proj",)]
+)
+def test_names_without_commas_are_shown_with_them(cli: Cli, values: tuple[str, ...]) -> None:
+    error = cli("train", "--targets", *values, "--lr", 1).error
+    assert ("use --targets q_proj,v_proj; see --help" in error) is (len(values) > 1)
 
 
 def test_option_without_its_choice_is_named_with_one(cli: Cli) -> None:

@@ -16,6 +16,11 @@ from tests.command import Cli, files_in, unless_given
 from tests.slow import slow
 
 
+@pytest.fixture(scope="session")
+def model(deep_model: Path) -> Path:
+    return deep_model
+
+
 @pytest.fixture(autouse=True)
 def restore_limits(model: Path) -> Iterator[None]:
     import mlx.core as mx
@@ -44,7 +49,7 @@ def plan(cli: Cli, model: Path, chat: Path, tmp_path: Path) -> Cli:
     return run
 
 
-def test_plan_says_memory_steps_and_time_and_writes_nothing(plan: Cli, tmp_path: Path) -> None:
+def test_plan_prints_memory_steps_and_time_and_writes_no_files(plan: Cli, tmp_path: Path) -> None:
     outcome = plan("--no-cache")
     assert outcome.code == 0, outcome.err
     stages = [line.split()[0] for line in outcome.out.splitlines() if not line.startswith(" ")]
@@ -156,7 +161,7 @@ def test_run_reports_its_plan_and_actual_use(train: Cli) -> None:
     assert re.search(r"peak memory \S+ MB \(predicted \S+ MB\)", outcome.err)
 
 
-def test_checkpointing_follows_the_option_and_learns_the_same(train: Cli, output: Path) -> None:
+def test_recomputation_follows_the_option_and_learns_the_same(train: Cli, output: Path) -> None:
     adapters = {}
     for choice in ("on", "off"):
         outcome = train("--grad-checkpoint", choice, quiet=False)

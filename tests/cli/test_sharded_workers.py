@@ -41,7 +41,7 @@ def test_workers_that_share_a_model_write_the_adapter_that_one_does(
     model = str(DATA / "demo-qwen3")
     config = TrainConfig(
         model_path=model,
-        data=(str(DATA / "bookings.jsonl"),),
+        data=(str(DATA / "bookings_test.jsonl"),),
         output=str(tmp_path / "adapters.safetensors"),
         quiet=True,
         **options,
@@ -87,7 +87,7 @@ def test_a_killed_worker_ends_both_and_they_resume_to_the_byte(whole: Path, tmp_
 
 
 @needs_ring
-@pytest.mark.slow
+@pytest.mark.long
 def test_model_that_cannot_be_split_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "gemma3_text")
     data = write_chat(tmp_path / "data.jsonl", sums(8))

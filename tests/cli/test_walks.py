@@ -34,7 +34,7 @@ from mlxtune.config import TrainConfig
 from tests.models import CHATML, sums, write_chat, write_model
 from tests.paths import DOCS
 
-MOST_FILES, MOST_FORMS = 24, 14
+MAX_FILES, MAX_FORMS = 27, 14
 # The heads of the two tables in docs/architecture.md.
 FILES, FORMS = "| hop | where |", "| | form | made by |"
 PACKAGE = Path(mlxtune.__file__).parent
@@ -193,12 +193,12 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
 def test_row_passes_the_files_that_are_listed_and_no_others(walk: Walk) -> None:
     listed = set(re.findall(r"`([a-z_/]+\.py)`", table(FILES)))
     assert walk.files == listed
-    assert len(listed) <= MOST_FILES
+    assert len(listed) <= MAX_FILES
 
 
 def test_row_has_the_forms_that_are_listed_and_no_others(walk: Walk) -> None:
     forms = listed_forms()
-    assert len(forms) <= MOST_FORMS
+    assert len(forms) <= MAX_FORMS
     assert walk.makers.keys() - PLAIN <= {form.kind for form in forms}
     for form in forms:
         if form.made_by == "indices":

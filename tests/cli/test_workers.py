@@ -33,7 +33,7 @@ OPTIONS = {
 def arguments(folder: Path, **changed: object) -> list[object]:
     options = {
         "model_path": DATA / "demo-qwen3",
-        "data": DATA / "bookings.jsonl",
+        "data": DATA / "bookings_test.jsonl",
         "output": folder / "adapters.safetensors",
         **OPTIONS,
         **changed,
@@ -83,7 +83,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_workers_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
     config = TrainConfig(
         model_path=str(DATA / "demo-qwen3"),
-        data=(str(DATA / "bookings.jsonl"),),
+        data=(str(DATA / "bookings_test.jsonl"),),
         output=str(tmp_path / "adapters.safetensors"),
         quiet=True,
         **OPTIONS,
@@ -105,7 +105,7 @@ def test_two_workers_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
     assert "2 on 1 machine" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_short_of_memory_halves_its_own_micro_batches(whole: Path, tmp_path: Path) -> None:
     pressure = tmp_path / "pressure"
     pressure.write_text("some avg10=90.00\nfull avg10=50.00\n")
@@ -187,7 +187,7 @@ InstructPipeline.start_batch, os.fsync = waiting, slow"""
 
 @pytest.mark.slow
 def test_workers_with_other_data_end_before_the_first_step(tmp_path: Path) -> None:
-    rows = (DATA / "bookings.jsonl").read_text().splitlines(keepends=True)
+    rows = (DATA / "bookings_test.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "other.jsonl").write_text("".join(rows[:100]))
     first = arguments(tmp_path / "run")
     second = arguments(tmp_path / "run", data=tmp_path / "other.jsonl")
@@ -268,10 +268,17 @@ def test_one_rank_of_the_launcher_is_a_plain_run(tmp_path: Path) -> None:
     assert "Workers" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_doctor_looks_at_all_workers(tmp_path: Path) -> None:
     model = DATA / "demo-qwen3"
-    options = ["--model-path", model, "--data", DATA / "bookings.jsonl", "--data", "none.jsonl"]
+    options = [
+        "--model-path",
+        model,
+        "--data",
+        DATA / "bookings_test.jsonl",
+        "--data",
+        "none.jsonl",
+    ]
     said = run(2, ["-m", "mlxtune", "doctor", *options], tmp_path / "log")
     assert re.search(r"workers +2 on 1 machine", said)
     assert f"{model} is the same on all workers" in said

@@ -37,7 +37,7 @@ Reads = Counter[tuple[Path, str]]
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, a model, and adapters of the model quantised to four bits."""
     folder = tmp_path_factory.mktemp("home")
-    write_model(folder / "model", "qwen3", dtype="bfloat16")
+    write_model(folder / "model", "qwen3", num_hidden_layers=1, dtype="bfloat16")
     write_chat(folder / "chat.jsonl", sums(20))
     train(_training(folder, folder / "out", quantize="4"))
     export(

@@ -56,13 +56,14 @@ def first_run(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return folder, train(config(shared, folder))
 
 
+@pytest.mark.slow
 def test_validation_loss_falls_by_more_than_a_third(first_run: tuple[Path, TrainResult]) -> None:
     training = first_run[1].training
     assert training is not None
     assert training.best_val_loss < training.initial_val_loss * 2 / 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_same_run_in_another_process_writes_the_same_bytes(
     first_run: tuple[Path, TrainResult], shared: Path, tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_same_run_in_another_process_writes_the_same_bytes(
         assert (tmp_path / name).read_bytes() == (first_run[0] / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_mlx_lm_computes_the_losses_that_were_reported(
     first_run: tuple[Path, TrainResult], shared: Path
 ) -> None:

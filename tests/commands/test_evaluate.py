@@ -90,7 +90,7 @@ def test_losses_match_plain_cross_entropy_over_all_rows(judged: Cli, home: Path)
     assert found["gained"][0].keys() == {"path", "row", "tokens", "base_loss", "adapted_loss"}
 
 
-def test_lines_state_the_verdict(judged: Cli, home: Path) -> None:
+def test_output_has_the_verdict(judged: Cli, home: Path) -> None:
     outcome = judged()
     assert outcome.code == 0
     lines = outcome.out.splitlines()
@@ -203,7 +203,7 @@ def test_base_alone_is_evaluated_without_an_adapter(cli: Cli, home: Path) -> Non
     assert found["generated"]["exact_match"] == {"base": 0, "adapted": None}
 
 
-def test_folder_stands_for_its_test_file_or_else_its_valid_file(home: Path, tmp_path: Path) -> None:
+def test_folder_resolves_to_its_test_or_valid_file(home: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     for name, count in (("train", 9), ("valid", 3)):
         write_chat(folder / f"{name}.jsonl", sums(count))
@@ -283,7 +283,7 @@ def test_run_ends_with_the_verdict_on_its_validation_rows(home: Path) -> None:
     assert verify(home / "out").ok
 
 
-def test_eval_of_the_validation_file_says_the_same(
+def test_eval_of_the_validation_file_gives_the_same_result(
     cli: Cli, train: Cli, home: Path, output: Path, tmp_path: Path
 ) -> None:
     rows = write_chat(tmp_path / "valid.jsonl", sums(12)[3:])
@@ -472,7 +472,7 @@ def test_adapter_without_its_run_knows_its_own_training_rows(
     assert own["rows_train"] == record["rows"]
 
 
-def test_evaluation_reads_rows_as_training_did_unless_told_otherwise(
+def test_evaluation_reads_rows_as_training_did_by_default(
     cli: Cli, home: Path, tmp_path: Path
 ) -> None:
     rows = [{"question": asked, "answer": answer} for (_, asked), (_, answer) in sums(60)]
@@ -508,7 +508,8 @@ def test_two_adapters_are_compared_on_the_same_rows(
     assert all(sample["against"] == sample["base"] for sample in samples)
     assert found["generated"]["exact_match"]["against"] == found["generated"]["exact_match"]["base"]
 
-    back = judged("--adapter", weak, "--against", home / "out", "--generate", "--match", "contains")
+    given = ["--against", home / "out", "--generate", "--match", "contains"]
+    back = judged("--adapter", weak, *given, "--max-new-tokens", 12)
     assert f"the adapter is worse than {home / 'out'}: it adds " in back.out
     assert "\nAgainst     " in back.out
     assert "\nDiffer      " in back.out
@@ -527,7 +528,7 @@ def test_adapter_of_another_base_is_refused_by_name(
     train(TrainConfig(str(other), str(home / "chat.jsonl"), output=output, **options))
     error = judged(name, output, "--quiet").error
     problem = f"was trained on another base model, '{other}', not on {home / 'model'}"
-    assert f"{problem}: pass the right --model-path" in error
+    assert f"{problem}, whose weights differ: pass the right --model-path" in error
     # Another tool writes no fingerprint of the base.
     config = json.loads((tmp_path / "other" / "adapter_config.json").read_text())
     del config["mlxtune"]["base"]

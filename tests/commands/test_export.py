@@ -53,10 +53,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def quantised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model in four bits, and the folder of an adapter that was trained on this model."""
     folder = tmp_path_factory.mktemp("quantised")
-    model = write_model(folder / "model", "qwen3", quantize=4, dtype="bfloat16")
+    model = write_model(
+        folder / "model", "qwen3", num_hidden_layers=1, quantize=4, dtype="bfloat16"
+    )
     return model, trained_on(model, folder / "out")
 
 
@@ -120,12 +122,12 @@ def test_fused_weights_keep_the_dtype_and_are_rounded_once(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_cost_of_fusing_into_quantised_weights_is_reported(
-    quantised: tuple[Path, Path], tmp_path: Path
+def test_cost_of_fusing_into_quantized_weights_is_reported(
+    quantized: tuple[Path, Path], tmp_path: Path
 ) -> None:
     from mlx_lm.utils import load
 
-    _, adapter = quantised
+    _, adapter = quantized
     output = tmp_path / "fused"
     found = fuse(FuseConfig(adapter=str(adapter), output=str(output), quiet=True)).certificate
     assert not found.problems
@@ -137,10 +139,10 @@ def test_cost_of_fusing_into_quantised_weights_is_reported(
     assert "model.layers.0.self_attn.q_proj.scales" in dict(tree_flatten(fused.parameters()))
 
 
-def test_dequantised_weights_are_plain_and_near_what_was_trained(
-    quantised: tuple[Path, Path], tmp_path: Path
+def test_dequantized_weights_are_plain_and_near_what_was_trained(
+    quantized: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    model, adapter = quantised
+    model, adapter = quantized
     output = tmp_path / "fused"
     config = FuseConfig(adapter=str(adapter), output=str(output), dequantize=True, quiet=True)
     assert fuse(config).certificate.tolerance is not None
@@ -217,7 +219,7 @@ def test_reading_a_device_instead_of_an_adapter_ends(
 
 
 @pytest.mark.parametrize("format", ["mlx-lm", "peft", "flat"])
-def test_export_is_proved_by_loading_what_was_written(
+def test_export_is_verified_by_loading_it(
     cli: Cli, trained: tuple[Path, Path], tmp_path: Path, format: str
 ) -> None:
     outcome = cli("export", "--format", format, "--adapter", trained[1], "--output", tmp_path / "o")
@@ -307,7 +309,7 @@ def test_json_is_the_certificate_and_alone_on_stdout(
 
 
 def test_problems_are_one_line_that_names_them(
-    cli: Cli, trained: tuple[Path, Path], quantised: tuple[Path, Path], tmp_path: Path
+    cli: Cli, trained: tuple[Path, Path], quantized: tuple[Path, Path], tmp_path: Path
 ) -> None:
     model, adapter = trained
     good = ["--adapter", adapter, "--output", tmp_path / "o"]

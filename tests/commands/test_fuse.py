@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from tests.slow import slow
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on a 4-bit base, with updates smaller than a step of the 4-bit format."""
     folder = tmp_path_factory.mktemp("run")
-    write_model(folder / "model", "qwen3", quantize=4, dtype="bfloat16")
+    write_model(folder / "model", "qwen3", num_hidden_layers=1, quantize=4, dtype="bfloat16")
     write_chat(folder / "chat.jsonl", sums(40))
     train(
         TrainConfig(
@@ -61,12 +62,14 @@ def test_projections_get_more_bits_where_four_lose_the_gain(
 ) -> None:
     outcome = cli("fuse", "--adapter", run / "out", "--output", tmp_path / "fused")
     assert outcome.code == 0, outcome.err
-    assert "warning: with weights quantised again as in the base, the adapter loses" in outcome.err
-    assert "the trained projections are stored in 6 bits" in outcome.err
+    lost = "with the trained projections stored as the base, the adapter loses"
+    assert f"warning: {lost}" in outcome.err
+    assert "they are stored in 6 bits" in outcome.err
     found = certificate_of(tmp_path / "fused")["retention"]
     assert found["measure"] == "Loss on 10 validation rows"
-    first, last = found["tried"]
-    assert first["lost"] > 0.1 >= last["lost"]
+    nearest, by_gptq, last = found["tried"]
+    assert nearest["lost"] > 0.5 > by_gptq["lost"] > 0.03 >= last["lost"]
+    assert [found["bits"], found["method"]] == [6, "nearest"]
     quantization = json.loads((tmp_path / "fused/config.json").read_text())["quantization"]
     assert quantization["bits"] == 4
     assert quantization["model.layers.0.mlp.up_proj"]["bits"] == 6
@@ -93,17 +96,74 @@ def test_force_stores_as_the_base_and_reports_the_loss(cli: Cli, run: Path, tmp_
     assert quantization == json.loads((run / "model/config.json").read_text())["quantization"]
 
 
-def test_measured_loss_is_that_of_the_folder_written(run: Path, tmp_path: Path) -> None:
-    config = FuseConfig(str(run / "out"), str(tmp_path / "fused"), force=True, quiet=True)
+@pytest.mark.parametrize("options", [slow({"force": True}), {"bits": 5}])
+def test_measured_loss_is_that_of_the_folder_written(
+    run: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    config = FuseConfig(str(run / "out"), str(tmp_path / "fused"), quiet=True, **options)
     found = fuse(config).certificate.retention
     assert found is not None
+    assert found.selected.method == ("nearest" if "force" in options else "gptq")
     rows = (run / "chat.jsonl").read_text().splitlines()
     held_out = [rows[i] for i in held_out_rows(run)]
     data = tmp_path / "held_out.jsonl"
     data.write_text("\n".join(held_out) + "\n")
     assert found.base == pytest.approx(loss(run / "model", data), rel=1e-5)
     assert found.trained == pytest.approx(loss(run / "model", data, run / "out"), rel=1e-5)
-    assert found.tried[0].value == pytest.approx(loss(tmp_path / "fused", data), rel=1e-5)
+    assert found.selected.value == pytest.approx(loss(tmp_path / "fused", data), rel=1e-5)
+
+
+def test_imported_adapter_is_rounded_by_gptq_on_rows_that_are_named(
+    cli: Cli, run: Path, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "imported"
+    adapter.mkdir()
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        shutil.copy(run / "out" / name, adapter)
+    options = ["--adapter", adapter, "--bits", 5]
+    without = cli("fuse", *options, "--output", tmp_path / "without")
+    assert without.code == 0, without.err
+    assert "not tried, without the rows of training: name them, or rows like them" in without.err
+    assert certificate_of(tmp_path / "without")["retention"]["method"] == "nearest"
+
+    named = ["--data", run / "chat.jsonl", "--output", tmp_path / "named"]
+    outcome = cli("fuse", *options, *named)
+    assert outcome.code == 0, outcome.err
+    assert re.search(
+        r"rounding on [0-9,]+ tokens of 32 examples, in up to .* of memory", outcome.err
+    )
+    found = certificate_of(tmp_path / "named")["retention"]
+    assert found["measure"] == "Loss on 8 validation rows"
+    assert [found["bits"], found["method"]] == [5, "gptq"]
+    assert found["kept"] > 0.97
+
+
+@pytest.mark.slow
+def test_mode_without_gptq_gets_more_bits(cli: Cli, run: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "qwen3", dtype="bfloat16", intermediate_size=128)
+    trained = ["--model-path", tmp_path / "model", "--quantize", "mxfp4", "--lr", 3e-3]
+    trained += ["--data", run / "chat.jsonl", "--output", tmp_path / "out", "--samples", 0]
+    assert cli("train", *trained, "--targets", "all", "--epochs", 1).code == 0
+    outcome = cli("fuse", "--adapter", tmp_path / "out", "--output", tmp_path / "fused")
+    assert "not tried, as it is for the affine mode: more bits remain" in outcome.err
+    assert certificate_of(tmp_path / "fused")["retention"]["bits"] == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--bits", 3], "--bits must be at least the base's 4, not 3"),
+        (["--bits", 7], "--bits 7 is no format of MLX: set 6 or 8"),
+        (["--bits", 6, "--dequantize"], "--bits is for quantised weights: leave out --dequantize"),
+    ],
+)
+def test_impossible_bits_are_an_error(
+    cli: Cli, run: Path, tmp_path: Path, options: list[Any], problem: str
+) -> None:
+    output = tmp_path / "fused"
+    error = cli("fuse", "--adapter", run / "out", "--output", output, *options).error
+    assert problem in error
+    assert not output.exists()
 
 
 def held_out_rows(run: Path) -> list[int]:
@@ -154,7 +214,7 @@ def test_plain_base_is_not_measured(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs {SHARED}")
 @pytest.mark.long
 def test_real_model_of_four_bits_keeps_what_it_learned(tmp_path: Path) -> None:
-    """A model of stories was taught arithmetic; 4 bits would undo over a tenth of the gain."""
+    """A model of stories was taught arithmetic; rounding to nearest undoes a tenth of the gain."""
     from mlx_lm import convert
 
     base = tmp_path / "base"
@@ -179,7 +239,8 @@ def test_real_model_of_four_bits_keeps_what_it_learned(tmp_path: Path) -> None:
     )
     found = fuse(FuseConfig(str(output), str(tmp_path / "fused"), quiet=True)).certificate
     assert found.retention is not None
-    assert found.retention.tried[0].lost > 0.1 > 0.02 > found.retention.chosen.lost
+    assert found.retention.tried[0].lost > 0.1 > 0.02 > found.retention.selected.lost
+    assert found.retention.selected.bits == 4
     mx.clear_cache()
 
 

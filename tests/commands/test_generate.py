@@ -37,7 +37,7 @@ def say(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(command: str, *arguments: object, stdin: str | bytes = "") -> Outcome:
         content = stdin.encode() if isinstance(stdin, str) else stdin
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
-        options = unless_given(arguments, model_path=DEMO, max_new_tokens=20)
+        options = unless_given(arguments, model_path=DEMO, max_new_tokens=8)
         return cli(command, *options, *arguments)
 
     return run
@@ -55,7 +55,7 @@ def expected() -> str:
     model.set_dtype(mx.float32)
     asked = [{"role": "user", "content": PROMPT}]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
-    return str(theirs(model, tokenizer, ids, max_tokens=20))
+    return str(theirs(model, tokenizer, ids, max_tokens=8))
 
 
 def test_prompt_messages_and_standard_input_are_answered_alike(
@@ -80,7 +80,7 @@ def test_prompt_messages_and_standard_input_are_answered_alike(
 def test_json_has_the_text_and_its_figures(say: Any, expected: str) -> None:
     found = json.loads(say("generate", "--prompt", PROMPT, "--json").out)
     assert found["text"] == expected
-    assert (found["tokens"], found["finish_reason"]) == (20, "length")
+    assert (found["tokens"], found["finish_reason"]) == (8, "length")
     assert found["tokens_per_second"] > 0
     ended = json.loads(say("generate", "--prompt", PROMPT, "--json", "--max-new-tokens", 99).out)
     assert ended["finish_reason"] == "stop"
@@ -116,9 +116,9 @@ def test_newline_may_be_a_stop() -> None:
 
 def test_python_receives_the_text_as_a_stream(expected: str) -> None:
     said: list[str] = []
-    config = GenerateConfig(str(DEMO), prompt=PROMPT, max_new_tokens=20, quiet=True)
+    config = GenerateConfig(str(DEMO), prompt=PROMPT, max_new_tokens=8, quiet=True)
     assert generate(config, said.append).text == "".join(said) == expected
-    assert len(said) > 5
+    assert len(said) > 3
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,9 @@ def test_python_receives_the_text_as_a_stream(expected: str) -> None:
         (["--prompt", "a", "--adapter", "nowhere"], "", "nowhere: no such file or folder"),
     ],
 )
-def test_nonsense_is_one_line(say: Any, arguments: list[object], stdin: Any, said: str) -> None:
+def test_malformed_input_ends_in_one_line(
+    say: Any, arguments: list[object], stdin: Any, said: str
+) -> None:
     assert said in say("generate", *arguments, stdin=stdin).error
 
 
@@ -152,6 +154,7 @@ def test_model_without_a_template_completes_text_and_takes_no_messages(
     model = ["--model-path", folder]
     outcome = cli("generate", *model, "--prompt", "Once", "--max-new-tokens", 1)
     assert "completed as plain text: the model has no chat template" in outcome.err
+    assert not re.search("^(Memory|Model) ", outcome.err, re.MULTILINE)
     for command in (["generate", "--prompt", "Once", "--system", "Be brief."], ["chat"]):
         error = cli(*command, *model).error
         assert "complete plain text with mlxtune generate --prompt alone" in error
@@ -169,7 +172,7 @@ def test_adapter_of_plain_text_completes_text_unless_a_template_is_named(
     assert "trained on plain text: mlxtune generate" in say("chat").err
 
 
-def test_pipe_that_nobody_writes_to_is_not_waited_for(say: Any, tmp_path: Path) -> None:
+def test_pipe_without_a_writer_does_not_block(say: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert "not valid JSON" in say("generate", "--messages", tmp_path / "pipe").error
     assert "cannot be read" in say("generate", "--messages", tmp_path).error
@@ -187,7 +190,7 @@ def test_prompt_that_is_longer_than_what_the_model_reads_is_refused(say: Any) ->
 def test_line_without_an_end_is_not_read_for_ever(
     say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxtune.commands.chat._LONGEST_LINE", 100)
+    monkeypatch.setattr("mlxtune.commands.chat._MAX_LINE_BYTES", 100)
     outcome = say("chat", "--quiet", stdin="a" * 1000)
     assert outcome.code == 1
     assert "has a line of more than 100 characters" in outcome.err
@@ -201,7 +204,7 @@ def test_second_system_message_is_refused(say: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("messages", ["5", '"abc"', "null", "{}"])
-def test_messages_that_are_no_list_are_refused_beside_a_system_message_too(
+def test_messages_must_be_a_list_even_with_a_system_message(
     say: Any, tmp_path: Path, messages: str
 ) -> None:
     path = tmp_path / "m.json"
@@ -278,7 +281,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter that changes the answers of the demo's model."""
     output = tmp_path_factory.mktemp("adapted") / "adapters.safetensors"
     options: dict[str, Any] = {"targets": ("all",), "lr": 0.05, "max_steps": 2, "val_split": 0.0}
-    data = str(DATA / "bookings.jsonl")
+    data = str(DATA / "bookings_test.jsonl")
     train(TrainConfig(str(DEMO), data, output=str(output), quiet=True, **options))
     return output
 
@@ -440,7 +443,7 @@ def test_rows_of_a_file_get_the_answers_of_single_prompts_in_order(
     found = lines_of(output)
     assert [line["row"] for line in found] == [1, 2, 3, 4]
     assert found[2]["error"].endswith("(its keys: 'wrong'): rename one")
-    alone = [str(generate(model_path=DEMO, prompt=each, max_new_tokens=20)) for each in ASKED]
+    alone = [str(generate(model_path=DEMO, prompt=each, max_new_tokens=8)) for each in ASKED]
     assert [line["answer"] for line in found if "answer" in line] == alone
     assert found[3]["messages"][-1]["role"] == "user"
 
@@ -460,6 +463,7 @@ def test_empty_prompts_are_named_and_counted(
     outcome = say("generate", "--data", data, "--output", output, "--max-new-tokens", 1)
     assert outcome.err.count("'prompt' is empty: write a prompt, or remove the row") == 2
     assert f"1 answer in {output}, 2 rows not answered" in outcome.err
+    assert len(re.findall("^(?:Memory|Model) ", outcome.err, re.MULTILINE)) == 2
 
 
 def test_answers_to_rows_are_resumed_and_the_file_is_the_same(say: Any, tmp_path: Path) -> None:

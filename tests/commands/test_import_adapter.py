@@ -24,6 +24,11 @@ from tests.command import Cli, files_in
 TOKENS = [[5, 17, 80, 3]]
 
 
+@pytest.fixture(scope="session")
+def model(deep_model: Path) -> Path:
+    return deep_model
+
+
 def mlx_lm_made(model: Path, folder: Path, num_layers: int = 1) -> np.ndarray:
     """Make mlx-lm write an adapter with random tensors; return mlx-lm's logits with the adapter."""
     from mlx.utils import tree_flatten, tree_unflatten

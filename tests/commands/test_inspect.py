@@ -18,6 +18,7 @@ from mlxtune.commands.inspect import inspect as run_inspect
 from mlxtune.config import InspectConfig
 from tests.command import ROWS, Cli, files_in, start
 from tests.models import CHATML, THINKING, sums, write_chat, write_tokenizer
+from tests.slow import slow
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_every_part_is_printed_on_stdout_and_nothing_else(inspect: Cli, chat: Pa
         assert part in outcome.out
 
 
-def test_supervised_tokens_are_green_where_there_is_colour(
+def test_supervised_tokens_are_green_where_there_is_color(
     inspect: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -100,7 +101,7 @@ def test_real_tokenizer_folder_is_enough(cli: Cli, shared: Path) -> None:
 
 
 @pytest.mark.slow
-def test_output_that_nobody_reads_on_is_no_crash(light: Path, chat: Path) -> None:
+def test_closed_output_pipe_does_not_crash(light: Path, chat: Path) -> None:
     process = start("inspect", "--model-path", light, "--data", chat)
     assert process.stdout is not None
     process.stdout.close()
@@ -144,7 +145,7 @@ def test_row_is_shown_alone_and_whole(inspect: Cli, tmp_path: Path) -> None:
         (99, "{file} has no row 99: --row takes the number of a row that is not blank"),
     ],
 )
-def test_row_that_is_skipped_or_none_is_an_error_with_its_reason(
+def test_skipped_or_missing_row_is_an_error_with_the_reason(
     inspect: Cli, tmp_path: Path, row: int, said: str
 ) -> None:
     user = {"messages": [{"role": "user", "content": "x"}]}
@@ -181,7 +182,7 @@ def test_html_is_one_page_with_the_rows(inspect: Cli, tmp_path: Path) -> None:
         assert f"chat.jsonl:{row}" in text
 
 
-def test_html_says_where_its_page_is(inspect: Cli, tmp_path: Path) -> None:
+def test_html_prints_the_path_of_the_page(inspect: Cli, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert inspect("--html", page).out.endswith(f"\npage: {page}\n")
     assert "page: " not in inspect("--html", page, "--json").out
@@ -235,10 +236,10 @@ def test_dump_goes_with_row_and_json_and_holds_every_example(inspect: Cli, tmp_p
 @pytest.mark.parametrize(
     "options",
     [
-        [],
+        slow([]),
         ["--max-seq-len", 40, "--val-split", 0.4, "--seed", 7],
-        ["--val-split", 0, "--turns", "last"],
-        ["--template", "gemma"],
+        slow(["--val-split", 0, "--turns", "last"]),
+        slow(["--template", "gemma"]),
         # The folder's own template makes an example of each turn.
         ["--thinking", "on", "--model-path", "broken", "--max-seq-len", 90],
     ],

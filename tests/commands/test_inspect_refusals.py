@@ -199,13 +199,13 @@ def test_output_that_cannot_be_written_is_found_before_any_work(
 
 
 @pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/dev/null", "/dev/new"])
-def test_device_is_no_file_to_replace(
+def test_device_is_not_replaced_as_a_file(
     inspect: Cli, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     # If the check fails, this test must not replace the device.
     monkeypatch.setattr("mlxtune.session.session.load_dataset", None)
     assert inspect("--dump", name).error == (
-        f"{name} is not a regular file: choose another --html or --dump"
+        f"{name} cannot be written as a file: choose another --html or --dump"
     )
 
 
@@ -255,9 +255,7 @@ def test_wrong_option_is_one_line_and_exits_with_2(
     assert said in outcome.error
 
 
-def test_model_of_weights_that_are_broken_is_inspected_all_the_same(
-    cli: Cli, tmp_path: Path, chat: Path
-) -> None:
+def test_model_with_broken_weights_can_be_inspected(cli: Cli, tmp_path: Path, chat: Path) -> None:
     folder = write_model(tmp_path / "model", "llama")
     for damage in (b"", None):
         (folder / "model.safetensors").unlink()

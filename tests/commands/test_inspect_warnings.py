@@ -68,6 +68,8 @@ def test_one_good_row_among_bad_ones_is_shown_and_refused_by_train(
         f"{data}: one row cannot be both trained on and held out: add rows or set --val-split 0; "
         f"skipped 2 other rows, the first: {data}:2: no 'messages' (its keys: none)"
     ) in train("--data", data).error
+    write_chat(data, [*sums(1), "{}"])
+    assert f"; skipped 1 other row: {data}:2: no 'messages' " in train("--data", data).error
 
 
 def test_quiet_prints_warnings_only(cli: Cli, folder: Path, tmp_path: Path) -> None:

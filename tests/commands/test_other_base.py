@@ -13,12 +13,16 @@ from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig
 from tests.command import Cli
-from tests.models import sums, write_adapter_config, write_chat, write_model
+from tests.models import CHATML, sums, write_adapter_config, write_chat, write_model
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, a fine-tuned copy, chat data, and an adapter of the model in `out`."""
+    """A folder with a model, three changed copies, chat data, and an adapter of the model in `out`.
+
+    The copies have all weights scaled, the signs of a part of each matrix turned, and another base
+    of the rotary embedding.
+    """
     home = tmp_path_factory.mktemp("home")
     base = write_model(home / "base", "qwen3")
     tune = Path(shutil.copytree(base, home / "tune"))
@@ -27,9 +31,23 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert isinstance(weights, dict)
     weights = {name: value * 1.01 for name, value in weights.items()}
     mx.save_safetensors(str(file), weights, {"format": "mlx"})
+    signs = Path(shutil.copytree(base, home / "signs")) / "model.safetensors"
+    weights = {name: turned(value) for name, value in mx.load(str(signs)).items()}  # type: ignore[union-attr]
+    mx.save_safetensors(str(signs), weights, {"format": "mlx"})
+    settings = Path(shutil.copytree(base, home / "config")) / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"rope_theta": 50.0}))
     write_chat(home / "chat.jsonl", sums(12))
     train(config(home, "out/adapters.safetensors"))
     return home
+
+
+def turned(weight: mx.array) -> mx.array:
+    """Return a weight with the signs of the first 40% turned, if it is a matrix."""
+    if weight.ndim < 2:
+        return weight
+    flat = weight.reshape(-1)
+    sign = mx.where(mx.arange(flat.size) < flat.size * 2 // 5, -1, 1).astype(flat.dtype)
+    return (flat * sign).reshape(weight.shape)
 
 
 def config(home: Path, output: str, **changes: object) -> TrainConfig:
@@ -40,30 +58,58 @@ def config(home: Path, output: str, **changes: object) -> TrainConfig:
 
 def test_commands_that_show_warn_of_another_base(cli: Cli, home: Path) -> None:
     asked = ["--adapter", home / "out", "--data", home / "chat.jsonl", "--json"]
-    other = cli("eval", "--model-path", home / "tune", *asked)
-    assert other.code == 0
-    assert "was trained on another base model" in other.err
+    changed = dict.fromkeys(("tune", "signs"), "weights differ")
+    changed["config"] = "rope_theta in config.json differs"
+    for name, what in changed.items():
+        other = cli("eval", "--model-path", home / name, *asked)
+        assert other.code == 0
+        assert "was trained on another base model" in other.err
+        assert f"{home / name}, whose {what}: answers and losses may differ" in other.err
     assert "another base" not in cli("eval", "--model-path", home / "base", *asked).err
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("base", "command"),
     [
-        ("fuse", "--adapter"),
-        ("export", "--format", "peft", "--adapter"),
-        ("train", "--data", "chat.jsonl", "--max-steps", 1, "--val-split", 0, "--init-adapter"),
+        ("config", ("fuse", "--adapter")),
+        ("signs", ("export", "--format", "peft", "--adapter")),
+        (
+            "tune",
+            ("train", "--data", "chat.jsonl", "--max-steps", 1, "--val-split", 0, "--init-adapter"),
+        ),
     ],
 )
 def test_commands_that_write_refuse_another_base(
-    cli: Cli, home: Path, tmp_path: Path, command: tuple[object, ...]
+    cli: Cli, home: Path, tmp_path: Path, base: str, command: tuple[object, ...]
 ) -> None:
     given = [home / each if each == "chat.jsonl" else each for each in command]
-    asked = [*given, home / "out", "--model-path", home / "tune", "--output", tmp_path / "to" / "a"]
+    asked = [*given, home / "out", "--model-path", home / base, "--output", tmp_path / "to" / "a"]
     refused = cli(*asked)
     assert refused.code == 1
     assert "pass the right --model-path, or add --other-base" in refused.error
     assert not (tmp_path / "to" / "a").exists()
     assert cli(*asked, "--other-base").code == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("eval", "--data", "chat.jsonl", "--json"),
+        ("generate", "--prompt", "2 + 2?", "--max-new-tokens", 1),
+        ("fuse", "--output", "to"),
+    ],
+)
+def test_commands_warn_of_a_chat_template_that_changed(
+    cli: Cli, home: Path, tmp_path: Path, command: tuple[object, ...]
+) -> None:
+    places = {"chat.jsonl": home / "chat.jsonl", "to": tmp_path / "to"}
+    given = [places.get(str(each), each) for each in command]
+    base = Path(shutil.copytree(home / "base", tmp_path / "base"))
+    asked = [*given, "--adapter", home / "out", "--model-path", base]
+    assert "its chat template has changed" not in cli(*asked).err
+    shutil.rmtree(tmp_path / "to", ignore_errors=True)
+    (base / "chat_template.jinja").write_text(CHATML)
+    assert f"{base}: its chat template has changed since " in cli(*asked).err
 
 
 def test_adapter_of_another_tool_has_no_fingerprint(cli: Cli, home: Path, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 # One in this many operations fails; for each failure, fuse and export load the model three times.
 EVERY = {"fuse": 20, "export": 20, "import": 2}
-CASES = [("fuse", "crash", 60), ("export", "ENOSPC", 60), ("import", "crash", 12)]
+CASES = [("fuse", "crash", 170), ("export", "ENOSPC", 60), ("import", "crash", 12)]
 CASES += [long(name, kind, every) for name, every in EVERY.items() for kind in KINDS]
 
 

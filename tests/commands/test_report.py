@@ -71,7 +71,7 @@ def test_json_is_for_programs_and_writes_no_page_unasked(cli: Cli) -> None:
     assert Path("page.html").exists()
 
 
-def test_unfinished_and_damaged_run_says_so(cli: Cli) -> None:
+def test_report_marks_an_unfinished_and_damaged_run(cli: Cli) -> None:
     run = write_run(Path("out"), finished=False)
     (run / "ledger.json").write_text("{")
     outcome = cli("report", "out")

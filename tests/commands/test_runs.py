@@ -48,7 +48,7 @@ def test_run_that_is_named_twice_is_listed_once(cli: Cli) -> None:
     assert len(json.loads(cli("runs", "--json", ".", "a", "a/checkpoints").out)) == 1
 
 
-def test_none_says_so_and_a_missing_folder_is_an_error(cli: Cli) -> None:
+def test_empty_folder_is_reported_and_missing_folder_is_an_error(cli: Cli) -> None:
     Path("empty").mkdir()
     outcome = cli("runs", "empty")
     assert (outcome.code, outcome.out) == (0, "")

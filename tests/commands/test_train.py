@@ -30,6 +30,7 @@ from mlxtune import (
 )
 from mlxtune.backend.adapters import checkpoint_tensors
 from mlxtune.config import DataConfig
+from mlxtune.config.fields import flag
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.run.checkpoint import write_checkpoint
@@ -43,6 +44,7 @@ from mlxtune.session.dataset import Dataset, DataSource, load_dataset
 from mlxtune.session.reader import Reader
 from tests.command import Cli
 from tests.models import sums, write_chat
+from tests.slow import slow
 
 ROWS, EPOCHS = 20, 3
 ADAPTER = "adapters.safetensors"
@@ -105,7 +107,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 # The result
 
 
-def test_result_says_where_everything_is(run: Run, chat: Path) -> None:
+def test_result_names_the_written_paths(run: Run, chat: Path) -> None:
     folder, result = run
     assert result.adapter == folder / ADAPTER
     assert result.checkpoint_dir == folder / "checkpoints"
@@ -183,10 +185,11 @@ def test_adapter_config_is_mlx_lms_and_next_to_the_output(run: Run, model: Path)
     assert written == {
         "fine_tune_type": "lora",
         "model": str(model),
-        "num_layers": 2,
+        "num_layers": 1,
         "lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0},
         "mlxtune": {
             "base": base_fingerprint(model),
+            "chat_template": "none",
             "prompt": {},
             "rank": 8,
             "alpha": 16.0,
@@ -445,11 +448,13 @@ def test_validation_within_epochs_changes_no_step(
     assert f'"x":{json.dumps(steps, separators=(",", ":"))}' in html
 
 
-def test_validation_within_epochs_without_rows_is_an_error_before_any_work(
-    model: Path, chat: Path, tmp_path: Path
+@pytest.mark.parametrize("name", ["val_steps", "patience"])
+def test_option_of_validation_without_rows_is_an_error_before_any_work(
+    model: Path, chat: Path, tmp_path: Path, name: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"--val-steps: there are no validation rows: leave"):
-        train(config(model, chat, tmp_path, val_steps=3, val_split=0))
+    options = {name: 3, "val_split": 0}
+    with pytest.raises(ConfigError, match=rf"{flag(name)}: there are no validation rows: leave"):
+        train(config(model, chat, tmp_path, **options))
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -617,7 +622,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-@pytest.mark.parametrize("best", ["last", "first"])
+@pytest.mark.parametrize("best", [slow("last"), "first"])
 def test_adapter_is_written_where_no_checkpoint_fits(
     run: Run,
     worsening_run: Run,
@@ -651,11 +656,12 @@ def test_adapter_is_written_where_no_checkpoint_fits(
 
 @pytest.mark.slow
 def test_space_for_a_checkpoint_is_checked_before_the_first_step(
-    model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+    deep_model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=200_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    needed = ["train", "--model-path", model, "--data", chat, "--output", tmp_path / "a" / ADAPTER]
+    needed = ["train", "--model-path", deep_model, "--data", chat]
+    needed += ["--output", tmp_path / "a" / ADAPTER]
     outcome = cli(*needed, "--rank", 64)
     assert outcome.code == 1
     assert re.search(r"a checkpoint takes about 3\d\d kB of disk, and 200 kB are free", outcome.err)

@@ -14,14 +14,14 @@ import safetensors.numpy
 
 from mlxtune import TrainConfig, plan, resume, train
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.adapters.initialise import with_adapter
+from mlxtune.backend.adapters.initialize import with_adapter
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config.fields import flag
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, ModelError, TrainingInterrupted
 from tests.command import Cli
 from tests.models import sums, write_chat
-from tests.slow import slow_except
+from tests.slow import slow, slow_except
 
 MEMBERS: dict[str, dict[str, Any]] = {
     "dora": {"dora": True, "rslora": True, "lr_ratio": 4, "target_rank": {"q_proj": 3}},
@@ -63,7 +63,7 @@ def test_run_that_was_stopped_in_an_epoch_writes_what_it_would_have_written(
     assert any(check["name"] == "replay" for check in found["checks"])
 
 
-@pytest.mark.parametrize("member", ["plain", *slow_except(MEMBERS, "dora")])
+@pytest.mark.parametrize("member", [slow("plain"), *slow_except(MEMBERS, "dora")])
 def test_copy_of_the_best_checkpoint_equals_its_adapter_loaded_and_written(
     model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str
 ) -> None:
@@ -171,8 +171,8 @@ def test_plan_counts_the_parameters_of_an_adapter_to_continue_from(
     cli: Cli, model: Path, first: Path
 ) -> None:
     explicit = plan(model_path=model, rank=4, num_layers=1, **MEMBERS["dora"])
-    planned = plan(model_path=model, init_adapter=first)
-    assert planned.trainable_parameters == explicit.trainable_parameters
+    predicted = plan(model_path=model, init_adapter=first)
+    assert predicted.trainable_parameters == explicit.trainable_parameters
     by_flags = cli("plan", "--model-path", model, "--init-adapter", first, "--json")
     assert json.loads(by_flags.out)["lora"]["trainable_parameters"] == explicit.trainable_parameters
 

@@ -24,17 +24,17 @@ from tests.slow import slow
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("preferences")
     write_model(folder / "model", "qwen3")
-    pairs, labelled = [], []
+    pairs, labeled = [], []
     for a in range(6):
         for b in range(6):
             prompt = f"{a} plus {b}"
             right, wrong = f"It is {a + b}.", f"It is {a + b + 1}, I guess."
             pairs.append({"prompt": prompt, "chosen": right, "rejected": wrong})
             good = (a + b) % 2 == 0
-            labelled.append(
+            labeled.append(
                 {"prompt": prompt, "completion": right if good else wrong, "label": good}
             )
-    for name, rows in (("pairs", pairs), ("labelled", labelled)):
+    for name, rows in (("pairs", pairs), ("labelled", labeled)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
@@ -117,9 +117,9 @@ def test_pairs_of_several_files_have_losses_and_verdicts_by_file(
     preference = result.evaluation.preference
     assert preference is not None
     # The two files have equally many validation rows.
-    shares = [each.preferred_after for each in result.evaluation.files]
-    assert len(shares) == 2
-    assert sum(each or 0 for each in shares) / 2 == pytest.approx(preference.after)
+    fractions = [each.preferred_after for each in result.evaluation.files]
+    assert len(fractions) == 2
+    assert sum(each or 0 for each in fractions) / 2 == pytest.approx(preference.after)
     assert "preferred before" in (tmp_path / "out" / "checkpoints" / "report.html").read_text()
 
 

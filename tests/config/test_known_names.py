@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 
-import mlxtune.cli.table  # noqa: F401, defines every config
+from mlxtune.cli import COMMANDS  # also defines every config
 from mlxtune.config import OPTIONS, EvalConfig, TrainConfig
 from mlxtune.config.config_file import translate
 from mlxtune.config.fields import every_option, flags_of, options_of
-from mlxtune.config.known_names import KNOWN, as_flag, suggestion
+from mlxtune.config.known_names import (
+    FLAGS,
+    KNOWN,
+    as_entry,
+    as_flag,
+    as_keyword,
+    suggestion,
+)
 from mlxtune.errors import ConfigError
 
 
@@ -38,6 +45,16 @@ def test_known_names_lead_to_options_that_exist() -> None:
     assert all(known.ours or known.differs for known in KNOWN.values())
 
 
+def test_flags_that_no_file_can_set_are_answered_as_flags() -> None:
+    train = next(command for command in COMMANDS if command.name == "train")
+    flags = {param.opts[0].removeprefix("--") for param in train.params}
+
+    assert {*FLAGS} == {name.replace("-", "_") for name in flags} - {*OPTIONS, "help_all"}
+    for write in (as_entry, as_keyword):
+        said = suggestion("dry_run", "True", OPTIONS, write)
+        assert said == ": it is a flag of the command, --dry-run"
+
+
 def test_every_option_of_mlx_lm_is_ours_or_known() -> None:
     names = {*mlx_lm_defaults()} - {"config"}
 
@@ -51,6 +68,9 @@ def test_every_option_of_mlx_lm_is_ours_or_known() -> None:
         ("learning_rate", "2e-5", ": use --lr 2e-5"),
         ("iters", "200", ": use --max-steps 200 (--epochs bounds the steps too)"),
         ("lora-r", "16", ": use --rank 16"),
+        ("stage", "sft", ": use --objective sft (sft, dpo or another of --help-all)"),
+        ("cutoff_len", "2048", ": use --max-seq-len 2048"),
+        ("finetuning_type", "lora", ": mlxtune trains LoRA, or DoRA with --dora, but not all "),
         ("grad-accum", "4", ": use --batch-size N (number of rows per step"),
         ("num_train_epochs", "3", ": use --epochs 3"),
         ("load_in_4bit", None, ": use --quantize 4 (nf4 is QLoRA's)"),
@@ -66,7 +86,7 @@ def test_every_option_of_mlx_lm_is_ours_or_known() -> None:
         ("zzz", "3", ""),
     ],
 )
-def test_name_is_answered_with_ours_and_what_differs(name: str, value: Any, answer: str) -> None:
+def test_foreign_name_gets_our_name_and_the_difference(name: str, value: Any, answer: str) -> None:
     own, flags = options_of(TrainConfig), flags_of(TrainConfig)
 
     assert suggestion(name, value, own, as_flag, flags).startswith(answer)
@@ -80,7 +100,7 @@ def test_name_is_answered_by_the_options_of_its_command() -> None:
     assert suggestion("temp", "1", own, as_flag) == ""
 
 
-def test_python_names_are_answered_all_at_once() -> None:
+def test_all_unknown_python_names_get_suggestions() -> None:
     unknown: dict[str, Any] = {"learning_rate": 2e-5, "use_rslora": True, "lora_r": 8, "epoch": 1}
     with pytest.raises(ConfigError) as raised:
         TrainConfig(model_path="m", data=("d",), **unknown)

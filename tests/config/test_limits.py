@@ -64,7 +64,7 @@ def test_string_without_an_end_is_read_once() -> None:
     assert not limits.has_more_values(b'{"a": "' + b'\\",' * 200_000, 100_000)
 
 
-def test_value_that_holds_itself_is_looked_at_once() -> None:
+def test_cyclic_value_is_visited_once() -> None:
     value: list[Any] = []
     value.append(value)
     for _ in range(40):
@@ -97,6 +97,6 @@ def test_kind_of_a_file_is_known_by_its_name(name: str, kind: Limits) -> None:
 
 
 @pytest.mark.parametrize("digits", ["1e999", "-1e999", "1" * 99 + "e300"])
-def test_number_that_reads_as_infinity_is_no_json_of_ours(digits: str) -> None:
+def test_number_that_overflows_to_infinity_is_refused(digits: str) -> None:
     with pytest.raises(ValueError, match="not valid JSON"):
         parse_json(f"[{digits}]".encode(), limits.OWN_JSON, "run.json", constants=False)

@@ -251,6 +251,16 @@ def test_whole_number_is_not_rounded_from_another(value: Any) -> None:
         ("field", "prompt", "--field 'prompt' is not a pair such as prompt=question"),
         ("field", ["prompt=a", "prompt=b"], "--field prompt is given twice, as 'a' and 'b'"),
         ("memory_limit", "12GB", "--memory-limit must be a number, not '12GB': leave out GB"),
+        ("memory_limit", "512 MB", "--memory-limit must be a number, not '512 MB': use 0.512"),
+        ("max_seq_len", "2k", "--max-seq-len must be a whole number, not '2k': use 2048 or 2000"),
+        (
+            "max_steps",
+            "1.5M",
+            "--max-steps must be a whole number, not '1.5M': use 1572864 or 1500000",
+        ),
+        ("val_split", "20%", "--val-split must be a number, not '20%': use 0.2"),
+        ("warmup_fraction", ".5%", "--warmup-fraction must be a number, not '.5%': use 0.005"),
+        ("rank", "8x", "--rank must be a whole number, not '8x': leave out x"),
         ("thinking", "yes", "--thinking must be one of auto, on, off, not 'yes'"),
         ("turns", "first", "--turns must be one of all, last, not 'first'"),
         ("merge_system", "on", "--merge-system must be true or false, not 'on'"),
@@ -262,6 +272,11 @@ def test_whole_number_is_not_rounded_from_another(value: Any) -> None:
             "data",
             [{"text": "a"}],
             "--data must be paths: pass rows as train(data=rows), not in a config",
+        ),
+        (
+            "data",
+            {"prompt": ["a"]},
+            "--data must be rows, not columns: pass a list of objects, one for each row",
         ),
         ("targets", 5, "--targets must be names separated by commas, not 5"),
         (

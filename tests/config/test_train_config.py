@@ -234,7 +234,7 @@ def test_output_without_an_extension_is_the_adapters_folder(tmp_path: Path) -> N
     assert config(output=str(file)).output_path == file
 
 
-def test_home_is_found_in_paths_and_a_tilde_that_is_no_home_is_a_name(
+def test_home_is_found_in_paths_and_other_tildes_are_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -324,7 +324,7 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
     }
 
 
-def test_trainer_of_a_run_without_validation_is_made_all_the_same() -> None:
+def test_trainer_config_allows_no_validation() -> None:
     assert config(val_split=0).trainer_config().val_split == 0
 
 

@@ -46,7 +46,7 @@ def test_output_is_a_folder_or_the_main_file_in_it(
         ),
     ],
 )
-def test_merging_and_quantising_name_what_they_need(options: dict[str, Any], problem: str) -> None:
+def test_merging_and_quantizing_name_what_they_need(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         ExportConfig(adapter="a", output="out", **options)
 

@@ -14,7 +14,7 @@ from mlxtune.core.formatting import (
     join_few,
     loss_text,
     minute_of,
-    pluralise,
+    pluralize,
     short_duration,
     short_number,
 )
@@ -32,7 +32,7 @@ from tests.sources import PACKAGE
     ],
 )
 def test_count_has_its_noun_and_thousands_apart(number: int, text: str) -> None:
-    assert pluralise(number, "row") == text
+    assert pluralize(number, "row") == text
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_mlx_import_failure_is_reported_by_its_last_line(tmp_path: Path) -> None
     assert "Traceback" not in outcome.out + outcome.err
 
 
-def test_file_of_the_person_named_like_a_library_is_left_alone(tmp_path: Path) -> None:
+def test_user_file_named_like_a_library_is_kept(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit(3)")
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "core.py").write_text("raise SystemExit(4)")

@@ -11,7 +11,7 @@ import pytest
 
 from mlxtune.backend.device.default_device import has_metal, on_cpu
 from mlxtune.backend.forward import operations
-from mlxtune.backend.forward.head import TrunkAndHead
+from mlxtune.backend.forward.head import BackboneAndHead
 from mlxtune.backend.forward.kernels.gate_kernels import GateKernels
 from mlxtune.core.steps.rounding import NOT_ROUNDED
 from mlxtune.diagnosis import kernel_proof, proof_helper
@@ -61,7 +61,7 @@ def test_swiglu_kernel_that_does_not_compile_is_an_error(monkeypatch: pytest.Mon
     assert "back-end" in found.found or "GPU" in found.found
 
 
-@pytest.mark.parametrize("factor", [slow(1.0), slow(1.001)])
+@pytest.mark.parametrize("factor", [long(1.0), slow(1.001)])
 def test_wrong_kernel_around_attention_is_found(
     monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
@@ -170,7 +170,7 @@ def test_wrong_product_in_16_bits_is_found(
 def test_refused_packing_fails(
     check_16_bits: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TrunkAndHead, "try_packing", lambda self, mixers: False)
+    monkeypatch.setattr(BackboneAndHead, "try_packing", lambda self, mixers: False)
     found = check_16_bits()
     assert found["bfloat16, plain"].passed is True
     assert found["bfloat16, gpu"].passed is False

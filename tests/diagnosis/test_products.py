@@ -78,7 +78,7 @@ def test_right_products_of_a_gpu_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {check.name.rpartition(", ")[2] for check in product_checks()} == set(products.DTYPES)
 
 
-def test_cuda_compiles_quantised_products_in_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_compiles_quantized_products_in_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu(monkeypatch)
     monkeypatch.setattr(products, "has_metal", lambda: False)
     dtypes = {kind.name: kind.dtypes for kind in products.KINDS}

@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_model(tmp_path / "tiny", "qwen3", num_hidden_layers=1)
 
 
-def test_each_way_is_compared_with_gradients_that_are_not_zero(
+def test_executions_are_compared_with_nonzero_gradients(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, Any]] = []
@@ -82,7 +82,7 @@ def test_one_wrong_entry_is_found(
     assert (plain.passed, packed.passed) == (True, False)
 
 
-def test_gpu_has_none_of_the_ways_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_uses_no_cpu_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof_helper, "on_cpu", lambda: False)
     assert [way.name for way in proof_helper.ways()] == ["plain", "gpu", "gpu, recomputed"]
 

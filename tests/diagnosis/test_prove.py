@@ -213,7 +213,7 @@ def test_failure_prints_what_it_means_and_what_to_do(cli: Cli, fakes: dict[str, 
 
 
 @pytest.mark.parametrize("part", ["gradients", "kernels", "trained", "resumed", "memory", "bench"])
-def test_busy_machine_fails_nothing(cli: Cli, fakes: dict[str, Any], part: str) -> None:
+def test_busy_machine_is_not_a_failure(cli: Cli, fakes: dict[str, Any], part: str) -> None:
     fakes[part] = HelperTimeoutError("did not end within 300 seconds")
     fakes["steps"] = [check_speed("shapes as they are", 0.01)]
     outcome = cli("doctor", "--prove", "--json")

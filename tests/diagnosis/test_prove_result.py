@@ -14,7 +14,7 @@ from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import MachineProof
 from mlxtune.diagnosis.prove import shareable, show_proof
 
-LONGEST = checks.check_gradients("demo-gemma3: cpu, recomputed", 1e-7, 2e-7).taking(12.34)
+WIDE_CHECK = checks.check_gradients("demo-gemma3: cpu, recomputed", 1e-7, 2e-7).taking(12.34)
 
 
 def shown(*found: checks.ProofCheck) -> list[str]:
@@ -27,7 +27,7 @@ def shown(*found: checks.ProofCheck) -> list[str]:
 
 def test_each_check_is_one_line_of_80_columns_below_its_heading() -> None:
     lines = shown(
-        LONGEST,
+        WIDE_CHECK,
         checks.check_product("8 bits, group 64, bfloat16", 0.002, 1024, 2048, 2048).taking(0.1),
         checks.check_bytes(
             "demo-qwen3: kill -9, resume", "a", "a", promised=True, stopped_after=12
@@ -50,7 +50,7 @@ def test_each_check_is_one_line_of_80_columns_below_its_heading() -> None:
 
 def test_failure_stands_out_and_asks_for_the_json() -> None:
     failed = checks.failed_check(checks.GRADIENTS, "demo-qwen3", "killed by signal 6: \x1b[2J")
-    lines = shown(LONGEST, failed)
+    lines = shown(WIDE_CHECK, failed)
     assert any("FAIL" in line and "demo-qwen3" in line for line in lines)
     assert "\x1b" not in "".join(lines)
     assert lines[-1].startswith(

@@ -55,7 +55,7 @@ def test_straight_run_is_made_once(tmp_path: Path, runs: Any) -> None:
     assert len(started) == 2
 
 
-def test_run_that_fails_says_its_last_message(tmp_path: Path, runs: Any) -> None:
+def test_failed_run_shows_its_last_message(tmp_path: Path, runs: Any) -> None:
     runs(1)
     with pytest.raises(HelperError, match="exit code 1: mlxtune: error: no"):
         Workbench(tmp_path).trained(QWEN)

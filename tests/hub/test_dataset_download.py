@@ -113,7 +113,7 @@ def test_files_are_split_as_the_card_of_their_revision_says(sums: Dataset) -> No
         ({}, ""),
     ],
 )
-def test_licence_comes_from_the_card(sums: Dataset, card: dict[str, object], license: str) -> None:
+def test_license_comes_from_the_card(sums: Dataset, card: dict[str, object], license: str) -> None:
     sums.card = card
     assert get("org/sums").license == license
 
@@ -231,7 +231,7 @@ def test_missing_revision_and_split_are_errors() -> None:
         b"\xff\x00",
     ],
 )
-def test_response_that_makes_no_sense_is_an_error_in_one_line(hub: Hub, answer: bytes) -> None:
+def test_invalid_response_is_a_one_line_error(hub: Hub, answer: bytes) -> None:
     def fault(handler: Handler, method: str, path: str) -> bool:
         if "/api/" in path:
             handler.answer(answer)
@@ -283,9 +283,7 @@ def test_offline_is_an_error_that_names_the_variable(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("part", ["/api/", "/resolve/"])
-def test_hub_that_never_answers_is_given_up(
-    hub: Hub, part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_times_out(hub: Hub, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxtune.hub.dataset_download._TIMEOUT", 0.2)
     monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 0.2)
     for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.hub.dataset_name import DatasetName, DataValue, data_value, dataset_name
-from tests.sources import PACKAGE, tree_of
+from tests.sources import PACKAGE, nodes_of
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_one_function_decides_what_a_value_of_data_means() -> None:
     found = {
         (str(path.relative_to(PACKAGE)), node.func.id)
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if node.func.id in ("weighted", "dataset_name")
     }

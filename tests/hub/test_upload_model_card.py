@@ -90,7 +90,7 @@ def test_run_without_validation_claims_no_result(tmp_path: Path) -> None:
     assert "Not evaluated: no rows were held out." in card(run)
 
 
-def test_data_of_the_hub_has_its_licence_and_commit(tmp_path: Path) -> None:
+def test_data_of_the_hub_has_its_license_and_commit(tmp_path: Path) -> None:
     run = run_with(tmp_path, about={"hub": [HUB]}, ledgers=("org/sums:train",))
     assert f"- `org/sums`: licence `cc-by-4.0`, commit `{COMMIT}`" in card(run)
     assert "| `org/sums:train` |" in card(run)

@@ -30,14 +30,14 @@ def test_codes_scales_and_weights_are_the_same_to_the_bit() -> None:
     assert np.array_equal(np.array(nf4.dequantize(codes, scales)), again)
 
 
-def test_levels_are_the_same() -> None:
+def test_nf4_levels_equal_bitsandbytes() -> None:
     levels = functional.get_4bit_type("nf4", device="cpu").numpy()
     assert np.array_equal(levels, np.array(nf4.LEVELS, dtype=np.float32))
     dynamic = functional.create_dynamic_map().numpy()
     np.testing.assert_allclose(nf4.scale_levels(), dynamic, atol=1e-7)
 
 
-def test_double_quantisation_differs_by_no_more_than_a_level() -> None:
+def test_double_quantization_differs_by_no_more_than_a_level() -> None:
     """On the CPU, bitsandbytes does not always choose the nearest level; mlxtune does."""
     _, state = functional.quantize_4bit(
         torch.tensor(WEIGHT), quant_type="nf4", blocksize=64, compress_statistics=True

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.adapters.checkpoint_tensors import adapter_tensors
-from mlxtune.backend.adapters.initialise import init_pissa
+from mlxtune.backend.adapters.initialize import init_pissa
 from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.lora.lora_layers import DoRALinear, DropoutKeys, LoRALinear, step_keys
 from mlxtune.backend.models.loading import load_base

@@ -154,7 +154,7 @@ def test_without_the_converter_its_command_is_printed(
 
 
 @pytest.mark.slow
-def test_quantised_base_is_written_plain(
+def test_quantized_base_is_written_plain(
     cli: Cli, tmp_path: Path, install: Callable[..., None]
 ) -> None:
     install()
@@ -207,7 +207,7 @@ def test_merged_export_is_one_rounded_file_whose_plain_weights_were_proved(
         slow("import os; os.remove(target); os.symlink(plain, target)"),
     ],
 )
-def test_quantised_file_that_is_none_is_refused(
+def test_invalid_quantized_file_is_refused(
     cli: Cli, adapter: Path, tmp_path: Path, install: Callable[..., None], fault: str
 ) -> None:
     install(quantizer=True, rounding=fault)

@@ -23,7 +23,7 @@ from tests.serve.served import (
 )
 
 if TYPE_CHECKING:
-    from mlxtune.serve.api import ApiServer
+    from mlxtune.serve.api_server import ApiServer
 
 KEY = "secret"
 ASKED: Any = messages("A table for two, Sunday at noon. Ida Park")
@@ -42,12 +42,13 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]
         yield server
 
 
-@pytest.fixture
+# Of the module, so that a missing package skips a test before a server is made for it.
+@pytest.fixture(scope="module")
 def openai() -> Any:
     return pytest.importorskip("openai", reason="needs the openai package, a client")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def langchain() -> Any:
     return pytest.importorskip("langchain_openai", reason="needs langchain-openai, a client")
 

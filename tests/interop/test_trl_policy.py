@@ -40,7 +40,7 @@ transformers = pytest.importorskip("transformers")
 
 # The libraries warn about each other.
 pytestmark = pytest.mark.filterwarnings("ignore")
-GROUP, LONGEST = 4, 9
+GROUP, MAX_TOKENS = 4, 9
 # Large enough that the first update moves some ratios beyond their bounds.
 _RATE = 15 * RATE
 # By group: unequal rewards, equal rewards, and one sample apart from the others.
@@ -123,7 +123,7 @@ def samples() -> list[Sample]:
     for group, rewards in enumerate(REWARDS):
         prompt = tuple(rng.integers(5, VOCAB_SIZE, 4 + 3 * group).tolist())
         for number, reward in enumerate(rewards):
-            length = LONGEST if number == 2 else 1 + (2 * group + 3 * number) % (LONGEST - 1)
+            length = MAX_TOKENS if number == 2 else 1 + (2 * group + 3 * number) % (MAX_TOKENS - 1)
             answer = [t for t in rng.integers(5, VOCAB_SIZE, length).tolist() if t != end_token()]
             if number != 2:
                 answer[-1:] = [end_token()]
@@ -142,7 +142,7 @@ def our_pipeline(case: Case) -> InstructPipeline:
         learning_rate=RATE,
         weight_decay=0.0,
     )
-    options = PolicyConfig(max_new_tokens=LONGEST, **case.ours)
+    options = PolicyConfig(max_new_tokens=MAX_TOKENS, **case.ours)
     made = InstructPipeline(
         load_base(model_folder("qwen3"), "float32").model,
         config,
@@ -197,7 +197,7 @@ def trainer_of() -> Any:
         str(model_folder("qwen3") / "trl"),
         per_device_train_batch_size=3 * GROUP,
         num_generations=GROUP,
-        max_completion_length=LONGEST,
+        max_completion_length=MAX_TOKENS,
         num_iterations=2,
         bf16=False,
         use_cpu=True,

@@ -96,7 +96,7 @@ def pairs(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def labelled_rows(count: int) -> list[dict[str, Any]]:
+def labeled_rows(count: int) -> list[dict[str, Any]]:
     return [
         {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 3 != 1}
         for i, row in enumerate(pairs(count))
@@ -140,7 +140,7 @@ def trainer_of(family: str, objective: str, rows: int = 6, loss: str = "") -> An
         model=model,
         args=args,
         train_dataset=datasets.Dataset.from_list(
-            labelled_rows(rows) if kind == "KTO" else pairs(rows)
+            labeled_rows(rows) if kind == "KTO" else pairs(rows)
         ),
         processing_class=tokenizer,
     )

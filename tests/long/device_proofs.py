@@ -16,7 +16,7 @@ from typing import Any
 from tests.paths import DOCS
 
 FOLDER = DOCS / "devices"
-LARGEST, LONGEST, MOST_CHECKS = 200_000, 80, 200
+MAX_SIZE, MAX_CHARS, MAX_CHECKS = 200_000, 80, 200
 PACKAGES = ("mlxtune", "mlx", "mlx-lm")
 COLUMNS = (
     *("device", "kind", "memory, GB", "system", "mlxtune, mlx, mlx-lm", "checks", "failed"),
@@ -41,14 +41,14 @@ def table(files: Iterable[Path]) -> str:
 
 def read(file: Path) -> dict[str, Any]:
     """Return a shared proof. Raises BadProofError."""
-    if file.stat().st_size > LARGEST:
-        raise BadProofError(f"more than {LARGEST:,} bytes")
+    if file.stat().st_size > MAX_SIZE:
+        raise BadProofError(f"more than {MAX_SIZE:,} bytes")
     found = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or found.get("schema_version") != 1:
         raise BadProofError("not a proof of schema version 1")
     checks = found["checks"]
-    if not isinstance(checks, list) or not 1 <= len(checks) <= MOST_CHECKS:
-        raise BadProofError(f"needs 1 to {MOST_CHECKS} checks")
+    if not isinstance(checks, list) or not 1 <= len(checks) <= MAX_CHECKS:
+        raise BadProofError(f"needs 1 to {MAX_CHECKS} checks")
     return found
 
 
@@ -95,8 +95,8 @@ def number(value: Any) -> float:
 
 def text(value: Any) -> str:
     """Return a string without markup, for a cell. Raises BadProofError."""
-    if not isinstance(value, str) or not 0 < len(value) <= LONGEST:
-        raise BadProofError(f"a value is not a string of 1 to {LONGEST} characters")
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_CHARS:
+        raise BadProofError(f"a value is not a string of 1 to {MAX_CHARS} characters")
     plain = re.sub(r"[^A-Za-z0-9 .,:+()-]", "", value)
     # Some sites turn a word with a dot into a link, and a word between colons into a picture.
     plain = re.sub(r"\.(?=[A-Za-z])|:(?! )", " ", plain).strip()

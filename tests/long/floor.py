@@ -25,11 +25,11 @@ from mlxtune.backend.models.mixers.gated_delta import SIZE as CHUNK
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 _RECURRENT = ("num_v_heads", "head_k_dim", "head_v_dim")
 # A product is repeated until a sample lasts this long.
-_SAMPLE_S, _SAMPLES, _MOST_REPEATS = 0.1, 3, 64
+_SAMPLE_S, _SAMPLES, _MAX_REPEATS = 0.1, 3, 64
 # More entries than any cache holds.
-_BEYOND_CACHES, _MOST_COPIES = 1 << 25, 64
+_BEYOND_CACHES, _MAX_COPIES = 1 << 25, 64
 # Larger products are timed on fewer rows.
-_LARGEST_FLOPS_CPU, _LARGEST_FLOPS_GPU = 6e10, 4e12
+_MAX_FLOPS_CPU, _MAX_FLOPS_GPU = 6e10, 4e12
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def product_seconds(products: Products, dtype: str) -> dict[str, float]:
 
     On the CPU, the faster of MLX and numpy counts; numpy multiplies in float32, whatever the dtype.
     """
-    largest = _LARGEST_FLOPS_CPU if on_cpu() else _LARGEST_FLOPS_GPU
+    largest = _MAX_FLOPS_CPU if on_cpu() else _MAX_FLOPS_GPU
     spent: defaultdict[str, float] = defaultdict(float)
     for product, count in products.items():
         rows = max(1, int(product.m * min(1.0, largest / product.flops)))
@@ -221,7 +221,7 @@ def _seconds(batch: int, m: int, k: int, n: int, dtype: str) -> float:
     Each repetition has a different second matrix, so that the matrix comes from memory and not from
     a cache, like a step's weights.
     """
-    copies = min(-(-_BEYOND_CACHES // (batch * k * n)), _MOST_COPIES)
+    copies = min(-(-_BEYOND_CACHES // (batch * k * n)), _MAX_COPIES)
     random = np.random.default_rng(0)
     shapes = [(batch, m, k), *[(batch, k, n)] * copies]
     a, *b = (random.random(shape, dtype=np.float32) for shape in shapes)
@@ -248,5 +248,5 @@ def _time(run: Callable[[int], None]) -> float:
     """
     run(1)
     once = timeit(lambda: run(1), number=1)
-    repeats = min(max(math.ceil(_SAMPLE_S / once), 1), _MOST_REPEATS)
+    repeats = min(max(math.ceil(_SAMPLE_S / once), 1), _MAX_REPEATS)
     return min(repeat(lambda: run(repeats), number=1, repeat=_SAMPLES)) / repeats

@@ -16,7 +16,7 @@ from mlxtune.core.files import processes
 from tests.paths import ROOT
 
 # A process that has less time than this is not started.
-LEAST_S = 5.0
+MIN_SECONDS = 5.0
 
 Record = Callable[[str, dict[str, Any]], None]
 
@@ -57,7 +57,7 @@ class CaseProcesses:
         the time is over. A case that ends its process has failed, and the next case starts another.
         """
         left, deadline = list(names), time.monotonic() + seconds
-        while left and (remaining := deadline - time.monotonic()) > LEAST_S:
+        while left and (remaining := deadline - time.monotonic()) > MIN_SECONDS:
             self._run_once(left, remaining, record, variables)
         for name in left:
             record(name, {"skipped": "no time was left"})

@@ -26,7 +26,7 @@ from mlxtune.core.data.encode import Example
 from tests.long.floor import needed_flops
 from tests.long.step_costs import needed_products
 
-MOST_KERNELS = 40
+MAX_KERNELS = 40
 
 Steps = Sequence[Sequence[Example]]
 
@@ -118,7 +118,7 @@ def kernel_times(run: Callable[[], Any], steps: int) -> dict[str, Any]:
         "launches_per_step": len(events) / steps,
         "kernels": [
             {"name": name[:160], "ms_per_step": 1e3 * took / steps, "launches": launches[name]}
-            for name, took in spent.most_common(MOST_KERNELS)
+            for name, took in spent.most_common(MAX_KERNELS)
         ],
     }
 

@@ -169,7 +169,7 @@ def peft_case(name: str, job: Job) -> dict[str, Any]:
         for step in job.steps
     ]
     lora = {"r": config.rank, "lora_alpha": config.alpha, "target_modules": list(config.targets)}
-    optimizer = {"lr": config.rate, "weight_decay": config.weight_decay, "eps": 1e-8}
+    optimizer = {"lr": config.peak_rate, "weight_decay": config.weight_decay, "eps": 1e-8}
     return {
         "name": name,
         "folder": str(job.folder),

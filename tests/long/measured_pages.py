@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from tests.long import bench_table, device_proofs
 from tests.long.measured import FOLDER, SIDES, Card, CardCase, read_cards
 from tests.paths import DOCS, ROOT
@@ -62,12 +62,12 @@ def summary(cards: Iterable[Card], cpu: Iterable[Mapping[str, Any]]) -> str:
     for card in cards:
         for peer in _PEERS:
             if ratios := [_ratios(case, peer) for case in card.cases if case.comparable(peer)]:
-                machine = f"{card.device}, bfloat16, {pluralise(len(ratios), 'case')}"
+                machine = f"{card.device}, bfloat16, {pluralize(len(ratios), 'case')}"
                 rows.append([machine, SIDES[peer], *_ranges(ratios)])
     ratios = [
         (result["ratio"]["real_tokens_per_s"], result["ratio"]["peak_memory"]) for result in cpu
     ]
-    machine = f"two x86-64 cores, float32, {pluralise(len(ratios), 'case')}"
+    machine = f"two x86-64 cores, float32, {pluralize(len(ratios), 'case')}"
     rows.append([machine, "mlx-lm", *_ranges(ratios)])
     rows.append(["a Mac", "", "not measured", "not measured"])
     return _table(rows)

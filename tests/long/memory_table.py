@@ -99,7 +99,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3 14B": QWEN3 | _sizes(5120, 40, 17408, 40) | {"tie_word_embeddings": False},
     "Qwen3 32B": QWEN3 | _sizes(5120, 64, 25600, 64) | {"tie_word_embeddings": False},
 }
-QUANTISED = {"group_size": 64, "bits": 4}
+QUANTIZED = {"group_size": 64, "bits": 4}
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,13 @@ class Row:
 
 def write_headers(folder: Path, config: dict[str, Any], bits: int) -> None:
     """Write a model folder whose weight file has shapes but no content."""
-    chosen = config | ({"quantization": QUANTISED} if bits == 4 else {})
+    chosen = config | ({"quantization": QUANTIZED} if bits == 4 else {})
     (folder / "config.json").write_text(json.dumps(chosen))
     kind, arguments = utils._get_classes(config)
     made = kind(arguments.from_dict(config))
     made.set_dtype(mx.bfloat16)
     if bits == 4:
-        nn.quantize(made, **QUANTISED)
+        nn.quantize(made, **QUANTIZED)
     header: dict[str, Any] = {}
     end = 0
     # The weights are never computed: only their shapes are read.

@@ -23,7 +23,7 @@ class PipelineGraphs:
         """Return all arrays that a step evaluates on a GPU, without updating the model."""
         pipeline = self._pipeline
         with compiled_as_on_gpu():
-            step = pipeline._engine.new_step(examples, rate=pipeline.learning_rate)
+            step = pipeline._engine.new_step(examples, learning_rate=pipeline.learning_rate)
             pipeline._engine.accumulate(step)
             return step.take().graph.arrays
 
@@ -42,10 +42,7 @@ class PipelineGraphs:
                     return list(forward.scaled_loss(trained, given, mx.array(1.0)))
 
                 vjp = ExportableVjp()
-                try:
-                    _, gradients = vjp(loss, values, [mx.array(1.0)])
-                finally:
-                    forward.trained.assign(parameters)
+                _, gradients = vjp(loss, values, [mx.array(1.0)])
                 return gradients, vjp.tied
 
             yield gradient, inputs.tokens

@@ -16,7 +16,7 @@ from tests.long.measured import SIDES, Card, read_cards
 from tests.paths import DOCS
 
 OURS, INK = "#0f766e", "#24292f"
-COLOURS = {"mlxtune": OURS, "mlx-lm": "#c7c9cc", "PEFT": "#8e949b"}
+COLORS = {"mlxtune": OURS, "mlx-lm": "#c7c9cc", "PEFT": "#8e949b"}
 _BAR = 0.27  # the height of a bar, where a case is 1 high
 
 
@@ -83,7 +83,7 @@ def draw_bench() -> None:
             size=12,
             weight="bold",
         )
-    handles = [mpl.patches.Patch(color=colour) for colour in COLOURS.values()]
+    handles = [mpl.patches.Patch(color=color) for color in COLORS.values()]
     figure.legend(handles, SIDES.values(), loc="upper right", ncols=3, frameon=False)
     figure.tight_layout(h_pad=2.2)
     figure.savefig(DOCS / "bench.png", dpi=130)
@@ -109,7 +109,7 @@ def _draw_group(axes: Sequence[Any], bars: Sequence[Bars]) -> None:
             ours = case.sides["mlxtune"][quantity]
             for line, (side, values) in enumerate(case.sides.items()):
                 value, place = values[quantity], top + _BAR * (line + 0.5)
-                axis.barh(place, value, 0.9 * _BAR, color=COLOURS[side])
+                axis.barh(place, value, 0.9 * _BAR, color=COLORS[side])
                 label = _label(value)
                 axis.text(value, place, f" {label}", va="center", size=8)
                 if side != "mlxtune":
@@ -146,7 +146,7 @@ def draw_step() -> None:
     figure, axis = plt.subplots(figsize=(8, 0.36 * len(parts) + 0.7))
     products = {"projections", "head", "attention", "LoRA"}
     for place, (name, seconds) in enumerate(parts):
-        axis.barh(place, seconds / total, color=OURS if name in products else COLOURS["mlx-lm"])
+        axis.barh(place, seconds / total, color=OURS if name in products else COLORS["mlx-lm"])
         share = f" {seconds / total:.1%}  {1e3 * seconds / found['tokens']:.2f} ms a token"
         axis.text(seconds / total, place, share, va="center", size=8)
     axis.set_yticks(range(len(parts)), [name for name, _ in parts], size=9)

@@ -14,15 +14,10 @@ from functools import cache
 from pathlib import Path
 
 from tests.paths import ROOT
+from tests.sources import PACKAGE, nodes_of, tree_of
 
-PACKAGE = ROOT / "mlxtune"
 # Files that a process is started with: nothing imports them.
 SCRIPTS = ("_helper", "__main__")
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def files() -> list[Path]:
@@ -43,7 +38,7 @@ def length(path: Path) -> int:
 
 def imported(path: Path) -> Iterator[Path]:
     """Yield the package's modules that a file imports, including imports within functions."""
-    for node in ast.walk(parsed(path)):
+    for node in nodes_of(path):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -90,7 +85,7 @@ def twin_classes() -> dict[str, list[str]]:
     """Return the names that several top-level classes have, each with their modules."""
     named: dict[str, list[str]] = defaultdict(list)
     for path in files():
-        for node in parsed(path).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 named[node.name].append(short(path))
     return {name: places for name, places in sorted(named.items()) if len(places) > 1}
@@ -121,7 +116,7 @@ def functions() -> list[Function]:
     return [
         Function(f"{short(path)}:{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1)
         for path in files()
-        for node in ast.walk(parsed(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 
@@ -131,7 +126,7 @@ def import_lines() -> int:
     return sum(
         (node.end_lineno or node.lineno) - node.lineno + 1
         for path in files()
-        for node in ast.walk(parsed(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Import | ast.ImportFrom)
     )
 

@@ -16,7 +16,7 @@ from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
 from tests.core.files.test_processes import alive
 from tests.waiting import SECONDS, wait_until
 
-# Each function is the behaviour that a completion names.
+# Each function is the behavior that a completion names.
 SOURCE = """
 import json, math, os, random, signal, subprocess, sys, threading, time
 import beside
@@ -110,7 +110,7 @@ def hangs_printing(row):
 def stops(row): os.kill(os.getpid(), signal.SIGSTOP)
 """
 RAISING = SOURCE.splitlines().index('    return row["missing"]') + 1
-# The rewards of behaviours that have one, and of the others the reason.
+# The rewards of behaviors that have one, and of the others the reason.
 VALUES: dict[str, float] = {
     **dict.fromkeys(("fine", "library", "yes", "true_of_numpy", "changes_folder"), 1.0),
     **dict.fromkeys(("sees_folder", "handles_signals", "sees_signals", "closes_streams"), 1.0),
@@ -178,9 +178,7 @@ def value(reward: Reward) -> float | None:
     return reward.values["check.reward"]
 
 
-def test_numbers_are_rewards_whatever_else_a_function_does(
-    scorer: RewardScorer, folder: Path
-) -> None:
+def test_numbers_are_rewards_despite_side_effects(scorer: RewardScorer, folder: Path) -> None:
     scored = scorer.score(completions(folder, *VALUES))
     assert [reward.problems for reward in scored] == [()] * len(VALUES)
     assert dict(zip(VALUES, map(value, scored), strict=True)) == VALUES
@@ -191,7 +189,7 @@ def test_numbers_are_rewards_whatever_else_a_function_does(
 def test_anything_else_has_no_reward_and_a_problem_that_names_row_and_function(
     scorer: RewardScorer, folder: Path
 ) -> None:
-    names = [name for behaviour in WHY for name in (behaviour, "fine")]
+    names = [name for done in WHY for name in (done, "fine")]
     scored = scorer.score(completions(folder, *names))
     for line, (name, reward) in enumerate(zip(names, scored, strict=True), start=1):
         if name == "fine":
@@ -301,7 +299,7 @@ def test_several_functions_of_several_files_are_weighted(tmp_path: Path) -> None
     assert reward.total == 2 + 61.5 - 3
 
 
-def test_sum_that_is_not_finite_is_no_reward(tmp_path: Path) -> None:
+def test_sum_that_is_not_finite_is_not_a_reward(tmp_path: Path) -> None:
     (tmp_path / "check.py").write_text("def reward(prompt, completion, row): return 1e308")
     with RewardScorer([RewardSpec.parse(f"{tmp_path}/check.py=10")], SECONDS) as scorer:
         (reward,) = scorer.score([Completion([], "", "", {}, "rows.jsonl:1")])

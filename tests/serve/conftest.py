@@ -11,7 +11,7 @@ import pytest
 from tests.serve.served import server_of, write_adapter
 
 if TYPE_CHECKING:
-    from mlxtune.serve.api import ApiServer
+    from mlxtune.serve.api_server import ApiServer
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from tests.models import write_model
 from tests.paths import DATA
 
 if TYPE_CHECKING:
-    from mlxtune.serve.api import ApiServer
+    from mlxtune.serve.api_server import ApiServer
 
 DEMO, GEMMA = DATA / "demo-qwen3", DATA / "demo-gemma3"
 CHAT = "/v1/chat/completions"

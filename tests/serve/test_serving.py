@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import threading
 import urllib.request
@@ -101,3 +102,5 @@ def test_answers_in_progress_are_counted_and_awaited() -> None:
             assert not done.wait(0.5)
         assert done.wait(SECONDS)
         thread.join()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(server.server_address[:2], timeout=SECONDS)

@@ -66,6 +66,32 @@ def test_fields_of_the_config_are_keywords_beside_the_function_s_own() -> None:
         described(TrainConfig("m", data=("d",)), rank=3)
 
 
+@pytest.mark.parametrize("columns", [{"a": [1]}, {"prompt": ["Hi", "?"], "completion": ["a", "b"]}])
+def test_columns_are_refused_with_the_rows_to_pass(columns: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="data has columns, not rows: pass") as raised:
+        with_rows({"data": columns})
+    rows = eval(str(raised.value).partition("pass ")[2], {"data": columns})
+    assert rows == [
+        dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+    ]
+
+
+def test_row_of_lists_of_messages_is_one_row() -> None:
+    turns = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(DataError, match="data is one row"):
+        with_rows({"data": {"prompt": turns, "completion": turns}})
+
+
+def test_nulls_of_a_dataset_are_absent_keys() -> None:
+    class Filled(list[Any]):
+        features = None
+
+    call = {"name": "look", "arguments": {"city": "Oslo", "amount": None}}
+    (row,) = read(with_rows({"data": Filled([{"completion": [{"tool_calls": [call]}]}])})["data"])
+
+    assert row["completion"][0]["tool_calls"][0]["arguments"] == {"city": "Oslo"}
+
+
 @pytest.mark.parametrize("rows", [ROWS, tuple(ROWS), Dataset(), (row for row in ROWS)])
 def test_rows_become_a_file_without_what_is_missing(rows: Any) -> None:
     found = with_rows({"data": rows, "rank": 3})
@@ -102,14 +128,14 @@ NO_DICTIONARY = (
         ([{"text": object()}], "data: row 1 is not JSON: it has a value of type object"),
     ],
 )
-def test_rows_that_are_none_are_named(rows: Any, problem: str) -> None:
+def test_invalid_rows_are_named(rows: Any, problem: str) -> None:
     with pytest.raises(DataError) as raised:
         with_rows({"data": rows})
     assert str(raised.value) == problem
 
 
 def test_rows_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "_MOST_ROWS", 3)
+    monkeypatch.setattr(arguments, "_MAX_ROWS", 3)
     with pytest.raises(DataError, match=r"^data has no end after 3 rows \(107 B\): end the iter"):
         with_rows({"data": cycle(ROWS)})
     assert len(read(with_rows({"data": ROWS * 2})["data"])) == 4
@@ -191,7 +217,7 @@ def test_saved_rows_that_were_changed_are_written_again() -> None:
     assert path.read_bytes() == whole
 
 
-def test_length_that_is_not_known_and_first_row_that_is_none() -> None:
+def test_unknown_length_and_invalid_first_row() -> None:
     class Bar(Once):
         def __len__(self) -> int:
             raise TypeError("object of type 'generator' has no len()")
@@ -274,16 +300,16 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
 def test_plain_run_builds_one_config(
     model: Path, chat: Path, tmp_path: Path, built: list[TrainConfig]
 ) -> None:
-    options = {"model_path": model, "data": chat, "max_steps": 1, "samples": 1}
+    options = {"model_path": model, "data": chat, "max_steps": 1, "samples": 0}
     mlxtune.train(**options, quiet=True, output=tmp_path / "a")
     assert len(built) == 1
     train = next(command for command in COMMANDS if command.name == "train")
-    flags = ["--model-path", str(model), "--data", str(chat), "--max-steps", "1", "--quiet"]
+    flags = [f"--model-path={model}", f"--data={chat}", "--max-steps=1", "--samples=0", "--quiet"]
     train.main([*flags, "--output", str(tmp_path / "b")], standalone_mode=False)
     assert len(built) == 2
 
 
-def test_run_builds_a_config_each_for_the_hub_auto_and_the_adapter(
+def test_hub_auto_and_adapter_each_build_one_config(
     hub: Hub, model: Path, tmp_path: Path, built: list[TrainConfig]
 ) -> None:
     rows = write_chat(tmp_path / "rows.jsonl", sums(20)).read_bytes()

@@ -14,7 +14,7 @@ from mlxtune.cli.options import merged
 from mlxtune.cli.table import COMMANDS
 from mlxtune.config import TrainConfig
 from mlxtune.config.fields import given_options
-from mlxtune.session.auto import Facts, choose, choose_auto_options, command_line
+from mlxtune.session.auto import Facts, choose, command_line, with_auto_options
 from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole
 from tests.command import Cli
@@ -26,8 +26,7 @@ FACTS = Facts(rows=800, validates=True, parameters=600_000_000, needed=512, fitt
 
 def settled(options: TrainConfig) -> TrainingSession[TrainConfig]:
     session = TrainingSession(options, RunConsole(quiet=True), given_options(options))
-    choose_auto_options(session)
-    return session
+    return with_auto_options(session)
 
 
 def test_auto_chooses_prints_and_records_what_is_not_given(
@@ -63,7 +62,7 @@ def test_auto_makes_room_for_the_supervised_tokens(tmp_path: Path) -> None:
     assert f"--max-seq-len {session.config.max_seq_len}" in session.command
 
 
-def test_auto_counts_a_row_as_often_as_an_epoch_uses_it(tmp_path: Path, model: Path) -> None:
+def test_auto_counts_weighted_rows(tmp_path: Path, model: Path) -> None:
     data = write_chat(tmp_path / "chat.jsonl", sums(20))
     numbers = []
     for weight in ("", "=10"):

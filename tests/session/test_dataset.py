@@ -28,25 +28,29 @@ from mlxtune.views.run_text import finding_line
 from tests.command import Cli
 from tests.models import CHATML, THINKING, sums, write_chat, write_model, write_tokenizer
 
-LONGEST = 4096
+MAX_LENGTH = 4096
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
 
 @pytest.fixture(scope="module")
 def own_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with its own chat template."""
-    folder = write_model(tmp_path_factory.mktemp("own") / "model", "qwen3")
+    folder = write_model(tmp_path_factory.mktemp("own") / "model", "qwen3", num_hidden_layers=1)
     (folder / "chat_template.jinja").write_text(CHATML)
     return folder
 
 
+def inspected(model: Path, data: Any, tmp_path: Path, **options: Any) -> Inspection:
+    options = {"max_seq_len": MAX_LENGTH, "val_split": 0} | options
+    html = str(tmp_path / "page.html")
+    return run_inspect(InspectConfig(str(model), data, html=html, **options))
+
+
 def both(model: Path, data: Any, tmp_path: Path, **options: Any) -> Inspection:
     """Inspect, and check that train with the same options gives the same ledgers."""
-    options = {"max_seq_len": LONGEST, "val_split": 0, "data": data} | options
-    data = options.pop("data")
+    found = inspected(model, data, tmp_path, **options)
+    options = {"max_seq_len": MAX_LENGTH, "val_split": 0} | options
     output = str(tmp_path / "run" / "adapters.safetensors")
-    html = str(tmp_path / "page.html")
-    found = run_inspect(InspectConfig(str(model), data, html=html, **options))
     config = TrainConfig(str(model), data, output=output, quiet=True, **options)
     result = train(config, dry_run=True)
     assert [ledger.as_dict() for ledger in result.ledgers] == list(found.files)
@@ -90,19 +94,21 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("option", ["auto", "named"])
-def test_every_format_is_recognised_or_named(
+def test_every_format_is_recognized_or_named(
     own_template: Path, tmp_path: Path, name: str, option: str
 ) -> None:
     row, text = FORMATS[name]
     file = write_chat(tmp_path / "data.jsonl", [row])
-    found = both(own_template, str(file), tmp_path, format="auto" if option == "auto" else name)
+    found = inspected(
+        own_template, str(file), tmp_path, format="auto" if option == "auto" else name
+    )
     assert texts(found) == [text]
 
 
 def test_named_format_skips_rows_of_others(own_template: Path, tmp_path: Path) -> None:
     file = write_chat(tmp_path / "data.jsonl", [row for row, _ in FORMATS.values()])
     for name, (_, text) in FORMATS.items():
-        found = both(own_template, str(file), tmp_path, format=name)
+        found = inspected(own_template, str(file), tmp_path, format=name)
         assert texts(found) == [text]
         assert sum(found.files[0]["rows_skipped"].values()) == len(FORMATS) - 1
 
@@ -110,7 +116,30 @@ def test_named_format_skips_rows_of_others(own_template: Path, tmp_path: Path) -
 def test_fields_may_have_other_names(own_template: Path, tmp_path: Path) -> None:
     file = write_chat(tmp_path / "data.jsonl", [{"question": "q", "text": "a"}])
     fields = ("prompt=question", "completion=text")
-    assert texts(both(own_template, str(file), tmp_path, field=fields)) == [chatml("q", "a")]
+    assert texts(inspected(own_template, str(file), tmp_path, field=fields)) == [chatml("q", "a")]
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [("prompt=missing", "messages"), ("role=missing", "messages"), ("value=missing", "sharegpt")],
+)
+def test_field_whose_key_no_row_has_is_an_error(
+    own_template: Path, tmp_path: Path, field: str, other: str
+) -> None:
+    """Also from the cache. A key may be in the rows of one file only."""
+    row = FORMATS["sharegpt" if other == "sharegpt" else "chat"][0]
+    options = {"field": (field,), "cache_dir": str(tmp_path / "cache")}
+    data = [str(write_chat(tmp_path / "data.jsonl", [row]))]
+    for _ in range(2):
+        with pytest.raises(DataError) as raised:
+            inspected(own_template, data, tmp_path, **options)
+        assert str(raised.value).startswith("no row has the key 'missing': correct or leave out ")
+
+    data += [
+        str(write_chat(tmp_path / "b.jsonl", [{"missing": "q", "messages": [{"missing": 1}]}]))
+    ]
+    with pytest.raises(DataError, match="only row cannot be used"):
+        inspected(own_template, data, tmp_path, **options)
 
 
 def write_array(path: Path, rows: list[Any]) -> None:
@@ -153,7 +182,7 @@ def test_every_kind_of_file_gives_the_same_examples(
 def test_several_files_are_read_in_their_order(own_template: Path, tmp_path: Path) -> None:
     rows = [sums(6)[:2], [FORMATS["alpaca"][0]], sums(6)[3:]]
     files = [str(write_chat(tmp_path / f"{i}.jsonl", part)) for i, part in enumerate(rows)]
-    found = both(own_template, (files[2], files[0], files[1]), tmp_path)
+    found = inspected(own_template, (files[2], files[0], files[1]), tmp_path)
     assert [ledger["path"] for ledger in found.files] == [files[2], files[0], files[1]]
     assert [(shown.path, shown.row) for shown in found.shown] == [
         *((files[2], row) for row in (1, 2, 3)),
@@ -161,7 +190,7 @@ def test_several_files_are_read_in_their_order(own_template: Path, tmp_path: Pat
         (files[1], 1),
     ]
     # Rows are held out from all files together.
-    held_out = both(own_template, tuple(files), tmp_path, val_split=0.5)
+    held_out = inspected(own_template, tuple(files), tmp_path, val_split=0.5)
     assert sum(ledger["rows_validation"] for ledger in held_out.files) == 3
     assert sum(ledger["rows_train"] for ledger in held_out.files) == 3
     for ledger in held_out.files:
@@ -178,7 +207,7 @@ def test_texts_of_inner_folders_are_read_and_empty_ones_are_noted(
     for name, text in (("1.txt", "One."), ("a/b/2.md", "Two."), ("0.txt", ""), ("a/3.txt", " \n")):
         (folder / name).write_text(text)
 
-    found = both(own_template, f"{folder}=2", tmp_path, format="text")
+    found = inspected(own_template, f"{folder}=2", tmp_path, format="text")
 
     assert [(each["path"], each["weight"]) for each in found.files] == [
         (str(folder / name), 2) for name in ("1.txt", "a/b/2.md")
@@ -189,7 +218,7 @@ def test_texts_of_inner_folders_are_read_and_empty_ones_are_noted(
     for name in ("1.txt", "a/b/2.md"):
         (folder / name).write_text("")
     with pytest.raises(DataError, match=r"0\.txt is empty: it needs text to train on"):
-        both(own_template, str(folder), tmp_path, format="text")
+        inspected(own_template, str(folder), tmp_path, format="text")
 
 
 def test_folder_is_read_in_mlx_lms_layout(own_template: Path, tmp_path: Path) -> None:
@@ -218,7 +247,7 @@ def test_folder_is_read_in_mlx_lms_layout(own_template: Path, tmp_path: Path) ->
 def test_validation_file_may_be_of_another_format(own_template: Path, tmp_path: Path) -> None:
     file = write_chat(tmp_path / "a.jsonl", sums(3))
     other = write_chat(tmp_path / "b.jsonl", [FORMATS["sharegpt"][0]])
-    found = both(own_template, str(file), tmp_path, val_data=str(other), val_split=0.2)
+    found = inspected(own_template, str(file), tmp_path, val_data=str(other), val_split=0.2)
     assert [ledger["rows_validation"] for ledger in found.files] == [0, 1]
     assert found.cost.validation_tokens == found.shown[-1].tokens
 
@@ -229,31 +258,31 @@ SYSTEM = {"role": "system", "content": "Be kind."}
 
 
 def test_own_template_is_used_unless_another_is_named(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "qwen3")
+    folder = write_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
     file = str(write_chat(tmp_path / "a.jsonl", [{"messages": MESSAGES}]))
     gemma = "<start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\n⟦a<end_of_turn>⟧\n"
-    built_in = both(folder, file, tmp_path)
+    built_in = inspected(folder, file, tmp_path)
     assert texts(built_in) == [chatml("q", "a")]
     assert built_in.template == "built-in qwen3, as the model has none"
 
     (folder / "chat_template.jinja").write_text("Hi! " + CHATML)
-    own = both(folder, file, tmp_path)
+    own = inspected(folder, file, tmp_path)
     assert texts(own) == ["Hi! " + chatml("q", "a")]
     assert own.template == "the model's own"
     for name, expected in (("qwen3", chatml("q", "a")), ("gemma", gemma)):
-        named = both(folder, file, tmp_path, template=name)
+        named = inspected(folder, file, tmp_path, template=name)
         assert texts(named) == [expected]
         assert named.template == f"built-in {name}"
 
 
 def test_template_that_the_tokenizers_config_holds_is_used(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "qwen3")
+    folder = write_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config | {"chat_template": "Hi! " + CHATML})
     )
     file = str(write_chat(tmp_path / "a.jsonl", [{"messages": MESSAGES}]))
-    assert texts(both(folder, file, tmp_path)) == ["Hi! " + chatml("q", "a")]
+    assert texts(inspected(folder, file, tmp_path)) == ["Hi! " + chatml("q", "a")]
 
 
 @pytest.mark.parametrize("template", ["auto", "qwen3"])
@@ -263,13 +292,13 @@ def test_turns_last_supervises_the_last_turn_only(
     turns = [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
     file = str(write_chat(tmp_path / "a.jsonl", [turns]))
     options = {"template": template}
-    assert texts(both(own_template, file, tmp_path, **options)) == [chatml("q", "a", "r", "b")]
-    (last,) = texts(both(own_template, file, tmp_path, turns="last", **options))
+    assert texts(inspected(own_template, file, tmp_path, **options)) == [chatml("q", "a", "r", "b")]
+    (last,) = texts(inspected(own_template, file, tmp_path, turns="last", **options))
     assert last == chatml("q", "a", "r", "b").replace("⟦a<|im_end|>⟧", "a<|im_end|>")
 
 
 def test_thinking_is_trained_as_it_is_asked_for(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "qwen3")
+    folder = write_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
     (folder / "chat_template.jinja").write_text(THINKING)
     thinks = [MESSAGES[0], MESSAGES[1] | {"reasoning_content": "t"}]
     rows = [{"messages": MESSAGES}, {"messages": thinks}]
@@ -280,14 +309,14 @@ def test_thinking_is_trained_as_it_is_asked_for(tmp_path: Path) -> None:
     empty = asked + "⟦<think>\n\n</think>\n\na<|im_end|>⟧"
 
     def shown(thinking: str) -> list[str]:
-        found = both(folder, file, tmp_path, thinking=thinking)
+        found = inspected(folder, file, tmp_path, thinking=thinking)
         assert found.thinking == thinking
         return [text.rstrip("\n") for text in texts(found)]
 
     assert shown("auto") == [without, with_it]
     assert shown("on") == [empty, with_it]
     assert shown("off") == [without, without]
-    notes = both(folder, file, tmp_path, thinking="off").files[0]["notes"]
+    notes = inspected(folder, file, tmp_path, thinking="off").files[0]["notes"]
     assert notes == {"thinking left out by the template": 1, "duplicate row": 1}
 
 
@@ -295,8 +324,8 @@ def test_thinking_option_without_template_support_is_a_note(
     own_template: Path, tmp_path: Path, train: Cli
 ) -> None:
     file = str(write_chat(tmp_path / "a.jsonl", sums(3)))
-    found = both(own_template, file, tmp_path, thinking="on")
-    assert texts(found) == texts(both(own_template, file, tmp_path))
+    found = inspected(own_template, file, tmp_path, thinking="on")
+    assert texts(found) == texts(inspected(own_template, file, tmp_path))
     (finding,) = found.findings
     assert finding.kind == "--thinking on changes nothing"
     arguments = ["--model-path", own_template, "--data", file, "--thinking", "on", "--dry-run"]
@@ -304,15 +333,15 @@ def test_thinking_option_without_template_support_is_a_note(
 
 
 def test_system_message_is_merged_when_asked(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "qwen3")
+    folder = write_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
     (folder / "chat_template.jinja").write_text(NO_SYSTEM + CHATML)
     rows = [{"messages": [SYSTEM, *MESSAGES]}, {"messages": MESSAGES}]
     file = str(write_chat(tmp_path / "a.jsonl", rows))
-    refused = both(folder, file, tmp_path)
+    refused = inspected(folder, file, tmp_path)
     assert texts(refused) == [chatml("q", "a")]
     assert refused.files[0]["rows_skipped"] == {"the model's template refuses it": 1}
     assert refused.findings[-1].places[0].detail == "no system: try --merge-system"
-    merged = both(folder, file, tmp_path, merge_system=True)
+    merged = inspected(folder, file, tmp_path, merge_system=True)
     assert texts(merged) == [chatml("Be kind.\n\nq", "a"), chatml("q", "a")]
     assert merged.files[0]["notes"] == {"system message merged into the first user turn": 1}
 
@@ -353,7 +382,7 @@ def test_identical_rows_are_held_out_or_trained_on_together(model: Path, tmp_pat
         str(write_chat(tmp_path / f"{i}.jsonl", rows))
         for i, rows in enumerate((sums(10), [*again, *sums(12)[10:]]))
     ]
-    for seed in range(5):
+    for seed in range(3):
         found = both(model, tuple(files), tmp_path, val_split=0.5, seed=seed)
         sides: dict[str, set[str]] = {}
         for shown, text in zip(found.shown, texts(found), strict=True):
@@ -396,7 +425,7 @@ def test_rows_that_differ_only_after_a_thousand_equal_ones_are_split(
     model: Path, tmp_path: Path
 ) -> None:
     file = write_chat(tmp_path / "a.jsonl", [*sums(1) * 1100, *sums(2)[1:]])
-    (ledger,) = both(model, str(file), tmp_path, val_split=0.2).files
+    (ledger,) = inspected(model, str(file), tmp_path, val_split=0.2).files
     assert (ledger["rows_train"], ledger["rows_validation"]) == (1100, 1)
 
 
@@ -459,14 +488,14 @@ def test_base_model_without_a_template_lists_the_choices(
     (folder / "chat_template.jinja").unlink()
     file = str(write_chat(tmp_path / "a.jsonl", [{"messages": MESSAGES}]))
     with pytest.raises(ModelError) as raised:
-        both(folder, file, tmp_path)
+        inspected(folder, file, tmp_path)
     named = "--template chatml or --template gemma or --template FILE.jinja that ends answers with"
     for choice in ("Instruct", named, "--format text"):
         assert choice in str(raised.value)
 
-    assert texts(both(folder, file, tmp_path, template="chatml")) == [chatml("q", "a")]
+    assert texts(inspected(folder, file, tmp_path, template="chatml")) == [chatml("q", "a")]
     plain = str(write_chat(tmp_path / "b.jsonl", [{"text": "Once upon a time"}]))
-    assert both(folder, plain, tmp_path).template == "none, for plain text"
+    assert inspected(folder, plain, tmp_path).template == "none, for plain text"
     for data, added in ((file, True), (plain, False)):
         config = DataConfig(str(folder), data, template="chatml", val_split=0, no_cache=True)
         found = load_dataset(config, Reader(config, folder))
@@ -502,12 +531,12 @@ def test_template_of_a_file_is_used_and_decides_the_cache(tmp_path: Path) -> Non
     for greeting in ("Hi! ", "Ho! "):
         jinja.write_text(greeting + CHATML)
         for template in (str(jinja), greeting + CHATML):  # an adapter keeps the second
-            found = both(folder, file, tmp_path, template=template)
+            found = inspected(folder, file, tmp_path, template=template)
             assert texts(found) == [greeting + chatml("q", "a")]
             assert found.template == "from a file"
     jinja.unlink()
     with pytest.raises(ModelError, match=r"--template .*mine\.jinja cannot be read: "):
-        both(folder, file, tmp_path, template=str(jinja))
+        inspected(folder, file, tmp_path, template=str(jinja))
 
 
 def test_template_of_another_name_is_refused() -> None:
@@ -554,9 +583,9 @@ def test_template_that_training_chose_by_the_type_is_written(tmp_path: Path) -> 
 def test_cut_at_the_start_keeps_the_answer(own_template: Path, tmp_path: Path) -> None:
     row = [("user", "long " * 40), ("assistant", "a")]
     file = str(write_chat(tmp_path / "a.jsonl", [row]))
-    (ended,) = both(own_template, file, tmp_path, max_seq_len=256).shown
+    (ended,) = inspected(own_template, file, tmp_path, max_seq_len=256).shown
     options = {"max_seq_len": ended.tokens - 20, "cut": "start"}
-    (text,) = texts(both(own_template, file, tmp_path, **options))
+    (text,) = texts(inspected(own_template, file, tmp_path, **options))
     assert text.endswith("long <|im_end|>\n<|im_start|>assistant\n⟦a<|im_end|>⟧\n")
     assert "user" not in text
 
@@ -567,7 +596,7 @@ def test_plain_template_ends_answers_with_the_models_own_end_token(tmp_path: Pat
     (folder / "chat_template.jinja").unlink()
     write_tokenizer(folder, bos=True, eos_token="</s>")
     data = write_chat(tmp_path / "chat.jsonl", [{"messages": [SYSTEM, *MESSAGES]}])
-    found = both(folder, str(data), tmp_path, template="plain")
+    found = inspected(folder, str(data), tmp_path, template="plain")
     (text,) = texts(found)
     assert text.endswith("Be kind.\n\n### User:\nq\n\n### Assistant:\n⟦a</s>⟧\n\n")
     assert found.template == "built-in plain"
@@ -620,7 +649,7 @@ def test_error_of_the_data_is_not_hidden_behind_warnings() -> None:
 def test_guessed_encoding_is_named(own_template: Path, tmp_path: Path, encoding: str) -> None:
     file = tmp_path / "a.csv"
     file.write_bytes("prompt,completion\né,è\nü,ö\n".encode(encoding))
-    found = both(own_template, str(file), tmp_path)
+    found = inspected(own_template, str(file), tmp_path)
     assert texts(found) == [chatml("é", "è"), chatml("ü", "ö")]
     kinds = [finding.kind for finding in found.findings if "read as" in finding.kind]
     assert kinds == ([] if encoding != "cp1252" else [f"text read as {encoding}"])
@@ -631,10 +660,10 @@ def test_folder_of_texts_trains_on_each_part(own_template: Path, tmp_path: Path)
     folder.mkdir()
     (folder / "b.md").write_text("# One\na\n\n# Two\nb\n")
     (folder / "a.txt").write_text("c\n")
-    whole = both(own_template, str(folder), tmp_path, format="text")
+    whole = inspected(own_template, str(folder), tmp_path, format="text")
     assert [file["path"] for file in whole.files] == [str(folder / n) for n in ("a.txt", "b.md")]
     assert [file["rows_read"] for file in whole.files] == [1, 1]
-    parts = both(own_template, str(folder), tmp_path, format="text", split_at="heading")
+    parts = inspected(own_template, str(folder), tmp_path, format="text", split_at="heading")
     assert [file["rows_read"] for file in parts.files] == [1, 2]
     with pytest.raises(ConfigError, match="--split-at is for plain text: add --format text"):
-        both(own_template, str(folder), tmp_path, split_at="heading")
+        inspected(own_template, str(folder), tmp_path, split_at="heading")

@@ -60,7 +60,7 @@ def test_paths_alone_are_the_same_options(hub: Hub, chat: Path) -> None:
     assert hub.requests == []
 
 
-def test_data_without_a_licence_is_reported_as_such(
+def test_data_without_a_license_is_reported_as_such(
     data: Dataset, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data.card = {}

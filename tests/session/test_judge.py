@@ -19,7 +19,7 @@ from tests.models import write_model
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with pairs, an adapter in `first`, and one in `second` that began with it."""
     folder = tmp_path_factory.mktemp("judge")
-    write_model(folder / "model", "qwen3")
+    write_model(folder / "model", "qwen3", num_hidden_layers=1)
     rows = [
         {"prompt": f"{a} plus {b}", "chosen": f"It is {a + b}.", "rejected": f"Is it {a * b}?"}
         for a in range(5)

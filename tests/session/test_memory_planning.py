@@ -44,7 +44,9 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
     # On CUDA, nothing would be measured.
     monkeypatch.setattr("mlxtune.backend.memory.shapes.graph_limits", lambda: None)
     options: dict[str, Any] = {"rank": 4, "memory_limit": 0.02, "cache_dir": tmp_path / "cache"}
-    config = TrainConfig(str(write_model(tmp_path / "model", "qwen3")), ("d",), **options)
+    config = TrainConfig(
+        str(write_model(tmp_path / "model", "qwen3", num_hidden_layers=1)), ("d",), **options
+    )
     base, work = opened(config), sampled_work(config, [StepLengths.of(examples())])
     plan = choose_plan(config, base, work)
     read_weights(base)

@@ -15,6 +15,7 @@ import mlxtune
 from mlxtune import TrainConfig, TrainingInterrupted, TrainResult, resume, train
 from mlxtune.commands.train import train as recipe
 from tests.models import sums, write_chat
+from tests.slow import slow
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def stopped(model: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-@pytest.mark.parametrize("damage", [None, "{", "[]", '{"started_at": 7}'])
+@pytest.mark.parametrize("damage", [None, "{", slow("[]"), slow('{"started_at": 7}')])
 def test_run_resumes_with_missing_or_damaged_run_json(
     stopped: Path, tmp_path: Path, damage: str | None
 ) -> None:

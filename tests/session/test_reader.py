@@ -26,7 +26,7 @@ Load = Callable[..., Dataset]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    folder = write_model(tmp_path / "model", "qwen3")
+    folder = write_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
     (folder / "chat_template.jinja").write_text(CHATML)
     return folder
 
@@ -151,7 +151,7 @@ def test_changed_option_encodes_again(load: Load, loads: list[Path]) -> None:
     assert len(loads) == len(options) + 2
 
 
-def test_other_version_of_the_code_encodes_anew(
+def test_other_code_version_encodes_again(
     load: Load, loads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashes = mlxtune.session.reader._code_hashes()
@@ -162,7 +162,7 @@ def test_other_version_of_the_code_encodes_anew(
     assert len(loads) == 2
 
 
-def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
+def test_code_that_decides_what_is_encoded_is_in_the_key(tmp_path: Path) -> None:
     """Find every module whose code runs to encode data, except modules that only read files."""
     code = (
         "import sys, threading; from pathlib import Path; from mlxtune.config import DataConfig\n"
@@ -175,8 +175,10 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
         "sys.setprofile(None)\n"
         "print(*(name for name in ran if name.startswith('mlxtune.')))"
     )
-    data = DATA
-    arguments = [str(data / "demo-qwen3"), str(data / "bookings_test.jsonl")]
+    rows = (DATA / "bookings_test.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    data = tmp_path / "bookings.jsonl"
+    data.write_text("".join(rows[:20]), encoding="utf-8")
+    arguments = [str(DATA / "demo-qwen3"), str(data)]
     process = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
     )

@@ -18,11 +18,13 @@ from mlxtune.commands import train as recipe
 from mlxtune.config import TrainConfig
 from mlxtune.core.steps import memory_plan
 from mlxtune.session import dataset, judge, reader
-from mlxtune.session.auto import choose_auto_options
-from mlxtune.session.session import RunSession
+from mlxtune.session.auto import with_auto_options
+from mlxtune.session.run_session import RunSession
+from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole
 from tests.hub_server import Dataset, Hub
 from tests.models import sums, write_chat
+from tests.slow import slow
 
 Calls = Counter[str]
 
@@ -68,7 +70,7 @@ def start(model: Path, data: str, output: Path, **options: Any) -> None:
 OPENED = {"fetch": 1, "encode_file": 1, "open_base": 1}
 
 
-@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("auto", [slow(False), True])
 def test_start_of_a_run_opens_each_input_once(
     model: Path, rows: str, tmp_path: Path, calls: Calls, auto: bool
 ) -> None:
@@ -95,6 +97,28 @@ def test_inspection_and_evaluation_fetch_data_once(model: Path, rows: str, calls
     assert calls["fetch"] == 1
     mlxtune.evaluate(model_path=model, data=(f"{rows}:train",), quiet=True)
     assert calls["fetch"] == 2
+
+
+def test_session_of_auto_shares_what_is_open_and_leaves_the_first_unchanged(
+    model: Path, chat: Path
+) -> None:
+    options = TrainConfig(str(model), (str(chat),), auto=True)
+    first = TrainingSession(options, RunConsole(quiet=True), ())
+    chosen = with_auto_options(first)
+    assert (first.config.auto, first.command) == (True, "")
+    assert not chosen.config.auto
+    assert chosen.command.startswith("mlxtune train")
+    assert (chosen.base, chosen.reader, chosen.source) == (first.base, first.reader, first.source)
+
+
+def test_released_model_is_not_opened_again(model: Path, chat: Path, calls: Calls) -> None:
+    options = TrainConfig(str(model), (str(chat),))
+    session = TrainingSession(options, RunConsole(quiet=True), ())
+    session.release_base()
+    for use in (lambda: session.base, session.release_base):
+        with pytest.raises(AssertionError, match="released"):
+            use()
+    assert calls["open_base"] == 1
 
 
 def test_trained_model_is_freed_before_the_adapter_is_judged(
@@ -139,6 +163,5 @@ def test_first_worker_of_a_machine_reads_data_before_the_others(
     options = TrainConfig(str(model), (str(chat),), auto=True)
     worker_run = WorkerRun(workers, options, RunConsole(quiet=True), first_on_machine=first)
     session = RunSession(worker_run, (), None, None)
-    choose_auto_options(session)
-    session.load()
+    with_auto_options(session).load()
     assert order == events

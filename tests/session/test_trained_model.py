@@ -67,7 +67,7 @@ def test_base_model_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
         as_trained(UseConfig(adapter=str(adapter)), AdapterFile.find(str(adapter)))
 
 
-def test_neither_model_nor_adapter_is_one_problem() -> None:
+def test_missing_model_and_adapter_are_one_problem() -> None:
     with pytest.raises(ConfigError) as raised:
         EvalConfig(data=("test.jsonl",))
 

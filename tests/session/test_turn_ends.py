@@ -112,7 +112,7 @@ def test_answer_that_is_cut_before_its_text_ends_is_not_asked(tmp_path: Path) ->
 
 
 def test_rows_whose_end_is_text_are_answered(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "qwen3")
+    folder = write_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
     (folder / "chat_template.jinja").write_text(NO_TOKEN)
     dataset, reader = load(folder, ROWS)
     model = LoadedModel(load_base(folder, "float32"), None)

@@ -127,6 +127,17 @@ def test_control_characters_of_a_message_are_escaped(text: str, shown: str) -> N
         assert printable(message) in output.getvalue()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("brief", [True, False])
+def test_model_is_described_on_a_terminal_or_before_long_work(terminal: bool, brief: bool) -> None:
+    stream = io.StringIO()
+    console = RunConsole(brief=brief, console=Console(file=stream, force_terminal=terminal))
+    console.describe("Model", "qwen3")
+    assert ("qwen3" in stream.getvalue()) == (terminal or not brief)
+    console.say("Done", "1 token")
+    assert "1 token" in stream.getvalue()
+
+
 def test_thermal_state_is_in_each_line_while_it_lasts_and_on_the_bar() -> None:
     console, output = run_console(log_every=1)
     for step, state in enumerate(["", "serious", ""], 1):
@@ -148,7 +159,7 @@ def test_thermal_state_is_in_each_line_while_it_lasts_and_on_the_bar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "colour", "words"),
+    ("line", "color", "words"),
     [
         ("the adapter helped: it takes 30% off", "32", "helped"),
         ("the adapter hurt: it adds 30% to", "31", "hurt"),
@@ -156,8 +167,8 @@ def test_thermal_state_is_in_each_line_while_it_lasts_and_on_the_bar() -> None:
         ("cannot tell whether the adapter helped: it", "33", "cannot tell"),
     ],
 )
-def test_verdict_has_its_colour_on_a_terminal(
-    line: str, colour: str, words: str, monkeypatch: pytest.MonkeyPatch
+def test_verdict_has_its_color_on_a_terminal(
+    line: str, color: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
     for wide in (True, False):  # on one line, and wrapped
@@ -166,9 +177,9 @@ def test_verdict_has_its_colour_on_a_terminal(
             file=stream, force_terminal=True, color_system="standard", width=100 if wide else 60
         )
         RunConsole(console=console).say("Verdict", line, copyable=not wide)
-        assert f"\x1b[{colour}m{words}\x1b[0m" in stream.getvalue()
+        assert f"\x1b[{color}m{words}\x1b[0m" in stream.getvalue()
         RunConsole(console=console).say("Data", line)
-        assert stream.getvalue().count(f"\x1b[{colour}m") == 1
+        assert stream.getvalue().count(f"\x1b[{color}m") == 1
 
 
 def test_results_wrap_at_words_on_a_terminal(

@@ -19,7 +19,7 @@ from mlxtune.views.first_result import COMPILING, SECONDS, FirstResult, start_ti
 from tests.command import Cli
 from tests.core.training.records import step_record
 from tests.paths import DATA
-from tests.slow import slow
+from tests.slow import long, slow
 from tests.views.test_console import run_start
 from tests.waiting import SECONDS as PATIENCE
 
@@ -73,7 +73,7 @@ def test_only_the_first_late_result_is_announced(clock: Clock) -> None:
     assert clock.waiting == 0
 
 
-def test_nothing_is_late_after_a_result(clock: Clock) -> None:
+def test_no_timeout_follows_a_result(clock: Clock) -> None:
     late: list[bool] = []
     first = FirstResult(lambda: late.append(True), clock.start)
     first.wait()
@@ -133,10 +133,10 @@ CPU, GPU = (SimpleNamespace(on_cpu=lambda found=found: found) for found in (True
     [
         ("train", 1),
         ("dry run", 1),
-        slow("eval", 1),
+        long("eval", 1),
         ("generate", 1),
         slow("chat", 2),
-        slow("bench", 1),
+        long("bench", 1),
     ],
 )
 def test_commands_wait_for_their_first_result_only_on_a_gpu(

@@ -23,7 +23,7 @@ from mlxtune.views.terminal import result_console
 from tests.inspections import EMPTY, HOSTILE, INSPECTION, LEDGER, PAIRED, example, pair, with_text
 from tests.views.pages.markup import Page
 
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def printed(
@@ -106,9 +106,9 @@ def test_rows_of_findings_and_the_first_row_are_shown_by_default() -> None:
     assert "Rows as the model sees them" not in printed(examples=[])
 
 
-def test_supervised_text_is_bracketed_without_colour() -> None:
+def test_supervised_text_is_bracketed_without_color() -> None:
     for options in ({}, {"force_terminal": True, "color_system": "standard", "no_color": True}):
-        text = COLOUR.sub("", printed(examples=[INSPECTION.shown[2]], **options))
+        text = COLOR.sub("", printed(examples=[INSPECTION.shown[2]], **options))
         assert text.endswith(
             "── data/chat.jsonl:5  part 2 of 2, train, 27 tokens, 7 supervised\n"
             "<|im_start|>user↵\nHi<|im_end|>↵\n"
@@ -122,7 +122,7 @@ def test_supervised_text_is_bracketed_without_colour() -> None:
     ("chosen", "supervised"),
     [(2, "Hello!<|im_end|>So long.<|im_end|>"), (3, "·Ünïcödé·<|im_end|>")],
 )
-def test_supervised_text_is_bold_green_in_colour(chosen: int, supervised: str) -> None:
+def test_supervised_text_is_bold_green_in_color(chosen: int, supervised: str) -> None:
     output = on_terminal(width=200, examples=[INSPECTION.shown[chosen]])
     text = Text.from_ansi(output.partition(f"{INSPECTION.shown[chosen].supervised} supervised")[2])
     green = "".join(
@@ -159,7 +159,7 @@ def test_middle_of_a_long_example_is_left_out() -> None:
 @pytest.mark.parametrize("width", [20, 40, 80, 120])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     for inspection in (INSPECTION, with_text(HOSTILE), with_text("日本語" * 90), EMPTY):
-        lines = COLOUR.sub("", on_terminal(inspection, width)).splitlines()
+        lines = COLOR.sub("", on_terminal(inspection, width)).splitlines()
         assert max(map(cell_len, lines)) <= width
 
 
@@ -174,7 +174,7 @@ def test_pipe_does_not_wrap(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("hostile", [HOSTILE, HOSTILE.replace("\ud800", "")])
 def test_hostile_text_is_escaped(hostile: str) -> None:
     for text in (on_terminal(with_text(hostile)), printed(with_text(hostile))):
-        plain = COLOUR.sub("", text).replace("\n", "")
+        plain = COLOR.sub("", text).replace("\n", "")
         assert not {unicodedata.category(c) for c in plain} & {"Cc", "Cf", "Cs", "Zl"}
         # The only escape sequences are the program's own colours.
         assert not re.search(r"\x1b(?!\[[0-9;]*m)", text)
@@ -196,7 +196,7 @@ def test_characters_outside_the_encoding_are_escaped(encoding: str) -> None:
         show_inspection(INSPECTION, console, examples=[INSPECTION.shown[3]])
         file.flush()
         text = file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
-        text = COLOUR.sub("", text)
+        text = COLOR.sub("", text)
         assert r"\u65e5\u672c\u8a9e" in text
         assert r"assistant\u21b5" in text
         assert ("Grüße" if encoding == "latin-1" else r"Gr\xfc\xdfe") in text
@@ -211,9 +211,9 @@ def test_example_without_a_newline_ends_its_line() -> None:
 # Pairs
 
 
-def test_pair_is_in_two_columns_with_differences_in_colour() -> None:
+def test_pair_is_in_two_columns_with_differences_in_color() -> None:
     text = on_terminal(examples=PAIRED)
-    plain = COLOUR.sub("", text).splitlines()
+    plain = COLOR.sub("", text).splitlines()
 
     start = next(i for i, line in enumerate(plain) if line.startswith("── data/chat.jsonl:2"))
     assert plain[start].endswith("train, 12 tokens in common")

@@ -44,7 +44,7 @@ def epoch(number: int, val_loss: float | None) -> InstructEpochMetrics:
     return epoch_metrics(number, val_loss, epoch_time_ms=65_000, samples_per_sec=12.34)
 
 
-def test_loss_has_its_perplexity() -> None:
+def test_loss_is_shown_with_perplexity() -> None:
     assert run_text.loss_and_perplexity(2.0) == "2.0000 (perplexity 7.389)"
     assert run_text.loss_and_perplexity(100.0) == "100.0000 (perplexity over 1,000,000)"
 

@@ -114,7 +114,7 @@ def test_new_run_appears_and_archived_runs_do_not(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_runs_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_RUNS", 2)
+    monkeypatch.setattr(module, "MAX_RUNS", 2)
     for name in "abc":
         write_run(tmp_path / name)
     head = parts_of(following(Live(tmp_path, Asker())))["head"]
@@ -205,7 +205,7 @@ def test_error_in_a_page_does_not_end_the_server(
     assert parts["problem"] == "The run cannot be shown: <b>broken</b>"
 
 
-def test_symlink_as_lock_is_no_run_in_progress(tmp_path: Path) -> None:
+def test_symlinked_lock_is_not_a_run_in_progress(tmp_path: Path) -> None:
     run = write_run(tmp_path, finished=False)
     (run / LOCK).symlink_to("/etc/passwd")
     assert "data-stop" not in parts_of(following(Live(run, Asker())))["head"]

@@ -33,6 +33,8 @@ from mlxtune.errors import ModelError, one_line
 
 # The dtypes of adapters, as a safetensors header names them; MLX reads no 64-bit floats.
 _FLOATS = ("F16", "BF16", "F32")
+# No training writes values beyond this, but damaged bytes of floats often are.
+_MAX_VALUE = 1e12
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,11 @@ class AdapterFile:
         }
         if broken := [name for name, value in arrays.items() if not mx.isfinite(value).all()]:
             raise ModelError(f"{self.path} has NaN or infinite values in {join_few(broken)}")
+        if broken := [name for name, value in arrays.items() if mx.abs(value).max() > _MAX_VALUE]:
+            raise ModelError(
+                f"{self.path} has values beyond {_MAX_VALUE:g} in {join_few(broken)}: it is "
+                "damaged: copy or write it again"
+            )
         return arrays
 
 

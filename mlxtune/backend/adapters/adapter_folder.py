@@ -15,6 +15,7 @@ import safetensors.numpy
 
 from mlxtune.config.fields import as_path
 from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
+from mlxtune.core.files.hashing import base_change, is_fingerprint
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.tensor_files import TensorHeader, TensorInfo, read_header
 from mlxtune.core.files.writing import write_file
@@ -34,7 +35,7 @@ _NAMES = {
 }
 # Limits far beyond any real scale or alpha. Within them, products with float32 weights, and ratios
 # of scales, are finite.
-_LEAST_SCALE, _MOST_ALPHA = 1e-8, 1e30
+_MIN_SCALE, _MAX_ALPHA = 1e-8, 1e30
 _UNREADABLE = (OSError, RuntimeError, TypeError, ValueError)
 
 
@@ -117,7 +118,7 @@ def _hash_of(path: Path) -> str | None:
     return None
 
 
-def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str, str]) -> None:
+def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Raise OutputError if another adapter in the folder of `weights` would lose its config.
 
     The folder's config counts as another adapter's if it lacks an entry of `described`, or names a
@@ -130,7 +131,8 @@ def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str,
     mark = config.get("mlxtune")
     there = mark.get("base", base) if isinstance(mark, Mapping) else base
     others = (path for path in weights.parent.glob("*.safetensors") if path != weights)
-    same = _same(config, described) and there == base
+    same_base = there == base or (is_fingerprint(there) and base_change(there, base) is None)
+    same = same_base and _same(config, described)
     if same or not any(map(_holds_adapter, others)):
         return
     folder = weights.with_suffix("") / ADAPTER
@@ -177,7 +179,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 def is_valid_scale(scale: float, rank: int) -> bool:
     """Return whether a scale, and the alpha that it implies, are in the supported range."""
-    return scale > _LEAST_SCALE and scale * rank < _MOST_ALPHA
+    return scale > _MIN_SCALE and scale * rank < _MAX_ALPHA
 
 
 def valid_dropout(path: Path, option: str, value: Any) -> float:
@@ -260,11 +262,15 @@ def _sort_metadata(content: bytes) -> bytes:
 
 
 def check_shapes(
-    path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, Any], base: str = ""
+    path: Path,
+    tensors: Mapping[str, TensorInfo],
+    expected: Mapping[str, Any],
+    base: str | None = "",
 ) -> None:
     """Raise ModelError if names or shapes differ from those in `expected`.
 
-    `base` is the name of the model that an adapter was trained on, for the message.
+    `base` is the name of the model that an adapter was trained on, for the message; None if that
+    model has the same layout.
     """
     shapes, needed = (
         {name: tuple(value.shape) for name, value in each.items()} for each in (tensors, expected)
@@ -279,8 +285,12 @@ def check_shapes(
         raise other_base_error(path, base, f"{problems[0]:.300}{more}")
 
 
-def other_base_error(path: Path, base: str, problem: str) -> ModelError:
-    """Return the error for an adapter that was trained on a different model."""
+def other_base_error(path: Path, base: str | None, problem: str) -> ModelError:
+    """Return the error for an adapter that was trained on a different model, or is damaged."""
+    if base is None:
+        return ModelError(
+            f"{path} is damaged: {problem}: copy it from the folder where it was trained"
+        )
     made = f"was trained on another model, {base:.200}, and " if base else ""
     return ModelError(
         f"{path}: {made}does not fit the model: {problem}: name the right base with --model-path"

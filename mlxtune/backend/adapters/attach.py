@@ -12,7 +12,7 @@ from mlx.utils import tree_unflatten
 from mlxtune.backend.adapters.adapter_file import AdapterFile, AdapterInfo, training_options
 from mlxtune.backend.adapters.adapter_folder import check_shapes, layer_and_path, other_base_error
 from mlxtune.backend.adapters.checkpoint_tensors import trained_tensors
-from mlxtune.backend.lora.apply import LoRASummary, lora_layer, summarise
+from mlxtune.backend.lora.apply import LoRASummary, lora_layer, summarize
 from mlxtune.backend.lora.lora_layers import DoRALinear, DropoutKeys
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models.loading import BaseModel
@@ -27,12 +27,18 @@ from mlxtune.backend.models.quantize import (
 )
 from mlxtune.config import InstructConfig
 from mlxtune.config.data_config import BaseOptions
-from mlxtune.core.files.hashing import base_fingerprint, is_same_base
+from mlxtune.core.files.hashing import (
+    WEIGHTS,
+    base_change,
+    base_fingerprint,
+    base_layout,
+    is_fingerprint,
+)
 from mlxtune.core.files.reading import read_json
 from mlxtune.errors import ConfigError, ModelError, one_line
 
 # The smallest normal float32; adding less to a weight never changes it.
-_SMALLEST = 2.0**-126
+_MIN_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,10 @@ class Adapted:
 
     def use_adapter(self, on: bool) -> None:
         """Switch the adapter on or off, even for a `Forward` that was built while it was on."""
-        chosen = [(path, module if on else module.linear) for path, module in self.modules.items()]
-        self.model.update_modules(tree_unflatten(chosen))
+        selected = [
+            (path, module if on else module.linear) for path, module in self.modules.items()
+        ]
+        self.model.update_modules(tree_unflatten(selected))
 
 
 def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
@@ -70,11 +78,11 @@ def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
     Raises ModelError if the adapter does not fit the base model.
     """
     info, names, dropout_keys = adapter.info, adapter.module_names(), DropoutKeys()
-    config = _config_of(adapter, names)
+    config, other = _config_of(adapter, names), _other_base(adapter, base.folder)
     bases, modules = dict(base.model.named_modules()), {}
     for name in names:
         if (module := bases.get(name)) is None:
-            raise other_base_error(adapter.path, info.model, f"the model has no {name:.200}")
+            raise other_base_error(adapter.path, other, f"the model has no {name:.200}")
         if not isinstance(module, PROJECTIONS):
             raise ModelError(
                 f"{adapter.path} has LoRA on {name}, which is not a projection: "
@@ -83,14 +91,14 @@ def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
         modules[name] = lora_layer(module, name, info.rank, info.scale, config, dropout_keys)
     base.model.freeze()
     base.model.update_modules(tree_unflatten(list(modules.items())))
-    check_shapes(adapter.path, adapter.tensors, trained_tensors(base.model), info.model)
+    check_shapes(adapter.path, adapter.tensors, trained_tensors(base.model), other)
     tensors = adapter.read_tensors()
     base.model.update(tree_unflatten(list(tensors.items())))
     for module in modules.values():
         if isinstance(module, DoRALinear):
             module.compute_magnitudes()
     base.model.eval()
-    summary = summarise(base.model, config, dropout_keys)
+    summary = summarize(base.model, config, dropout_keys)
     return Adapted(base, adapter, summary, modules, _changes_nothing(info, tensors, names))
 
 
@@ -102,7 +110,7 @@ def _changes_nothing(
         return False
     highest = {name: float(mx.abs(each).max()) for name, each in tensors.items()}
     bounds = (highest[f"{name}.lora_a"] * highest[f"{name}.lora_b"] for name in names)
-    return all(info.scale * info.rank * bound < _SMALLEST for bound in bounds)
+    return all(info.scale * info.rank * bound < _MIN_NORMAL for bound in bounds)
 
 
 def _config_of(adapter: AdapterFile, names: list[str]) -> InstructConfig:
@@ -147,15 +155,16 @@ def base_difference(adapter: AdapterFile, folder: Path) -> str | None:
     The result is None if the adapter has no fingerprint of its base: other tools write none. Raises
     ModelError if a file cannot be read.
     """
-    info, fingerprint = adapter.info, base_fingerprint(folder)
-    trained = info.mlxtune.get("base")
-    # A fingerprint with other keys is ignored: it is forged, or from a later version.
-    if not isinstance(trained, Mapping) or trained.keys() != fingerprint.keys():
+    info, trained = adapter.info, adapter.info.mlxtune.get("base")
+    if not is_fingerprint(trained):
         return None
-    if is_same_base(trained, fingerprint):
+    if (changed := base_change(trained, base_fingerprint(folder))) is None:
         return None
     named = f", {info.model!r:.100}" if info.model else ""
-    return f"{adapter.path} was trained on another base model{named}, not on {folder}"
+    return (
+        f"{adapter.path} was trained on another base model{named}, not on {folder}, "
+        f"whose {changed:.100} differ{'s' * (changed != WEIGHTS)}"
+    )
 
 
 def check_model(adapter: AdapterFile, folder: Path) -> None:
@@ -163,10 +172,10 @@ def check_model(adapter: AdapterFile, folder: Path) -> None:
 
     An adapter without a fingerprint names its model's folder, whose architecture is compared.
     """
-    info, own = adapter.info, base_fingerprint(folder)
+    info = adapter.info
     trained, named = info.mlxtune.get("base"), Path(info.model)
-    if isinstance(trained, Mapping) and trained.keys() == own.keys():
-        other = trained["layout"] != own["layout"] and base_difference(adapter, folder)
+    if is_fingerprint(trained):
+        other = trained["layout"] != base_layout(folder) and base_difference(adapter, folder)
     else:
         other = _model_type(named) not in (None, _model_type(folder)) and (
             f"{adapter.path} was trained on another base model, {info.model!r:.100}, "
@@ -174,6 +183,13 @@ def check_model(adapter: AdapterFile, folder: Path) -> None:
         )
     if other:
         raise ModelError(f"{other}: pass the right --model-path")
+
+
+def _other_base(adapter: AdapterFile, folder: Path) -> str | None:
+    """Return the name of an adapter's base; None if that surely has the layout of `folder`'s."""
+    trained = adapter.info.mlxtune.get("base")
+    same = is_fingerprint(trained) and trained["layout"] == base_layout(folder)
+    return None if same else adapter.info.model
 
 
 def _model_type(folder: Path) -> str | None:

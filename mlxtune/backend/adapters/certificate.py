@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.formatting import pluralise
+from mlxtune.backend.adapters.storage import Storage
+from mlxtune.core.formatting import pluralize
 from mlxtune.errors import OutputError
 
 CERTIFICATE = "certificate.json"
 # If a storage format loses more than this fraction of the gain, the next format is tried.
-MOST_LOST = 0.1
+MAX_LOST = 0.03
 
 Logits = npt.NDArray[np.float32]
 
@@ -93,16 +94,21 @@ class WeightCheck:
 
 @dataclass(frozen=True)
 class StorageTrial:
-    """A storage format, the value measured with it, and the fraction of the gain that it loses."""
+    """A storage format, the value measured with it, and the fraction of the gain that it loses.
+
+    `bits` and `method` come from a `Storage`.
+    """
 
     storage: str
+    bits: int | None
+    method: str | None
     value: float
     lost: float
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The gain lost by quantising the weights again. `tried` ends with the storage in use.
+    """The gain lost by quantising the weights again, with the storage formats that were tried.
 
     `base` and `trained` are the measure's values without and with the adapter, in `unit`.
     """
@@ -114,15 +120,20 @@ class Retention:
     tried: tuple[StorageTrial, ...]
 
     @property
-    def chosen(self) -> StorageTrial:
-        """The trial of the storage in use."""
-        return self.tried[-1]
+    def selected(self) -> StorageTrial:
+        """The trial of the storage in use: the one that loses least, and the smallest of these."""
+        return min(self.tried, key=lambda trial: trial.lost)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the retention in certificate.json, with the storage in use and the gain kept."""
+        used = {"bits": self.selected.bits, "method": self.selected.method}
+        return asdict(self) | used | {"kept": 1 - self.selected.lost}
 
     def line(self) -> str:
         """Return the retention as a line of text."""
         gain = f"{self.base:.4g} {self.unit} without the adapter, {self.trained:.4g} with it"
         # The first trial uses the base's own storage, for comparison.
-        shown = dict.fromkeys((self.chosen, self.tried[0]))
+        shown = dict.fromkeys((self.selected, self.tried[0]))
         trials = [
             f"{example.value:.4g} stored {example.storage} ({example.lost:.0%} of the gain lost)"
             for example in shown
@@ -188,7 +199,7 @@ class Certificate:
             content["weights"] = asdict(self.weights)
             del content["weights"]["problems"]
         if self.retention is not None:
-            content["retention"] = asdict(self.retention)
+            content["retention"] = self.retention.as_dict()
         if self.quantized is not None:
             content["quantized"] = self.quantized
         return content | {"files": dict(self.files), "versions": dict(self.versions)}
@@ -202,20 +213,18 @@ class Certificate:
             else f"rounding explains {self.tolerance:.2g}"
         )
         lines = [
-            f"{pluralise(compared.prompts, 'prompt')}, {pluralise(compared.tokens, 'position')}, "
+            f"{pluralize(compared.prompts, 'prompt')}, {pluralize(compared.tokens, 'position')}, "
             f"{self.dtype}: logits differ by up to {compared.largest_difference:.2g} ({allowed}; "
             f"the adapter changes them by up to {self.effect:.2g})",
             f"KL {compared.mean_kl:.2g} nats per token; greedy answers agree in {compared.same} of "
-            f"{pluralise(compared.generated, 'token')}",
+            f"{pluralize(compared.generated, 'token')}",
         ]
         if self.tolerance is not None and self.tolerance > self.effect:
-            other = "--dtype float32 proves" if self.weights is None else "equal weights prove"
-            lines.append(
-                f"rounding may hide the adapter, so logits alone prove little: {other} more"
-            )
+            other = "use --dtype float32" if self.weights is None else "also compare weights"
+            lines.append(f"rounding may hide the adapter, so logits alone prove little: {other}")
         if self.weights is not None:
             lines.append(
-                f"{pluralise(self.weights.fused, 'tensor')} fused, with errors up to "
+                f"{pluralize(self.weights.fused, 'tensor')} fused, with errors up to "
                 f"{self.weights.largest_error:.2g} of the largest weight; "
                 f"{self.weights.unchanged} identical to the base model's"
             )
@@ -254,14 +263,19 @@ def try_in_order(
     unit: str,
     base: float,
     trained: float,
-    storages: Sequence[str],
-    value_of: Callable[[str], float],
+    storages: Sequence[Storage],
+    value_of: Callable[[Storage], float | None],
 ) -> Retention:
-    """Measure storage formats in order until one loses at most `MOST_LOST`, or all are measured."""
+    """Measure storage formats in order until one loses at most `MAX_LOST`, or all are measured.
+
+    A format without a value is left out.
+    """
     tried: list[StorageTrial] = []
     for storage in storages:
-        value = value_of(storage)
-        tried.append(StorageTrial(storage, value, fraction_lost(base, trained, value)))
-        if tried[-1].lost <= MOST_LOST:
+        if (value := value_of(storage)) is None:
+            continue
+        lost = fraction_lost(base, trained, value)
+        tried.append(StorageTrial(storage.name, storage.bits, storage.method, value, lost))
+        if tried[-1].lost <= MAX_LOST:
             break
     return Retention(measure, unit, base, trained, tuple(tried))

@@ -89,16 +89,16 @@ def reference_of(
     adapted.use_adapter(False)
     effect = compare(adapted.model, reference).largest_difference
     adapted.use_adapter(True)
-    chosen = _products(adapted.model) if everywhere else dict(adapted.modules)
+    selected = _products(adapted.model) if everywhere else dict(adapted.modules)
     unit = max(_UNIT_ROUNDOFF[reference.dtype], _product_roundoff())
-    keys = mx.random.split(mx.random.key(0), len(chosen))
+    keys = mx.random.split(mx.random.key(0), len(selected))
     rounded = [
         (path, _Rounded(module, unit, key))
-        for (path, module), key in zip(chosen.items(), keys, strict=True)
+        for (path, module), key in zip(selected.items(), keys, strict=True)
     ]
     adapted.model.update_modules(tree_unflatten(rounded))
     off = compare(adapted.model, reference).largest_difference
-    adapted.model.update_modules(tree_unflatten(list(chosen.items())))
+    adapted.model.update_modules(tree_unflatten(list(selected.items())))
     return replace(reference, tolerance=_MARGIN * off, effect=effect)
 
 

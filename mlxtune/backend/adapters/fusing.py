@@ -23,6 +23,7 @@ from mlxtune.backend.adapters.file_formats.adapter import Adapter, WeightUpdate,
 from mlxtune.backend.adapters.storage import (
     AS_BASE,
     PLAIN,
+    Storage,
     add_to_config,
     layer_like,
     quantized_among,
@@ -89,7 +90,7 @@ def fused_model(
     options: BaseOptions = AS_STORED,
     *,
     dequantize: bool,
-    storage: str = AS_BASE,
+    storage: Storage = AS_BASE,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return a base model with the adapter fused into its lazy weights, and the model's config.
 
@@ -99,21 +100,46 @@ def fused_model(
     """
     base = _open(folder, options)
     model, config = base.model, base.config
-    fused, modules = [], dict(model.named_modules())
-    for name, update in adapter.modules.items():
-        module = _projection(modules, name, folder)
-        check_fits(module, update, name)
-        weight = _updated(name, module, update, adapter.scale).astype(base.dtype_of(name, module))
-        fused.append((name, module, layer_like(module, weight, PLAIN if dequantize else storage)))
+    fused = []
+    for name, (module, weight) in _merged(base, folder, adapter).items():
+        made = _stored(name, module, weight, PLAIN if dequantize else storage)
+        fused.append((name, module, made))
     if not dequantize and options.quantize is not None:
         config |= quantized_config(model, options.quantize)
     model.update_modules(tree_unflatten([(name, made) for name, _, made in fused]))
-    add_to_config(config, fused, storage)
+    add_to_config(config, fused)
     if dequantize:
         _dequantize(base)
         config.pop("quantization", None)
         config.pop("quantization_config", None)
     return model, config
+
+
+def merged_weights(
+    folder: Path, adapter: Adapter, options: BaseOptions
+) -> dict[str, tuple[nn.Module, mx.array]]:
+    """Return each trained projection of a base, and its merged weight, which is computed lazily.
+
+    Raises ModelError if the adapter does not fit.
+    """
+    return _merged(_open(folder, options), folder, adapter)
+
+
+def _merged(base: _Base, folder: Path, adapter: Adapter) -> dict[str, tuple[nn.Module, mx.array]]:
+    merged, modules = {}, dict(base.model.named_modules())
+    for name, update in adapter.modules.items():
+        module = _projection(modules, name, folder)
+        check_fits(module, update, name)
+        weight = _updated(name, module, update, adapter.scale)
+        merged[name] = module, weight.astype(base.dtype_of(name, module))
+    return merged
+
+
+def _stored(name: str, module: nn.Module, weight: mx.array, storage: Storage) -> nn.Module:
+    made = layer_like(module, weight, storage)
+    if (rounded := storage.rounded.get(name)) is not None:
+        made.update(dict(rounded))
+    return made
 
 
 def _dequantize(base: _Base, kept: Collection[str] = ()) -> None:
@@ -187,7 +213,7 @@ def write_model(
 
 
 def _other_parts(base: Path, weights: Collection[str]) -> dict[str, mx.array]:
-    """Return the tensors of a model folder that are not text's, without reading their data."""
+    """Return a model folder's tensors that the text model lacks, without reading their data."""
     files = (mx.load(str(path)) for path in sorted(base.glob("model*.safetensors")))
     return {
         name: value
@@ -272,7 +298,7 @@ def check_fused(
     options: BaseOptions,
     *,
     dequantize: bool,
-    storage: str,
+    storage: Storage,
 ) -> WeightCheck:
     """Compare every tensor of a fused folder with the value computed from the base and the adapter.
 
@@ -292,7 +318,8 @@ def check_fused(
         module = _projection(bases, name, base)
         wanted = _updated(name, module, update, adapter.scale)
         dtype = opened.dtype_of(name, module)
-        expected = layer_like(module, wanted.astype(dtype), PLAIN if dequantize else storage)
+        form = PLAIN if dequantize else storage
+        expected = _stored(name, module, wanted.astype(dtype), form)
         error, allowed = _errors(_projection(written, name, fused), expected, wanted)
         largest = max(largest, error)
         if not error <= allowed:
@@ -349,10 +376,12 @@ def is_quantized(model: nn.Module, adapter: Adapter) -> bool:
     return bool(quantized_among(_trained(model, adapter)))
 
 
-def storages(folder: Path, adapter: Adapter, options: BaseOptions) -> list[str]:
-    """Return the storage formats to try for the weights with an update; read no weights."""
+def storages(
+    folder: Path, adapter: Adapter, options: BaseOptions, bits: int | None = None
+) -> list[Storage]:
+    """Return what `storages_for` returns for the weights with an update; read no weights."""
     model = _open(folder, options).model
-    return storages_for(_trained(model, adapter))
+    return storages_for(_trained(model, adapter), bits)
 
 
 def _trained(model: nn.Module, adapter: Adapter) -> list[nn.Module]:

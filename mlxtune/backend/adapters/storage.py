@@ -1,22 +1,48 @@
 """Storage of a fused model's trained projections: as in the base, in more bits, or plain.
 
+Quantised weights are rounded to nearest, or by GPTQ, which `gptq` computes.
+
 All other weights keep the base's storage. A layer whose format differs from the model's has an
 entry under its path in the config's `quantization`, as in the mixed plans of `mlx_lm.convert`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-AS_BASE, PLAIN = "as the base", "plain"
-# The number of bits of each storage format that uses MLX's affine quantisation.
-_BITS = {"in 6 bits": 6, "in 8 bits": 8}
+from mlxtune.errors import ConfigError
+
+# The numbers of bits that are tried after the base's own.
+_MORE_BITS = (6, 8)
 _QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
 # The smallest group size of the affine format; formats of 4-bit floats have smaller groups.
-_SMALLEST_GROUP = 32
+_MIN_GROUP_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A storage format: its name, and the bits of a weight, which are None for plain weights.
+
+    A projection with at least as many bits keeps its own format. `rounded` has the parameters of
+    projections that GPTQ has rounded, by name; the others are rounded to nearest.
+    """
+
+    name: str
+    bits: int | None
+    gptq: bool = False
+    rounded: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, compare=False)
+
+    @property
+    def method(self) -> str | None:
+        """How weights are rounded; None for plain weights."""
+        return None if self.bits is None else "gptq" if self.gptq else "nearest"
+
+
+AS_BASE, PLAIN = Storage("as the base", 0), Storage("plain", None)
 
 
 def quantized_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -24,15 +50,29 @@ def quantized_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if isinstance(module, _QUANTIZED)]
 
 
-def storages_for(modules: Iterable[nn.Module]) -> list[str]:
-    """Return the storage formats to try for trained projections, the smallest first."""
+def storages_for(modules: Iterable[nn.Module], bits: int | None = None) -> list[Storage]:
+    """Return the storage formats to try for trained projections, the smallest first.
+
+    With `bits`, these are the formats of this size. Raises ConfigError if the base has more bits.
+    """
     if not (quantized := quantized_among(modules)):
+        if bits is not None:
+            raise ConfigError(["--bits is for trained layers that are quantised: leave it out"])
         return [AS_BASE]
-    fewest = min(module.bits for module in quantized)
-    return [AS_BASE, *(name for name, bits in _BITS.items() if bits > fewest), PLAIN]
+    fewest_bits = min(module.bits for module in quantized)
+    if bits is not None and bits < fewest_bits:
+        raise ConfigError([f"--bits must be at least the base's {fewest_bits}, not {bits}"])
+    least = bits or fewest_bits
+    name = AS_BASE.name if least == fewest_bits else f"in {least} bits"
+    formats = [Storage(name, least)]
+    if any(format_of(module, least)["mode"] == "affine" for module in quantized):
+        formats.append(Storage(f"{name}, by GPTQ", least, gptq=True))
+    if bits is None:
+        formats += [*(Storage(f"in {n} bits", n) for n in _MORE_BITS if n > fewest_bits), PLAIN]
+    return formats
 
 
-def layer_like(module: nn.Module, weight: mx.array, storage: str = AS_BASE) -> nn.Module:
+def layer_like(module: nn.Module, weight: mx.array, storage: Storage = AS_BASE) -> nn.Module:
     """Return a copy of a layer with this weight in the given storage.
 
     A plain layer stays plain; a layer with at least as many bits as the storage keeps its format.
@@ -48,34 +88,32 @@ def layer_like(module: nn.Module, weight: mx.array, storage: str = AS_BASE) -> n
     made.weight = weight
     if "bias" in module:
         made.bias = module.bias
-    if isinstance(module, _QUANTIZED) and storage != PLAIN:
-        return made.to_quantized(**_format(module, storage))
+    if isinstance(module, _QUANTIZED) and storage.bits is not None:
+        return made.to_quantized(**format_of(module, storage.bits))
     return made
 
 
-def _format(module: nn.Module, storage: str) -> dict[str, Any]:
-    bits = _BITS.get(storage, 0)
+def format_of(module: nn.Module, bits: int = 0) -> dict[str, Any]:
+    """Return the format of a quantised projection that gets this many bits, unless it has them."""
     if bits <= module.bits:
         return {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-    group = max(module.group_size, _SMALLEST_GROUP)
+    group = max(module.group_size, _MIN_GROUP_SIZE)
     return {"group_size": group, "bits": bits, "mode": "affine"}
 
 
 def add_to_config(
-    config: dict[str, Any], layers: Iterable[tuple[str, nn.Module, nn.Module]], storage: str
+    config: dict[str, Any], layers: Iterable[tuple[str, nn.Module, nn.Module]]
 ) -> None:
-    """Unless the storage is the base's, record each layer's format in a quantised model's config.
+    """Record the layers whose format differs from the base's in a quantised model's config.
 
     Each layer is given as its path, the base's module and the module that replaces it.
     """
-    if storage == AS_BASE:
-        return
     exceptions: dict[str, Any] = {}
     for path, module, made in layers:
-        if isinstance(made, _QUANTIZED):
-            exceptions[path] = _format(made, AS_BASE)
-        elif isinstance(module, _QUANTIZED):
-            exceptions[path] = False
+        if isinstance(module, _QUANTIZED):
+            new = format_of(made) if isinstance(made, _QUANTIZED) else False
+            if new != format_of(module):
+                exceptions[path] = new
     for key in ("quantization", "quantization_config"):
         if isinstance(config.get(key), dict):
             config[key] = config[key] | exceptions

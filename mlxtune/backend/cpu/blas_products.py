@@ -40,7 +40,7 @@ _VOCABULARY = _ROWS * THREADS
 # One thread casts weights with fewer elements faster than two threads do.
 _SHARED = 1 << 19
 # The maximum number of elements of a weight that is cast whole.
-_LARGEST = 1 << 26
+_MAX_SIZE = 1 << 26
 
 
 class _Scratch(threading.local):
@@ -95,7 +95,7 @@ def forward(x: mx.array, weight: Weight) -> mx.array:
     rows, outs = matrix(x), matrix(made)
     stored = _stored(weight)
     whole = slice(0, weight.shape[0])
-    for at in [whole] if weight.size <= _LARGEST else _blocks(weight):
+    for at in [whole] if weight.size <= _MAX_SIZE else _blocks(weight):
         if stored is None:
             multiply(rows, in_float32(weight[at]).T, outs[:, at])
         else:
@@ -119,7 +119,7 @@ def backward(cotangent: mx.array, weight: Weight) -> mx.array:
     """Return the gradient of `forward` with respect to x (..., in)."""
     made = empty(*cotangent.shape[:-1], weight.shape[1])
     rows, outs = matrix(cotangent), matrix(made)
-    if weight.size <= _LARGEST:
+    if weight.size <= _MAX_SIZE:
         multiply(rows, in_float32(weight), outs)
         return made
     product = np.empty_like(outs)

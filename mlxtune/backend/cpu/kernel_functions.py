@@ -23,9 +23,9 @@ from mlxtune.backend.cpu.arrays import (
 from mlxtune.backend.cpu.kernel_layers import (
     ATTENTION_QUERIES,
     ATTENTION_SCORES,
+    nan_placeholder,
     reads_attention,
     reads_gate,
-    unread,
 )
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable
@@ -51,7 +51,7 @@ def _with_gradient(
 
     def run(*arrays: mx.array) -> mx.array:
         if not is_read:
-            return unread(*arrays[0].shape)
+            return nan_placeholder(*arrays[0].shape)
         made = empty(*arrays[0].shape)
         in_blocks(kernel, *map(matrix, (*arrays, made)), *constants)
         return made
@@ -230,8 +230,8 @@ class _Attention:
 
     def block_of(self, x: Floats, part: _AttentionPart) -> Floats:
         """Return a part of x (B, G, H / G, T, n) as contiguous (groups, H / G * queries, n)."""
-        chosen = x[part.batch_index, part.groups, :, part.queries]
-        return np.ascontiguousarray(chosen).reshape(len(chosen), -1, x.shape[-1])
+        selected = x[part.batch_index, part.groups, :, part.queries]
+        return np.ascontiguousarray(selected).reshape(len(selected), -1, x.shape[-1])
 
     def seen(self, x: Floats, part: _AttentionPart) -> Floats:
         """Return the keys of x (B, G, S, n) that a part sees: (groups, keys, n)."""
@@ -315,7 +315,7 @@ def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any) ->
 
     def run(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         if not reads_attention():
-            return unread(*q.shape[:-1], v.shape[-1])
+            return nan_placeholder(*q.shape[:-1], v.shape[-1])
         return _Attention(q, k, v, scale, mask, layout).forward()
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> Any:

@@ -103,7 +103,7 @@ class KeptProducts:
         finally:
             _running.reset(token)
         if not replays and self._made and not self.reads.last:
-            self._made[-1] = unread(*self._made[-1].shape)
+            self._made[-1] = nan_placeholder(*self._made[-1].shape)
 
     def clear(self) -> None:
         """Free all products."""
@@ -124,23 +124,23 @@ _running: ContextVar[KeptProducts | None] = ContextVar("kept products", default=
 
 def product(make: Callable[[], mx.array]) -> mx.array:
     """Return the running layer's next product, computed by `make` unless it is kept."""
-    products = _running.get()
-    return make() if products is None else products.product(make)
+    kept = _running.get()
+    return make() if kept is None else kept.product(make)
 
 
 def reads_attention() -> bool:
     """Return whether the running pass needs attention's output, not only its gradient."""
-    products = _running.get()
-    return products is None or not products.replays or products.reads.attention
+    kept = _running.get()
+    return kept is None or not kept.replays or kept.reads.attention
 
 
 def reads_gate() -> bool:
     """Return whether the running pass needs the gate's output, not only its gradient."""
-    products = _running.get()
-    return products is None or not products.replays or products.reads.gate
+    kept = _running.get()
+    return kept is None or not kept.replays or kept.reads.gate
 
 
-def unread(*shape: int) -> mx.array:
+def nan_placeholder(*shape: int) -> mx.array:
     """Return NaNs that take no memory, in place of a value that a backward pass never reads.
 
     If a layer did read them, the run's first step would fail with an error.
@@ -158,19 +158,19 @@ class KernelLayers:
         self, layer: nn.Module, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
     ) -> list[mx.array]:
         """Return the outputs of a layer, with a backward pass that replays any kept products."""
-        products = KeptProducts(BackwardReads.of(layer)) if self._keep_products else None
+        kept = KeptProducts(BackwardReads.of(layer)) if self._keep_products else None
 
         def forward(*given: mx.array) -> list[mx.array]:
-            with products.running(replays=False) if products else nullcontext():
+            with kept.running(replays=False) if kept else nullcontext():
                 return _detached(function(*_detached(given)))
 
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
             # MLX passes a single array without a list, as for a layer with no trained parameters.
             primals = _detached([primals] if isinstance(primals, mx.array) else primals)
-            with products.running(replays=True) if products else nullcontext():
+            with kept.running(replays=True) if kept else nullcontext():
                 gradients = _detached(mx.vjp(function, primals, list(cotangents))[1])
-            if products is not None:
-                products.clear()
+            if kept is not None:
+                kept.clear()
             return gradients
 
         return list(differentiable(forward, backward)(*inputs))

@@ -15,8 +15,8 @@ inline = numba.njit(fastmath=_MATH, error_model="numpy", inline="always")
 
 _f = np.float32
 _ZERO, _HALF, _ONE, _TWO = _f(0), _f(0.5), _f(1), _f(2)
-_LEAST = _f(-np.inf)
-_LOWEST, _HIGHEST, _NOTHING = _f(-87), _f(88), _f(-50)
+_MINUS_INFINITY = _f(-np.inf)
+_MIN_EXPONENT, _MAX_EXPONENT, _NOTHING = _f(-87), _f(88), _f(-50)
 _LOG2_E, _LN2_HIGH, _LN2_LOW = _f(1.44269504), _f(0.693359375), _f(-2.12194440e-4)
 _P0, _P1, _P2 = _f(1.9875691500e-4), _f(1.3981999507e-3), _f(8.3334519073e-3)
 _P3, _P4, _P5 = _f(4.1665795894e-2), _f(1.6666665459e-1), _f(5.0000001201e-1)
@@ -26,7 +26,7 @@ _GELU_SCALE, _GELU_CUBE = _f(0.7978845608028654), _f(0.044715)
 @inline
 def exp(x):  # type: ignore[no-untyped-def]
     """Return e to the power of x, as Cephes' expf does, with a relative error of at most 2e-7."""
-    x = min(max(x, _LOWEST), _HIGHEST)
+    x = min(max(x, _MIN_EXPONENT), _MAX_EXPONENT)
     whole = np.floor(x * _LOG2_E + _HALF)
     r = x - whole * _LN2_HIGH - whole * _LN2_LOW
     p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
@@ -140,7 +140,7 @@ def _seen(row, keys, queries, causal):  # type: ignore[no-untyped-def]
 @inline
 def _softmax_row(x, i, seen):  # type: ignore[no-untyped-def]
     """Replace visible scores with exp(score - highest) and the others with 0; return the sum."""
-    highest, total = _LEAST, _ZERO
+    highest, total = _MINUS_INFINITY, _ZERO
     for j in range(seen):
         highest = max(highest, x[i, j])
     for j in range(seen):

@@ -34,8 +34,8 @@ _CUDA_FRACTION = 0.9
 _WIRED_FRACTION = 0.9
 # The numbers of operations, and of Mi array entries that they read, at which MLX ends a graph: by
 # CUDA architecture, and otherwise (`get_graph_limits` in mlx/backend/cuda/device.cpp).
-_GRAPHS = {"sm_80": (20, 400), "sm_121": (20, 25)}
-_GRAPHS |= dict.fromkeys(("sm_90", "sm_100", "sm_120"), (100, 1000))
+_GRAPH_LIMITS = {"sm_80": (20, 400), "sm_121": (20, 25)}
+_GRAPH_LIMITS |= dict.fromkeys(("sm_90", "sm_100", "sm_120"), (100, 1000))
 _OTHER_GRAPHS = 20, 100
 _MI = 1 << 20
 # The highest peaks before MLX's own peak was last reset: in the whole process, and since
@@ -95,7 +95,7 @@ def graph_limits() -> GraphLimits | None:
     info = mx.device_info()
     if "total_memory" not in info:
         return None
-    operations, read = _GRAPHS.get(str(info.get("architecture")), _OTHER_GRAPHS)
+    operations, read = _GRAPH_LIMITS.get(str(info.get("architecture")), _OTHER_GRAPHS)
     return GraphLimits(
         _variable("MLX_MAX_OPS_PER_BUFFER", operations),
         _variable("MLX_MAX_MB_PER_BUFFER", read) * _MI,
@@ -145,7 +145,7 @@ def set_limits(memory_limit_gb: float) -> MemoryLimits:
     return limits
 
 
-def relieve_pressure() -> None:
+def clear_cache_near_limit() -> None:
     """Clear MLX's cache if used and cached memory are close to the limit.
 
     The cache may grow while the peak of used memory stays the same (mlx-lm#986).

@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) -> Result:
-    """Return the result of `work`, retried with `attempts`. A failed one must change nothing."""
+    """Return the result of `work`, retried with `attempts`. A failed one must have no effect."""
     for attempt in attempts(change):
         with attempt:
             result = work()

@@ -1,4 +1,4 @@
-"""Finds the attention layers around which kernels can do the work."""
+"""Finds the attention layers that kernels can serve."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def find_heads(mixer: nn.Module) -> Heads | None:
         return None
     try:
         return _computed_heads(mixer)
-    # Any error may occur: a mixer may need arguments or attributes that others lack.
+    # Any error may occur: some mixers need arguments or attributes that most mixers lack.
     except Exception:  # noqa: BLE001
         return None
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxtune.backend.forward.head import TrunkAndHead
+from mlxtune.backend.forward.head import BackboneAndHead
 from mlxtune.backend.forward.layer_calls import Layerwise
 from mlxtune.backend.forward.loss import (
     LossFn,
@@ -34,8 +34,8 @@ from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
 # The factor that multiplies the loss if a model computes in float16, because gradients of single
-# tokens are near that format's smallest numbers, 6e-8 to 6e-5. A power of two changes only
-# exponents, and with this one, gradient entries overflow only above 256. The step divides the
+# tokens can underflow in float16, whose smallest numbers are 6e-8 to 6e-5. A power of two changes
+# only exponents, and with this one, gradient entries overflow only above 256. The step divides the
 # gradients by the factor in float32.
 _RAISED_FLOAT16 = 256.0
 
@@ -54,7 +54,7 @@ class StepInputs:
 
         tokens     int32 (B, T)
         labels     int32 (P,)    the supervised tokens; with `positions`, all tokens (B, T)
-        chosen     selects the hidden states (P, H) of the supervised positions from (B * T, H)
+        selected   selects the hidden states (P, H) of the supervised positions from (B * T, H)
         positions  int64 (P,)    indices into the losses (B * T,), if the head cannot run apart
         keys       uint32 (B,)   dropout keys; (1, T) for a packed sequence, None for no dropout
         layout     the segments of a packed sequence; None if examples are padded
@@ -62,7 +62,7 @@ class StepInputs:
 
     tokens: mx.array
     labels: mx.array
-    chosen: Gather | None = None
+    selected: Gather | None = None
     positions: mx.array | None = None
     keys: mx.array | None = None
     layout: Layout | None = None
@@ -83,8 +83,9 @@ class Forward:
     """Computes the losses and gradients of one model, to which LoRA is already applied.
 
     The attribute `execution` is the requested execution minus the features that this model does
-    not support, and `operations` are its operations. Without `trains`, there are no gradients, and
-    the model needs no LoRA. To switch an adapter off and on later, attach it before construction.
+    not support, and `operations` are its operations; `MicroBatches` have the limit of tokens in
+    use, which may be lower. Without `trains`, there are no gradients, and the model needs no LoRA.
+    To switch an adapter off and on later, attach it before construction.
     """
 
     def __init__(
@@ -97,24 +98,18 @@ class Forward:
         self._undo_operations = operations.prepare(model)
         joins = trains and operations.joins
         self._undo_sharing = share_inputs(model) if joins else lambda: None
-        self._trunk_and_head = parts = TrunkAndHead(model)
+        self._backbone_and_head = parts = BackboneAndHead(model)
         self.operations = operations if operations.serves(parts.dtype) else MLX
-        head_apart = execution.head_apart and parts.is_separable
         self.mixers = Mixers(
             model,
             by_segments=self.operations.by_segments,
             kernels=self.operations.attention_kernels(parts.dtype),
         )
         self._should_pack = execution.packs
-        self.execution = replace(
-            execution,
-            operations=self.operations,
-            head_apart=head_apart,
-            packs=self._should_pack and head_apart and parts.try_packing(self.mixers),
-        )
-        self.layerwise: Layerwise | None = None
-        if trains:
-            self.set_recompute(execution.recompute)
+        head_apart = execution.head_apart and parts.is_separable
+        self._can_pack = execution.packs and head_apart and parts.try_packing(self.mixers)
+        self.execution, self._trains = self.supported(execution), trains
+        self.layerwise = self._layerwise()
         weight = parts.weight
         self._linear_head = None if weight is None else self.operations.linear_head(parts.dtype)
         self._vocabulary: dict[str, Any] = {}
@@ -134,23 +129,35 @@ class Forward:
         self.trained = TrainedParameters(model)
         self.gradients = mx.value_and_grad(self.scaled_loss)
 
-    def set_recompute(self, value: bool) -> None:
-        """Recompute layers' activations in backward passes if `value`; otherwise, keep them."""
-        if self.layerwise is not None:
-            self.layerwise.restore()
-        self.execution = replace(self.execution, recompute=value)
-        passes = self.operations.layer_passes(value)
-        self.layerwise = None if passes is None else Layerwise(self.model, self._dropout, passes)
+    def supported(self, execution: Execution) -> Execution:
+        """Return an execution with this model's operations, and only the features it supports."""
+        return replace(
+            execution,
+            operations=self.operations,
+            head_apart=execution.head_apart and self._backbone_and_head.is_separable,
+            packs=execution.packs and self._can_pack,
+        )
 
     def run_as(self, execution: Execution) -> None:
-        """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
-        self.execution = replace(self.execution, loss_chunk=execution.loss_chunk)
-        self.limit(execution.micro_batch_tokens)
-        self.set_recompute(execution.recompute)
+        """Use an execution's loss chunks and recomputation from now on."""
+        if self.layerwise is not None:
+            self.layerwise.restore()
+        self.execution = self.supported(execution)
+        self.layerwise = self._layerwise()
 
-    def limit(self, max_tokens: int) -> None:
-        """Run at most `max_tokens` tokens together from now on."""
-        self.execution = replace(self.execution, micro_batch_tokens=max_tokens)
+    @contextmanager
+    def running_as(self, execution: Execution) -> Iterator[None]:
+        """Use an execution inside the block, and the present one again after it."""
+        present = self.execution
+        try:
+            self.run_as(execution)
+            yield
+        finally:
+            self.run_as(present)
+
+    def _layerwise(self) -> Layerwise | None:
+        passes = self.operations.layer_passes(self.execution.recompute) if self._trains else None
+        return None if passes is None else Layerwise(self.model, self._dropout, passes)
 
     def restore_model(self) -> None:
         """Undo all changes to the model."""
@@ -161,7 +168,7 @@ class Forward:
     @property
     def dtype(self) -> mx.Dtype | None:
         """The dtype of the hidden states, None if unknown."""
-        return self._trunk_and_head.dtype
+        return self._backbone_and_head.dtype
 
     @property
     def loss_scale(self) -> float:
@@ -175,14 +182,14 @@ class Forward:
         if self.execution.packs or not self._should_pack:
             return ""
         return (
-            self._trunk_and_head.packing_problem
+            self._backbone_and_head.packing_problem
             or "the model's head does not run apart from its layers"
         )
 
     @property
     def plain_head(self) -> bool:
         """Whether the head is a single product."""
-        return self._trunk_and_head.weight is not None
+        return self._backbone_and_head.weight is not None
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -208,8 +215,8 @@ class Forward:
         if not self.execution.head_apart:
             places = mx.array(positions)
             return StepInputs(tokens, mx.array(labels), positions=places, keys=keys)
-        chosen = mx.array(labels.reshape(-1)[positions])
-        return StepInputs(tokens, chosen, Gather(positions, batch.inputs.size), keys=keys)
+        selected_labels = mx.array(labels.reshape(-1)[positions])
+        return StepInputs(tokens, selected_labels, Gather(positions, batch.inputs.size), keys=keys)
 
     def scaled_loss(
         self,
@@ -217,48 +224,62 @@ class Forward:
         inputs: StepInputs,
         scale: mx.array,
         reduce: ReduceFn = summed,
+        outputs: list[mx.array] | None = None,
     ) -> tuple[mx.array, ...]:
         """Return `scale` times a micro-batch's loss, in nats, float32, then the values of `reduce`.
 
         `reduce` maps the cross-entropy (P,) of the supervised tokens to the loss. `parameters` are
-        LoRA matrices by name; they stay in the model. `scale` includes `loss_scale`, which keeps
-        float16 gradients in range.
+        LoRA matrices by name. `scale` includes `loss_scale`, which keeps float16 gradients in
+        range. The layers' mixers append their outputs to `outputs`, if it is given, but not when
+        the backward pass runs them again.
         """
-        self.trained.assign(parameters)
-        with self.running(), laid_out(inputs.layout):
-            caches = self._caches(inputs)
-            if inputs.chosen is None:
+        with (
+            self.running(),
+            self.trained.replaced(parameters),
+            laid_out(inputs.layout),
+            self.mixers.recording(outputs),
+        ):
+            self._set_dropout(inputs)
+            if inputs.selected is None:
                 losses = self._whole_losses(inputs)
             else:
-                hidden = inputs.chosen.gather(self._hidden(inputs, caches))
+                hidden = inputs.selected.gather(self._hidden(inputs))
                 head, around = self._head(inputs.labels), self._around_head
                 losses = (head(hidden) if around is None else around(head, hidden))[0]
-        self.mixers.stop_noting()
         loss, *values = reduce(losses)
         return loss * scale, *map(mx.stop_gradient, values)
 
-    def losses(self, batch: PaddedBatch | Pack, keys: mx.array | None = None) -> mx.array:
+    def losses(
+        self,
+        batch: PaddedBatch | Pack,
+        keys: mx.array | None = None,
+        outputs: list[mx.array] | None = None,
+    ) -> mx.array:
         """Return the cross-entropy of each supervised token, in nats, float32 (P,), not evaluated.
 
         The losses are in the batch's order and have no gradient. Dropout applies only if `keys` are
-        given.
+        given. The layers' mixers append their outputs to `outputs`, if it is given.
         """
         inputs = self.inputs(batch, keys)
-        # The caller reports losses that are not finite.
-        with laid_out(inputs.layout), np.errstate(all="ignore"):
-            caches = self._caches(inputs)
-            if inputs.chosen is None:
+        with (
+            laid_out(inputs.layout),
+            self.mixers.recording(outputs),
+            # The caller reports losses that are not finite.
+            np.errstate(all="ignore"),
+        ):
+            self._set_dropout(inputs)
+            if inputs.selected is None:
                 return self._whole_losses(inputs)
-            hidden, labels = inputs.chosen.gather(self._hidden(inputs, caches)), inputs.labels
+            hidden, labels = inputs.selected.gather(self._hidden(inputs)), inputs.labels
             if (
                 self._linear_head is not None
-                and (weight := self._trunk_and_head.weight) is not None
+                and (weight := self._backbone_and_head.weight) is not None
             ):
                 losses = self._linear_head.head_losses(weight, hidden, labels, **self._vocabulary)
             else:
                 chunk = self.execution.loss_chunk
                 losses = head_losses(
-                    self._trunk_and_head.logits, hidden, labels, chunk, self._entropies
+                    self._backbone_and_head.logits, hidden, labels, chunk, self._entropies
                 )
         return losses
 
@@ -280,23 +301,21 @@ class Forward:
         losses = cross_entropies(self.model, inputs.tokens, inputs.labels)
         return losses.reshape(-1)[inputs.positions]
 
-    def _hidden(self, inputs: StepInputs, caches: list[Any] | None) -> mx.array:
-        """Return the trunk's output (B T, H)."""
-        hidden = self._trunk_and_head.hidden(inputs.tokens, caches)
+    def _hidden(self, inputs: StepInputs) -> mx.array:
+        """Return the backbone's output (B T, H)."""
+        caches = None if inputs.layout is None else self._backbone_and_head.packed_caches()
+        hidden = self._backbone_and_head.hidden(inputs.tokens, caches)
         return hidden.reshape(-1, hidden.shape[-1])
 
     def _head(self, labels: mx.array) -> HeadFn:
-        if self._linear_head is not None and (weight := self._trunk_and_head.weight) is not None:
+        if self._linear_head is not None and (weight := self._backbone_and_head.weight) is not None:
             losses = partial(self._linear_head.trained_head_losses, weight)
             return lambda hidden: [losses(hidden, labels, **self._vocabulary)]
         chunk = self.execution.loss_chunk
-        return trained_head(self._trunk_and_head.logits, labels, chunk, self._entropies)
+        return trained_head(self._backbone_and_head.logits, labels, chunk, self._entropies)
 
-    def _caches(self, inputs: StepInputs) -> list[Any] | None:
-        """Set the dropout keys; return the layers' caches for a packed sequence, else None."""
-        keys, layout = inputs.keys, inputs.layout
-        if layout is None:
-            self._dropout.set(keys, None)
-            return None
-        self._dropout.set(keys, mx.array(layout.positions.astype(np.uint32)))
-        return self._trunk_and_head.packed_caches()
+    def _set_dropout(self, inputs: StepInputs) -> None:
+        """Set the dropout keys, and the positions in a packed sequence."""
+        layout = inputs.layout
+        positions = None if layout is None else mx.array(layout.positions.astype(np.uint32))
+        self._dropout.set(inputs.keys, positions)

@@ -17,13 +17,13 @@ _TOLERANCE = 1e-5
 def replace_gates(model: nn.Module) -> Callable[[], None]:
     """Make MLPs that compute SwiGLU use `swiglu`; return a function that undoes the change."""
     kinds: dict[type, bool] = {}
-    chosen: list[nn.Module] = []
+    selected: list[nn.Module] = []
     for _, module in model.named_modules():
         if set(module.children()) >= _TRIAL.keys():
             if type(module) not in kinds:
                 kinds[type(module)] = _computes_swiglu(module)
-            chosen += [module] * kinds[type(module)]
-    return intercept(model, chosen, [_run] * len(chosen))
+            selected += [module] * kinds[type(module)]
+    return intercept(model, selected, [_run] * len(selected))
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""Splits a model into its trunk, which gives hidden states, and its head, which gives logits."""
+"""Splits a model into its backbone, which gives hidden states, and its head, which gives logits."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,32 +28,32 @@ _PART = 1024
 _HEAD_POSITIONS = 4
 
 
-class _TrunkSlot:
-    """Replaces the trunk, or its last norm, for one call of the model.
+class _BackboneSlot:
+    """Replaces the backbone, or its last norm, for one call of the model.
 
-    Without `given`, the slot runs the trunk, keeps its `hidden` states, and returns the first
+    Without `given`, the slot runs the backbone, keeps its `hidden` states, and returns the first
     `positions` of them for the head, by default all. With `given`, the slot returns the given
     states.
     """
 
     def __init__(
-        self, trunk: nn.Module, given: mx.array | None = None, positions: int | None = None
+        self, backbone: nn.Module, given: mx.array | None = None, positions: int | None = None
     ) -> None:
-        self._trunk, self._given, self._positions = trunk, given, positions
+        self._backbone, self._given, self._positions = backbone, given, positions
         self.hidden: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self._given is not None:
             return self._given
-        self.hidden = self._trunk(*args, **options)
+        self.hidden = self._backbone(*args, **options)
         return self.hidden if self._positions is None else self.hidden[:, : self._positions]
 
     def __getattr__(self, name: str) -> Any:
-        # Models with a tied head read the embeddings from the trunk.
-        return getattr(self._trunk, name)
+        # Models with a tied head read the embeddings from the backbone.
+        return getattr(self._backbone, name)
 
 
-class TrunkAndHead:
+class BackboneAndHead:
     """An mlx-lm model whose head, including any soft-capping, can run on chosen positions alone.
 
     `is_separable` tells whether the split works; if not, the model can only run whole. `weight` (V,
@@ -67,7 +67,7 @@ class TrunkAndHead:
         self.model = model
         self._text = getattr(model, "language_model", model)
         self._owner = self._text
-        self._name, self._trunk = find_trunk(self._text)
+        self._name, self._backbone = find_backbone(self._text)
         parts = [
             head.vocabulary for head in find_heads(self._text) if isinstance(head, VocabularyShard)
         ]
@@ -77,24 +77,24 @@ class TrunkAndHead:
         self.packing_problem = ""
         self.dtype: mx.Dtype | None = None
         self.logits_dtype: mx.Dtype | None = None
-        # Hidden states of a few texts, run separately: inputs of layers, and the trunk's output.
+        # Hidden states of a few texts, run separately: inputs of layers, and the backbone's output.
         self._inputs = LayerInputs(model, trial_texts())
         self._alone = mx.array(0.0)
-        if isinstance(self._trunk, nn.Module):
+        if isinstance(self._backbone, nn.Module):
             self._compare()
-            stack = _stack(self._trunk)
+            stack = _stack(self._backbone)
             if not self.is_separable and stack is not None:
-                # Gemma 3n's trunk contains the head, after its last norm.
-                self._owner, self._name, self._trunk = stack, "norm", stack["norm"]
+                # Gemma 3n's backbone contains the head, after its last norm.
+                self._owner, self._name, self._backbone = stack, "norm", stack["norm"]
                 self._compare()
 
     def hidden(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
-        """Return the trunk's output (B, T, H) for inputs int32 (B, T).
+        """Return the backbone's output (B, T, H) for inputs int32 (B, T).
 
         `cache` has a PackedCache for each layer.
         """
         # The model's own call runs the head on no positions, which costs nothing.
-        slot = _TrunkSlot(self._trunk, positions=0)
+        slot = _BackboneSlot(self._backbone, positions=0)
         self._call(slot, inputs, cache)
         return slot.hidden
 
@@ -103,7 +103,7 @@ class TrunkAndHead:
         if self.vocabulary is not None:
             hidden = self.vocabulary.enter(hidden)
         with self._without_layers():
-            logits = self._call(_TrunkSlot(self._trunk, hidden[None]), mx.array([[0]]))
+            logits = self._call(_BackboneSlot(self._backbone, hidden[None]), mx.array([[0]]))
         # Unlike indexing, squeeze needs no second array of logits for its gradient.
         return logits.squeeze(0)
 
@@ -120,7 +120,7 @@ class TrunkAndHead:
         return self._try_packed()
 
     def _try_packed(self) -> bool:
-        """Run packed texts once; set `packing_problem`, and return whether there is none."""
+        """Run packed texts once; set `packing_problem`, and return True if packing works."""
         texts, inputs = self._inputs.texts, self._inputs
         try:
             with laid_out(texts.layout()), inputs.compared():
@@ -137,14 +137,14 @@ class TrunkAndHead:
         return [PackedCache() for _ in self.model.layers]
 
     def _call(
-        self, slot: _TrunkSlot, inputs: mx.array, cache: Sequence[Any] | None = None
+        self, slot: _BackboneSlot, inputs: mx.array, cache: Sequence[Any] | None = None
     ) -> mx.array:
         # Replacing an entry of the dict keeps the order of the parameters.
         self._owner[self._name] = slot
         try:
             return self._text(inputs, cache=cache) if cache else self._text(inputs)
         finally:
-            self._owner[self._name] = self._trunk
+            self._owner[self._name] = self._backbone
 
     @contextmanager
     def _without_layers(self) -> Iterator[None]:
@@ -159,11 +159,11 @@ class TrunkAndHead:
                 self._owner["layers"] = layers
 
     def _compare(self) -> None:
-        """Set `is_separable`, `weight` and the dtypes by comparing trunk and head with the
+        """Set `is_separable`, `weight` and the dtypes by comparing backbone and head with the
         model.
         """
         try:
-            slot = _TrunkSlot(self._trunk, positions=_HEAD_POSITIONS)
+            slot = _BackboneSlot(self._backbone, positions=_HEAD_POSITIONS)
             with self._inputs.kept():
                 logits = self._call(slot, mx.array(self._inputs.texts.tokens))[0]
             self._alone, hidden = slot.hidden, slot.hidden[0, :_HEAD_POSITIONS]
@@ -198,7 +198,7 @@ class TrunkAndHead:
                 yield QuantizedHead(head)
 
 
-def find_trunk(text: nn.Module) -> tuple[str, nn.Module | None]:
+def find_backbone(text: nn.Module) -> tuple[str, nn.Module | None]:
     """Return the name and the module of a text model's part that contains the layers."""
     for name, part in text.children().items():
         layers = getattr(part, "layers", None) or getattr(part, "h", None)
@@ -207,19 +207,21 @@ def find_trunk(text: nn.Module) -> tuple[str, nn.Module | None]:
     return "model", text.get("model")
 
 
-def _stack(trunk: nn.Module) -> nn.Module | None:
-    """Return the part of a trunk that contains both the layers and a norm; None if no part does."""
-    parts = (m for m in trunk.modules() if m.get("layers") and isinstance(m.get("norm"), nn.Module))
+def _stack(backbone: nn.Module) -> nn.Module | None:
+    """Return the part of a backbone that contains the layers and a norm, or None."""
+    parts = (
+        m for m in backbone.modules() if m.get("layers") and isinstance(m.get("norm"), nn.Module)
+    )
     return next(parts, None)
 
 
 def find_heads(text: nn.Module) -> list[nn.Module]:
     """Return the modules of a text model that may be its head, the likeliest first."""
-    _, trunk = find_trunk(text)
+    _, backbone = find_backbone(text)
     names = [(text, "lm_head"), (text, "output")]
-    inner = trunk and _stack(trunk)
+    inner = backbone and _stack(backbone)
     for name in ("embed_tokens", "embeddings", "tok_embeddings", "wte"):
-        names += [(trunk, name), (inner, name)]
+        names += [(backbone, name), (inner, name)]
     heads = [getattr(part, name, None) for part, name in names]
     return [head for head in heads if isinstance(head, nn.Module)]
 

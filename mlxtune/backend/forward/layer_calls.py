@@ -113,8 +113,8 @@ class LayerCall:
         options: Any,
     ) -> None:
         self.given = _floating((args, options))
-        self.names, self.trained = parameters.names, list(parameters.values().values())
-        self.inputs: list[mx.array] = [*self.given, *self.trained]
+        self.names = parameters.names
+        self.inputs: list[mx.array] = [*self.given, *parameters.values().values()]
         self._layer, self._args, self._options = layer, args, options
         self._parameters = parameters
         self._dropout, self._keys, self._layout = dropout, replace(dropout), packed.layout()
@@ -124,21 +124,17 @@ class LayerCall:
         """Run the layer on arrays like `inputs`; return the arrays in its output."""
         # Another forward pass may have set other dropout keys since construction.
         self._dropout.set(self._keys.keys, self._keys.positions)
-        self._update(inputs[len(self.given) :])
+        trained = dict(zip(self.names, inputs[len(self.given) :], strict=True))
         args, options = _filled((self._args, self._options), inputs)
-        with packed.laid_out(self._layout):
+        with packed.laid_out(self._layout), self._parameters.replaced(trained):
             output = self._layer(*args, **options)
             # The structure of the output is kept, with placeholders for the returned arrays.
             self._output = tree_map(lambda leaf: _ARRAY if _is_floating(leaf) else leaf, output)
             return _floating(output)
 
     def result(self, outputs: list[mx.array]) -> Any:
-        """Return the layer's output with these arrays, and restore the layer's own parameters."""
-        self._update(self.trained)
+        """Return the layer's output with these arrays."""
         return _filled(self._output, outputs)
-
-    def _update(self, trained: Sequence[mx.array]) -> None:
-        self._parameters.assign(dict(zip(self.names, trained, strict=True)))
 
 
 def first_trained(layers: Sequence[nn.Module]) -> int:

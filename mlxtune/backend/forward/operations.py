@@ -77,7 +77,7 @@ class MlxOperations:
         self.joins = not plain
 
     def load(self) -> None:
-        """Do nothing, as MLX is already loaded."""
+        """Do nothing: MLX is already loaded."""
 
     def serves(self, dtype: mx.Dtype | None) -> bool:
         """Return True: MLX computes in any dtype."""

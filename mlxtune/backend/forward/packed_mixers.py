@@ -13,7 +13,8 @@ on the examples side by side:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -42,30 +43,25 @@ class Mixers:
         self, model: nn.Module, *, by_segments: bool, kernels: KernelsFor | None = None
     ) -> None:
         self.by_segments = by_segments
-        self._outputs: list[mx.array] = []
-        self._notes = False
+        self._recorded: list[mx.array] | None = None
         modules = [mixer for layer in model.layers for mixer in _find(layer)]
         self.count = len(modules)
         self._by_kernels = {} if kernels is None else _by_kernels(modules, kernels)
         self.restore = intercept(model, modules, [self._call] * len(modules))
 
-    def note(self) -> None:
-        """Collect the mixers' outputs in the next forward pass."""
-        self._outputs, self._notes = [], True
-
-    def stop_noting(self) -> None:
-        """Stop collecting outputs, because recomputed layers run their mixers again."""
-        self._notes = False
-
-    def take_outputs(self) -> list[mx.array]:
-        """Return the collected outputs, in order, and keep none."""
-        outputs, self._outputs, self._notes = self._outputs, [], False
-        return outputs
+    @contextmanager
+    def recording(self, outputs: list[mx.array] | None) -> Iterator[None]:
+        """Append the mixers' outputs inside the block to `outputs`, in order, unless it is None."""
+        self._recorded = outputs
+        try:
+            yield
+        finally:
+            self._recorded = None
 
     def _call(self, mixer: nn.Module, *args: Any, **options: Any) -> Any:
         output = self._run(mixer, *args, **options)
-        if self._notes:
-            self._outputs += [array for _, array in tree_flatten([output])]
+        if self._recorded is not None:
+            self._recorded += [array for _, array in tree_flatten([output])]
         return output
 
     def _run(self, mixer: nn.Module, *args: Any, **options: Any) -> Any:
@@ -164,7 +160,7 @@ class _Repacking:
         def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
             flat = cotangent.reshape(-1, cotangent.shape[-1])
             if layout.shared is None:
-                return gathered(flat, layout.places)[None]
+                return gathered(flat, layout.flat_indices)[None]
             tokens, indices = layout.shared
             # The gradients of padding are zeros.
             total, each = mx.split(gathered(flat, indices), [len(layout.positions)])

@@ -25,7 +25,7 @@ _FRACTION_OF_EMBEDDINGS = 0.25
 class Texts:
     """Three texts of equal length, two of which share a prefix, and the same texts in one sequence.
 
-    `places` maps each token of the sequence to its index in the concatenated texts.
+    `indices` maps each token of the sequence to its index in the concatenated texts.
     """
 
     def __init__(self, length: int, prefix: int) -> None:
@@ -34,7 +34,7 @@ class Texts:
             [(i * i + 3 * i + max(number - (i < prefix), 0)) % 10 for i in range(length)]
             for number in range(3)
         ]
-        self.places = [*range(length), *range(length + prefix, 3 * length)]
+        self.indices = [*range(length), *range(length + prefix, 3 * length)]
 
     def layout(self) -> Layout:
         """Return the sequence's layout, in which the first two texts share their prefix."""
@@ -52,7 +52,7 @@ class Texts:
     @property
     def packed(self) -> list[int]:
         """The tokens of the sequence."""
-        return [self.tokens[index // self.length][index % self.length] for index in self.places]
+        return [self.tokens[index // self.length][index % self.length] for index in self.indices]
 
 
 # Metal runs special kernels (`sdpa_vector`) if the number of queries times the number of query
@@ -110,7 +110,7 @@ class LayerInputs:
         """Record how far `packed` (1, N, ...) deviates from `alone`; return `alone` as a
         sequence.
         """
-        expected = alone.flatten(0, 1)[mx.array(self.texts.places)][None]
+        expected = alone.flatten(0, 1)[mx.array(self.texts.indices)][None]
         self.differences.append(_difference(expected, packed))
         self._dtypes.add(packed.dtype)
         return expected

@@ -20,7 +20,7 @@ _Calls = dict[str, list[tuple[nn.Module, mx.array]]]
 
 # The maximum number of columns of joined A matrices. A GPU multiplies tiles of this width, so
 # padding each B with zeros costs no time.
-MOST_COLUMNS = 64
+MAX_COLUMNS = 64
 
 
 class SharedInput:
@@ -161,7 +161,7 @@ def _tried(model: nn.Module) -> _Calls:
     # Layers below the first trained layer have no gradient.
     layers = list(model.layers)[first_trained(model.layers) :]
     every = [module for layer in layers for module in layer.modules()]
-    chosen = [m for m in every if type(m) in (LoRALinear, nn.Linear) and id(m) not in inner]
+    selected = [m for m in every if type(m) in (LoRALinear, nn.Linear) and id(m) not in inner]
     calls: _Calls = {}
 
     def record(module: nn.Module, x: mx.array) -> mx.array:
@@ -169,7 +169,7 @@ def _tried(model: nn.Module) -> _Calls:
         output: mx.array = module(x)
         return output
 
-    restore = intercept(model, chosen, [record] * len(chosen))
+    restore = intercept(model, selected, [record] * len(selected))
     try:
         getattr(model, "language_model", model)(mx.arange(_TOKENS)[None])
     finally:
@@ -196,7 +196,7 @@ def _groups(calls: Sequence[tuple[nn.Module, mx.array]]) -> Iterator[list[nn.Mod
     for group in inputs.values():
         with_lora = [module for module in group if isinstance(module, LoRALinear)]
         columns = sum(module.lora_a.shape[1] for module in with_lora)
-        alike = len({module.scale for module in with_lora}) < 2 and columns <= MOST_COLUMNS
+        alike = len({module.scale for module in with_lora}) < 2 and columns <= MAX_COLUMNS
         once = len({id(module) for module in group}) == len(group)
         if len(group) > 1 and alike and once:
             yield group

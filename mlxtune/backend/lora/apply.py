@@ -28,7 +28,7 @@ from mlxtune.backend.lora.targets import (
 from mlxtune.backend.workers.shards import ShardedLinear, shards_of
 from mlxtune.config import InstructConfig
 from mlxtune.config.lora_config import scale_of, target_ranks
-from mlxtune.core.formatting import join_few, pluralise
+from mlxtune.core.formatting import join_few, pluralize
 
 # Warn if experts account for more than this fraction of an adapter's parameters.
 _MOSTLY = 0.5
@@ -136,7 +136,7 @@ class LoRASummary:
         for target in self.config.targets:
             matching = [match for match in self.matches if is_named(match.path, target)]
             if len({bool(match.experts) for match in matching}) == 2:
-                layers = (f"{each.path} in {pluralise(each.layers, 'layer')}" for each in matching)
+                layers = (f"{each.path} in {pluralize(each.layers, 'layer')}" for each in matching)
                 yield f"{target} matches {', '.join(layers)}"
 
     def warnings(self) -> Iterator[str]:
@@ -145,7 +145,7 @@ class LoRASummary:
         names = {match.path.rsplit(".", 1)[-1] for match in trained}
         left = [match for match in self.matches if match.experts and not match.parameters]
         if left := [match for match in left if match.path.rsplit(".", 1)[-1] in names]:
-            layers = join_few(f"{each.path} in {pluralise(each.layers, 'layer')}" for each in left)
+            layers = join_few(f"{each.path} in {pluralize(each.layers, 'layer')}" for each in left)
             yield (
                 f"--targets {','.join(self.config.targets)} leaves experts untrained: {layers}: "
                 f"add {','.join(each.path for each in left)} to train them too"
@@ -165,7 +165,7 @@ class LoRASummary:
 def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
     """Freeze a model and put LoRA on the targets of its last `num_layers` layers (None: all).
 
-    No weights are read: `initialise` computes PiSSA's factors or loads `init_adapter`.
+    No weights are read: `initialize` computes PiSSA's factors or loads `init_adapter`.
 
     Raises ModelError if LoRA cannot be applied.
     """
@@ -176,10 +176,10 @@ def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
         adapted.append((path, lora_layer(module, path, rank, scale, config, dropout_keys)))
     model.freeze()
     model.update_modules(tree_unflatten(adapted))
-    return summarise(model, config, dropout_keys)
+    return summarize(model, config, dropout_keys)
 
 
-def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKeys) -> LoRASummary:
+def summarize(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKeys) -> LoRASummary:
     """Count the layers, projections and parameters with LoRA, and say how an adapter holds them."""
     num_layers = config.num_layers or len(model.layers)
     # A is (in, rank), or (experts, rank, in) for experts. An adapter file also contains PiSSA's

@@ -21,7 +21,7 @@ from mlxtune.backend.workers.shards import ShardedLinear
 from mlxtune.errors import ModelError
 
 # The lower bound of a row's squared norm, so that dividing by a zero row's norm stays finite.
-_SMALLEST_SQUARE = 1e-30
+_MIN_SQUARED_NORM = 1e-30
 
 
 @dataclass
@@ -271,7 +271,7 @@ class DoRALinear(LoRALinear):
         # B).
         low = self.scale * self.product(a.T) + (0.5 * self.scale**2) * ((a.T @ a) @ b)
         squares = self._squares + 2 * (b * low).sum(axis=0)
-        return mx.stop_gradient(mx.sqrt(mx.maximum(squares, _SMALLEST_SQUARE)))
+        return mx.stop_gradient(mx.sqrt(mx.maximum(squares, _MIN_SQUARED_NORM)))
 
     def compute_magnitudes(self) -> None:
         """Compute `m` now, so that only one layer's dequantised weight is in memory at a time."""

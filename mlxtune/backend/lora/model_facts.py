@@ -60,11 +60,11 @@ class ModelFacts:
     def costs(self, forward: Iterable[int], supervised: Iterable[int]) -> list[float]:
         """Return the number of multiplications by weights for each example, to balance workers.
 
-        `forward` and `supervised` count each example's tokens in the trunk and in the head.
+        `forward` and `supervised` count each example's tokens in the backbone and in the head.
         """
-        trunk = float(sum(m.inputs * m.width for layer in self.layers for m in layer.values()))
+        backbone = float(sum(m.inputs * m.width for layer in self.layers for m in layer.values()))
         head = float(self.vocab * self._hidden)
-        return [trunk * run + head * kept for run, kept in zip(forward, supervised, strict=True)]
+        return [backbone * run + head * kept for run, kept in zip(forward, supervised, strict=True)]
 
 
 def _matrix(module: nn.Module, used: int) -> Matrix:

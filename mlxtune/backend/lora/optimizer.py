@@ -14,7 +14,7 @@ from mlxtune.backend.lora.vectors import MULTIPLE, LoRAVectors
 from mlxtune.config import InstructConfig
 
 # Added to the norm before dividing by it, as in mlx.optimizers.clip_grad_norm.
-_SMALLEST_NORM = 1e-6
+_MIN_NORM = 1e-6
 
 
 class OptimizerUpdate(NamedTuple):
@@ -47,7 +47,7 @@ class LoRAOptimizer:
         self._ratios = 1.0, config.lr_ratio
         self._max_norm = config.max_grad_norm or math.inf
         self._adamw = optim.AdamW(
-            config.lr,
+            0.0,  # `_take` sets the rate of each step.
             betas=[0.9, 0.999],
             eps=1e-8,
             weight_decay=config.weight_decay,
@@ -85,17 +85,19 @@ class LoRAOptimizer:
         vectors: list[mx.array],
         gradients: list[mx.array],
         loss: mx.array,
-        rate: float,
+        learning_rate: float,
         after: OptimizerUpdate | None = None,
     ) -> OptimizerUpdate:
-        """Return the update of vectors by their gradients, at learning rate `rate`.
+        """Return the update of vectors by their gradients, at learning rate `learning_rate`.
 
         The update is `finite` only if `loss` is too. It continues from the uncommitted `after`, if
         given.
         """
         state = after.state if after else self.state
         step = self._compiled if compiles() else self._take
-        vectors, state, norm, finite = step(vectors, gradients, loss, state, mx.array(rate))
+        vectors, state, norm, finite = step(
+            vectors, gradients, loss, state, mx.array(learning_rate)
+        )
         return OptimizerUpdate(self._layout.matrices(vectors), vectors, state, norm, finite)
 
     def commit(self, update: OptimizerUpdate) -> None:
@@ -131,19 +133,19 @@ class LoRAOptimizer:
         gradients: list[mx.array],
         loss: mx.array,
         state: dict[str, Any],
-        rate: mx.array,
+        learning_rate: mx.array,
     ) -> tuple[list[mx.array], dict[str, Any], mx.array, mx.array]:
         # Summing each row first reduces rounding errors.
         squares = [
             mx.square(vector).reshape(-1, MULTIPLE).sum(axis=1).sum() for vector in gradients
         ]
         norm = mx.sqrt(sum(squares[1:], squares[0]))
-        scale = mx.minimum(self._max_norm / (norm + _SMALLEST_NORM), 1.0)
+        scale = mx.minimum(self._max_norm / (norm + _MIN_NORM), 1.0)
         step = state["step"] + 1
         updated, moments = [], []
         for i, ratio in zip(range(len(parameters)), self._ratios, strict=False):
             moment = {"m": state["m"][i], "v": state["v"][i]}
-            self._adamw.state = {"step": step, "learning_rate": rate * ratio}
+            self._adamw.state = {"step": step, "learning_rate": learning_rate * ratio}
             updated.append(self._adamw.apply_single(gradients[i] * scale, parameters[i], moment))
             moments.append(moment)
         new = {

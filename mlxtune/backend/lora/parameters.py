@@ -1,6 +1,7 @@
 """A model's trained parameters by name, read and assigned without a walk through the model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -33,6 +34,16 @@ class TrainedParameters:
             module, key = self._places[name]
             # Module's own __setitem__ is dict's.
             module[key] = value
+
+    @contextmanager
+    def replaced(self, values: Mapping[str, mx.array]) -> Iterator[None]:
+        """Assign parameters inside the block, and the present ones again after it."""
+        present = self.values()
+        try:
+            self.assign(values)
+            yield
+        finally:
+            self.assign(present)
 
 
 def _parent(module: nn.Module, name: str) -> nn.Module:

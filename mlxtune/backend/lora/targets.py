@@ -64,11 +64,11 @@ def choose_targets(model: nn.Module, config: InstructConfig) -> dict[str, nn.Mod
         raise ModelError(f"--num-layers {config.num_layers}: the model has {len(layers)} layers")
     layers = layers[-(config.num_layers or len(layers)) :]
     keys = _match(layers, config.targets)
-    chosen = {
+    selected = {
         id(module) for layer in layers for key, module in projections(layer).items() if key in keys
     }
     modules = {
-        name: module for name, module in projections_of(model).items() if id(module) in chosen
+        name: module for name, module in projections_of(model).items() if id(module) in selected
     }
     ranks = target_ranks(config.target_rank)
     used = {pattern_of(name, ranks) for name in modules}

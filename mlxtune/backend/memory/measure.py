@@ -39,7 +39,7 @@ _LAZY, _EAGER = (64, 192, 512), (32, 96, 256)
 # The number of layers of each kind in the passes (two in a lazy graph, which holds arrays of
 # neighbouring layers together), and the maximum number of layers. Passes with twice as many layers
 # show the memory that layers keep.
-_LAZY_LAYERS, _EAGER_LAYERS, _MOST_LAYERS = 2, 1, 4
+_LAZY_LAYERS, _EAGER_LAYERS, _MAX_LAYERS = 2, 1, 4
 # The weights of the size-based estimate in a fit to a pass, and to the difference between two
 # passes.
 _PRIOR, _PRIOR_OF_DIFFERENCE = 0.15, 0.5
@@ -62,17 +62,16 @@ def measure(
     """
     if shapes.graphs is not None:
         return None
-    began, measured = pipeline.forward.execution.recompute, Measured()
+    forward, measured = pipeline.forward, Measured()
     try:
         with allocator.peaks_kept():
             for recompute in modes:
-                pipeline.forward.set_recompute(recompute)
-                measured = _measured(pipeline, replace(shapes, measured=None), measured)
+                with forward.running_as(replace(forward.execution, recompute=recompute)):
+                    measured = _measured(pipeline, replace(shapes, measured=None), measured)
     # Any error may occur: layers may need unusual arguments, or not fit in memory.
     except Exception:  # noqa: BLE001
         return None
     finally:
-        pipeline.forward.set_recompute(began)
         allocator.release()
     return measured
 
@@ -84,7 +83,7 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
     lengths = _LAZY if operations.lazy else _EAGER
     layers = _LAZY_LAYERS if operations.lazy else _EAGER_LAYERS
     layers *= _covering(list(pipeline.forward.model.layers)[-shapes.layers :])
-    layers = min(layers, _MOST_LAYERS, shapes.layers)
+    layers = min(layers, _MAX_LAYERS, shapes.layers)
     many = min(layers if execution.recompute else 2 * layers, shapes.layers)
     micro_batches = [_group(pipeline, length) for length in lengths]
     size, loads = shapes.itemsize, [load for load, _ in micro_batches]
@@ -111,12 +110,12 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
 
 
 def _covering(layers: Sequence[nn.Module]) -> int:
-    """Return how many layers, from the last, include every kind; 1 if more than `_MOST_LAYERS`."""
+    """Return how many layers, from the last, include every kind; 1 if more than `_MAX_LAYERS`."""
     kinds = [
         str([(name, value.shape) for name, value in tree_flatten(layer.parameters())])
         for layer in layers
     ]
-    counts = range(1, _MOST_LAYERS + 1)
+    counts = range(1, _MAX_LAYERS + 1)
     return next((n for n in counts if set(kinds[-n:]) == set(kinds)), 1)
 
 
@@ -152,7 +151,6 @@ def _peaks(pipeline: InstructPipeline, count: int, inputs_of_each: Sequence[Step
                     peaks.append(allocator.peak_of(compute))
             finally:
                 shift.clear()
-                forward.trained.assign(parameters)
     return np.array(peaks, dtype=np.float64)
 
 
@@ -164,10 +162,10 @@ def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, 
     gradient of the input, as in the layers above.
     """
     shift: dict[int, mx.array] = {}
-    layers, chosen = list(model.layers), {id(layer) for layer in active}
+    layers, selected = list(model.layers), {id(layer) for layer in active}
 
     def run(layer: nn.Module, x: mx.array, *args: Any, **options: Any) -> Any:
-        if id(layer) not in chosen:
+        if id(layer) not in selected:
             return x
         if layer is active[0]:
             x = x + shift[0].astype(x.dtype)

@@ -1,5 +1,6 @@
 """Finds the shapes that a model's memory use depends on, before the model's weights are read."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,52 +53,75 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
 
     Raises ModelError if LoRA cannot be applied.
     """
-    dtype = getattr(mx, base.dtype)
     sizes = _matrices(base, config, memory)
+    # Our kernels compute on the CPU, without a queue.
+    queues = isinstance(memory, GraphMemory) and not on_cpu()
+    return ModelShapes(
+        itemsize=getattr(mx, base.dtype).size,
+        hidden=base.hidden_size,
+        layers=len(sizes),
+        graphs=graph_limits() if queues else None,
+        **_weights(base, config, sizes),
+        **_layers(base, sizes),
+        **_attention(base, len(sizes)),
+        **_head(base, memory),
+    )
+
+
+def _weights(
+    base: BaseModel, config: InstructConfig, sizes: Sequence[Sequence[_StoredMatrix]]
+) -> dict[str, Any]:
+    """Return the fields of `ModelShapes` that describe stored and trained parameters."""
     every = [matrix for layer in sizes for matrix in layer]
-    updated = [m for m in every if m.rank]
-    trained = sum(m.trained for m in updated)
-    if config.dora:
-        trained += sum(m.outputs for m in updated)
-    products = [sum(m.width for m in layer) for layer in sizes]
+    scaled = sum(m.outputs for m in every if m.rank) if config.dora else 0
+    trained = sum(m.trained for m in every if m.rank) + scaled
+    parameters = [value for _, value in tree_flatten(base.model.parameters())]
+    stored = sum(value.nbytes for value in parameters)
+    largest = max(parameters, key=lambda value: value.size)
+    return {
+        # PiSSA keeps and subtracts its initial factors, which are as large as LoRA's.
+        "weights": stored if config.init == "lora" else stored + 4 * trained,
+        "stored_itemsize": 0 if base.quantization else largest.itemsize,
+        "trainable": trained,
+        "scaled": scaled,
+        "largest_cast": max(m.cast for m in every),
+        "unpacked": max((m.entries for m in every if m.unpacked), default=0),
+    }
+
+
+def _layers(base: BaseModel, sizes: Sequence[Sequence[_StoredMatrix]]) -> dict[str, Any]:
+    """Return the fields of `ModelShapes` that describe a layer, besides its attention."""
+    layers = list(base.model.layers)
+    last = layers[-len(sizes) :]
     # A recurrence keeps outputs and states that are no wider than the convolution before it.
-    mixed = [_mixed(layer) for layer in list(base.model.layers)[-len(sizes) :]]
-    products = [each + width for each, width in zip(products, mixed, strict=True)]
+    mixed = [_mixed(layer) for layer in last]
+    products = [
+        sum(m.width for m in layer) + width for layer, width in zip(sizes, mixed, strict=True)
+    ]
     # A layer of experts gathers its inputs, or their gradients, for each expert.
     gathered = [sum(m.gathered for m in layer) for layer in sizes]
     given = [sum(m.width for m in layer if m.experts > 1) for layer in sizes]
-    parameters = [value for _, value in tree_flatten(base.model.parameters())]
-    return ModelShapes(
-        # PiSSA keeps and subtracts its initial factors, which are as large as LoRA's.
-        weights=sum(value.nbytes for value in parameters) + 4 * trained * (config.init != "lora"),
-        stored_itemsize=(
-            0 if base.quantization else max(parameters, key=lambda value: value.size).itemsize
-        ),
-        trainable=trained,
-        itemsize=dtype.size,
-        hidden=base.hidden_size,
-        vocab=base.own_vocab,
-        layers=len(sizes),
-        products=sum(products),
-        layer_products=max(map(sum, zip(products, gathered, strict=True))),
-        updated=max(sum(m.outputs for m in layer if m.rank) for layer in sizes),
-        **_attention(base, len(sizes)),
-        held_scores=_held_scores(base),
-        gathered=sum(gathered),
-        layer_gathered=max(map(sum, zip(gathered, given, strict=True))),
-        mixed=sum(mixed),
-        layer_mixed=max(mixed),
-        looped=sum(map(_looped, list(base.model.layers)[-len(sizes) :])),
-        layer_looped=max(map(_looped_block, base.model.layers)),
-        scaled=sum(m.outputs for m in updated) if config.dora else 0,
-        widest_product=max(m.width for m in every),
-        largest_cast=max((m.cast for m in every), default=0),
-        head_cast=_head_cast(base, dtype, memory),
-        plain_head=base.quantized_compute != QUANTIZED and not _caps(base, attention=False),
-        unpacked=max((m.entries for m in every if m.unpacked), default=0),
-        # Our kernels compute on the CPU, without a queue.
-        graphs=graph_limits() if isinstance(memory, GraphMemory) and not on_cpu() else None,
-    )
+    return {
+        "products": sum(products),
+        "layer_products": max(map(sum, zip(products, gathered, strict=True))),
+        "widest_product": max(m.width for layer in sizes for m in layer),
+        "updated": max(sum(m.outputs for m in layer if m.rank) for layer in sizes),
+        "gathered": sum(gathered),
+        "layer_gathered": max(map(sum, zip(gathered, given, strict=True))),
+        "mixed": sum(mixed),
+        "layer_mixed": max(mixed),
+        "looped": sum(map(_looped, last)),
+        "layer_looped": max(map(_looped_block, layers)),
+    }
+
+
+def _head(base: BaseModel, memory: MemoryUse) -> dict[str, Any]:
+    """Return the fields of `ModelShapes` that describe the head."""
+    return {
+        "vocab": base.own_vocab,
+        "head_cast": _head_cast(base, getattr(mx, base.dtype), memory),
+        "plain_head": base.quantized_compute != QUANTIZED and not _caps(base, attention=False),
+    }
 
 
 def _matrices(
@@ -107,8 +131,8 @@ def _matrices(
 
     Raises ModelError if LoRA cannot be applied.
     """
-    chosen = targets.choose_targets(base.model, config)
-    ranks = {id(module): targets.rank_of(path, config) for path, module in chosen.items()}
+    selected = targets.choose_targets(base.model, config)
+    ranks = {id(module): targets.rank_of(path, config) for path, module in selected.items()}
     dtype = getattr(mx, base.dtype)
     sizes = [
         [
@@ -186,6 +210,7 @@ def _attention(base: BaseModel, layers: int) -> dict[str, Any]:
         "scores": kept * heads * scored,
         "layer_scores": in_layer * heads,
         "window": int(window),
+        "held_scores": _held_scores(base),
     }
 
 

@@ -44,8 +44,8 @@ class Gather:
         indices = self._index
 
         def backward(_: Any, cotangent: mx.array, __: Any) -> mx.array:
-            sources, is_chosen, repeated = self._sources
-            gradient = gathered(cotangent, sources, is_chosen)
+            sources, is_selected, repeated = self._sources
+            gradient = gathered(cotangent, sources, is_selected)
             if repeated is not None:
                 rows, positions, is_one = repeated
                 gradient[rows] = gathered(cotangent, positions, is_one).sum(axis=1)
@@ -70,11 +70,11 @@ class Gather:
         sources[indices] = np.arange(total, dtype=np.int32)
         counts = np.bincount(indices, minlength=self._count)
         rows = np.flatnonzero(counts > 1).astype(np.int32)
-        chosen = mx.array(np.maximum(sources, 0)), mx.array(sources[:, None] >= 0)
+        selected = mx.array(np.maximum(sources, 0)), mx.array(sources[:, None] >= 0)
         if not len(rows):
-            return *chosen, None
+            return *selected, None
         positions = np.zeros((len(rows), counts.max()), dtype=np.int32)
         for i, row in enumerate(rows):
             positions[i, : counts[row]] = np.flatnonzero(indices == row)
         is_one = np.arange(counts.max()) < counts[rows, None]
-        return *chosen, (mx.array(rows), mx.array(positions), mx.array(is_one[..., None]))
+        return *selected, (mx.array(rows), mx.array(positions), mx.array(is_one[..., None]))

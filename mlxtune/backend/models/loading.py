@@ -17,6 +17,7 @@ from mlxtune.backend.models.model_config import misfit
 from mlxtune.backend.models.model_folder import (
     NOT_TEXT,
     check_weights,
+    incomplete,
     read_config,
     weight_names,
     without_wildcards,
@@ -44,7 +45,7 @@ from mlxtune.backend.models.stored_layers import (
 )
 from mlxtune.config.data_config import AS_STORED, BaseOptions
 from mlxtune.core.files.hashing import base_fingerprint
-from mlxtune.core.formatting import pluralise, short_number
+from mlxtune.core.formatting import pluralize, short_number
 from mlxtune.errors import ModelError, one_line
 
 # The ways to compute a product with quantised weights.
@@ -87,7 +88,7 @@ class BaseModel:
             quantization = f"quantised{when} ({self.quantization}), "
         others = (
             "; only its language part is used: "
-            f"{pluralise(self.passed_over, 'tensor')} for images or sound passed over"
+            f"{pluralize(self.passed_over, 'tensor')} for images or sound passed over"
         )
         unpacked = ", matrices dequantised for each use"
         return (
@@ -145,13 +146,13 @@ def prepare(
         if quantize in MLX_FORMATS:
             # Before the dtype is chosen: `auto` means the dtype of the weights to quantise.
             convert_dtype(model, config)
-        chosen = _choose_dtype(model, dtype)
+        compute_dtype = _choose_dtype(model, dtype)
         stored = config.get("quantization")
         quantization = describe_format(stored) if stored else None
         if quantize is not None:
             quantization = quantize_lazily(model, config, quantize, options.double_quant)
-        _cast(model, chosen)
-        compute = compute_quantized(model, chosen, options.quantized_compute)
+        _cast(model, compute_dtype)
+        compute = compute_quantized(model, compute_dtype, options.quantized_compute)
         text_config = _text_config(config)
         # This builds a graph without computing it, to expose config values of the wrong type.
         model(mx.zeros((1, 2), mx.int32))
@@ -166,7 +167,7 @@ def prepare(
         model_type=config["model_type"],
         num_layers=len(model.layers),
         parameters=get_total_parameters(model),
-        dtype=str(chosen).removeprefix("mlx.core."),
+        dtype=str(compute_dtype).removeprefix("mlx.core."),
         quantization=quantization,
         vocab_size=vocab_size,
         hidden_size=int(text_config.get("hidden_size") or config.get("hidden_size") or 0),
@@ -195,6 +196,10 @@ def load_lazily(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, dic
     except Exception as error:
         if problem := misfit(error, config):
             raise ModelError(f"{folder / 'config.json'}: {problem}") from error
+        # Other errors are mlx-lm's own, such as the name of a variable.
+        problem = one_line(error) if isinstance(error, ValueError) else ""
+        if known := incomplete(folder, config, problem):
+            raise ModelError(known) from error
         raise _broken(folder, error) from error
 
 
@@ -208,8 +213,8 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def base_record(base: BaseModel) -> dict[str, Any]:
     """Return the record of a base for its adapters: its fingerprint, and how it was quantised."""
-    quantised = {"quantize": base.quantize, "double_quant": base.double_quant}
-    return {"base": base_fingerprint(base.folder), **(quantised if base.quantize else {})}
+    quantized = {"quantize": base.quantize, "double_quant": base.double_quant}
+    return {"base": base_fingerprint(base.folder), **(quantized if base.quantize else {})}
 
 
 def slow_products(base: BaseModel) -> str | None:
@@ -223,7 +228,7 @@ def slow_products(base: BaseModel) -> str | None:
 
 
 def timed_products(base: BaseModel, tokens: int) -> TimedProducts | None:
-    """Time products in each form on a GPU; return None if there is no choice."""
+    """Time quantised and dequantised matmul on a GPU; return None if there is no choice."""
     if on_cpu() or base.quantized_compute != QUANTIZED:
         return None
     return time_products(base.model, getattr(mx, base.dtype), tokens)

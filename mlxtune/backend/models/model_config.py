@@ -8,7 +8,7 @@ from typing import Any
 from mlxtune.backend.models.config_keys import PARTS
 
 # The maximum for counts that libraries turn into lists, in some cases just to load the tokenizer.
-_MOST = 10_000
+_MAX_COUNT = 10_000
 # The maximum width of a matrix or size of a vocabulary: forty times the largest known.
 _WIDEST = 10_000_000
 # Keys that count layers; Gemma 3n's vocab_size_per_layer_input is not such a key.
@@ -30,9 +30,9 @@ _NUMBER = re.compile(rf"{_ABOVE_ZERO.pattern}|.*(?:eps|epsilon)")
 # Values that must be finite; Mamba's time_step_limit is not among them, as it may be infinite.
 _FINITE = re.compile(r".*(?:eps|epsilon|theta|base_freq|factor|scale|scaling|multiplier)")
 # The maximum for factors and bases; the maximum for an epsilon is 1.
-_LARGEST = 1e15
+_MAX_NUMBER = 1e15
 # The number of digits that are read from a number given as text.
-_LONGEST_NUMBER = 20
+_MAX_NUMBER_CHARS = 20
 # The values that MLX supports for each parameter of a quantised format.
 FORMATS: dict[str, tuple[Any, ...]] = {
     "group_size": (16, 32, 64, 128),
@@ -65,8 +65,8 @@ _KINDS = re.compile(
 def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the problems of a config and of the language model's part of it."""
     for name, count in counts(config, _LISTED):
-        if count > _MOST:
-            yield f"{name} is more than {_MOST:,}"
+        if count > _MAX_COUNT:
+            yield f"{name} is more than {_MAX_COUNT:,}"
             return
     for part in (config, *(config.get(name) for name in PARTS)):
         if isinstance(part, Mapping):
@@ -96,7 +96,7 @@ def _senseless_number(name: str, value: Any) -> str | None:
         return None
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value}, not a finite number"
-    if abs(value) > (most := 1 if "eps" in name else _LARGEST):
+    if abs(value) > (most := 1 if "eps" in name else _MAX_NUMBER):
         return f"{value:.3g}, more than {most:g}"
     if value <= 0 and _ABOVE_ZERO.fullmatch(name):
         return f"{value}, not above 0"
@@ -119,7 +119,7 @@ def counts(config: Mapping[str, Any], names: re.Pattern[str]) -> Iterator[tuple[
             elif isinstance(value, list) or (isinstance(value, str) and "pattern" in name):
                 yield name, len(value)
             elif isinstance(value, str) and value.isdecimal():
-                yield name, int(value[:_LONGEST_NUMBER])
+                yield name, int(value[:_MAX_NUMBER_CHARS])
 
 
 def _no_counts(config: Mapping[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 from mlx_lm import utils as mlx_lm_utils
 
@@ -20,7 +20,9 @@ from mlxtune.config.limits import INDEX, TOKENIZER, VOCABULARY, TooLarge, limits
 from mlxtune.core.files import reading
 from mlxtune.core.files.scratch import linked_folder
 from mlxtune.core.files.tensor_files import TensorInfo, read_header
-from mlxtune.errors import ModelError, one_line
+from mlxtune.core.formatting import join_few
+from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
+from mlxtune.errors import ModelError, one_line, shorten
 from mlxtune.hub.client import check_responses, reason
 
 # The files that tokenizers and templates need.
@@ -98,11 +100,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
     """
     path = folder / "config.json"
     if not path.exists():
-        if within := sorted(folder.glob("*/config.json")):
-            nested = within[0].parent
-            raise ModelError(f"{folder} has no config.json: name a folder in it, such as {nested}")
-        others = _other_weights(folder) or "is this a model folder?"
-        raise ModelError(f"{folder} has no config.json: {others}")
+        raise ModelError(_not_a_model(folder))
     check_files(folder)
     try:
         config = mlx_lm_utils.load_config(folder)
@@ -129,6 +127,21 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
             f"or remove {'it' if one else 'them'} if nothing depends on {'it' if one else 'them'}"
         )
     return config
+
+
+def _not_a_model(folder: Path) -> str:
+    """Return what a folder without config.json is, and what to do."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        if "peft_type" in json_object(folder / ADAPTER_CONFIG):
+            return f"{folder} is a PEFT adapter, not a model: convert it with mlxtune import"
+        return (
+            f"{folder} is an adapter, not a model: name its base model as --model-path, and the "
+            "adapter as --adapter, or as --init-adapter to train it further"
+        )
+    # Hugging Face's cache has a folder of each revision in `snapshots`.
+    if within := sorted((*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json"))):
+        return f"{folder} has no config.json: name a folder in it, such as {within[0].parent}"
+    return f"{folder} has no config.json: {_other_weights(folder) or 'is this a model folder?'}"
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> str:
@@ -178,7 +191,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
-    """Raise ModelError unless a file of model code is trusted, and in the model's folder."""
+    """Raise ModelError unless a file of model code is trusted and in the model's folder."""
     if not trusted:
         raise ModelError(
             f"{path}: asks to run {file!r:.100} from its folder: read that file, then add "
@@ -247,13 +260,48 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
         others = _other_weights(folder) or "download it again"
         raise ModelError(f"{folder} has no weights (model*.safetensors): {others}")
     if problem := next(weight_problems(headers, config), None):
-        raise ModelError(f"{folder}: its weights are broken: {problem}: download it again")
+        known = incomplete(folder, config, problem)
+        raise ModelError(known or f"{folder}: its weights are broken: {problem}: download it again")
     for name, count in counts(config, LAYERS):
         if count > tensors:
             raise ModelError(
                 f"{folder / 'config.json'}: {name} is {count}, but the weights have only {tensors} "
                 "tensors: the two do not belong together: download the model again"
             )
+
+
+def incomplete(folder: Path, config: Mapping[str, Any], problem: str) -> str | None:
+    """Return why a folder is not to be loaded, and what to do, if its other files say why.
+
+    Only a folder with a problem is incomplete: mlx-lm converts some formats of other tools, and
+    reads no index, which may list files of an earlier version.
+    """
+    stored = next(_foreign_formats(config), None)
+    if stored is not None:
+        detail = f" ({problem})" if problem else ""
+        return (
+            f"{folder} is quantised with {stored:.40}, and mlx-lm cannot load it{detail}: download "
+            "the unquantised model, and add --quantize 4 if memory is short, or one made for MLX"
+        )
+    index = json_object(folder / "model.safetensors.index.json").get("weight_map")
+    listed = {name for name in index.values() if isinstance(name, str)} if _is_map(index) else ()
+    if missing := sorted(name for name in listed if not (folder / name).exists()):
+        names = join_few(map(shorten, missing))
+        return f"{folder} lacks {names}, which its index lists: download the rest"
+    return None
+
+
+def _is_map(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
+def _foreign_formats(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of formats of quantised weights other than MLX's own."""
+    parts = (config, config.get("text_config"))
+    for part in (part for part in parts if _is_map(part) and not part.get("quantization")):
+        stored = part.get("quantization_config")
+        if _is_map(stored) and isinstance(method := stored.get("quant_method"), str):
+            yield method
 
 
 def _other_weights(folder: Path) -> str:
@@ -273,7 +321,7 @@ def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 
     With these problems, MLX or mlx-lm would fail or crash.
     """
-    quantised = is_quantized(config)
+    quantized = is_quantized(config)
     for name, info in tensors.items():
         if NOT_TEXT.search(name) or not _LOADED.fullmatch(name):
             continue
@@ -282,7 +330,7 @@ def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
         scaled = info.dtype in _SCALED and any(stem + scale in tensors for scale in _SCALES)
         if info.dtype not in known and not scaled:
             yield f"{name:.100} is {info.dtype}, not one of {', '.join(known)}"
-        elif quantised and kind == "scales" and f"{stem}.weight" in tensors:
+        elif quantized and kind == "scales" and f"{stem}.weight" in tensors:
             yield from _scales_problems(stem, tensors)
 
 
@@ -325,7 +373,7 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
             ) from error
         if twice := tensors.keys() & header.keys():
             raise ModelError(
-                f"{path} has {min(twice):.100}, which another weight file beside it has too: "
+                f"{path} and another weight file both have {min(twice):.100}: "
                 "remove the file that does not belong to the model"
             )
         tensors |= header

@@ -53,7 +53,7 @@ class Layout:
     def padded_indices(self) -> mx.array:
         """The examples as rows, int32 (B, T).
 
-        Each entry is a token's place in the sequence. Shorter examples are padded with place 0.
+        Each entry is a token's index in the sequence. Shorter examples are padded with index 0.
         """
         return mx.array(np.maximum(self._padded[0], 0))
 
@@ -64,8 +64,8 @@ class Layout:
         return rows, width
 
     @cached_property
-    def places(self) -> mx.array:
-        """A place in the flattened `padded_indices` of each token of the sequence: int32 (N,)."""
+    def flat_indices(self) -> mx.array:
+        """One index of each token of the sequence in the flattened `padded_indices`: int32 (N,)."""
         return mx.array(self._padded[1])
 
     @cached_property
@@ -75,9 +75,9 @@ class Layout:
 
     @cached_property
     def owners(self) -> mx.array:
-        """The token of each place in the flattened `padded_indices`, int32 (B * T,).
+        """The token at each index of the flattened `padded_indices`, int32 (B * T,).
 
-        -1 for padding, and for all but one place of a token that several rows share.
+        -1 for padding, and for all but one index of a token that several rows share.
         """
         rows, first = self._padded
         owners = np.full(rows.size, -1, dtype=np.int32)
@@ -91,30 +91,30 @@ class Layout:
 
     @cached_property
     def every_index(self) -> tuple[mx.array, mx.array]:
-        """All places of each token in the flattened `padded_indices`.
+        """All indices of each token in the flattened `padded_indices`.
 
-        The places of token n are the entries `starts[n]` to `starts[n + 1]` of the second array;
+        The indices of token n are the entries `starts[n]` to `starts[n + 1]` of the second array;
         `starts` is int32 (N + 1,).
         """
-        starts, places = self._places_by_token
-        return mx.array(starts), mx.array(places)
+        starts, flat_indices = self._flat_indices_by_token
+        return mx.array(starts), mx.array(flat_indices)
 
     @cached_property
     def to_packed(self) -> Gather:
         """Selects the sequence's tokens, in order, from the flattened `padded_indices`."""
-        rows, places = self._padded
-        return Gather(places, rows.size)
+        rows, flat_indices = self._padded
+        return Gather(flat_indices, rows.size)
 
     @cached_property
     def shared(self) -> tuple[mx.array, mx.array] | None:
-        """The tokens that several rows share, int32 (S,), and places in the flattened
+        """The tokens that several rows share, int32 (S,), and indices in the flattened
         `padded_indices`.
 
-        The second array, int32 (N + S * R,), is `places`, then R places for each shared token,
-        padded at the end if fewer than R rows share it. None if no token is shared.
+        The second array, int32 (N + S * R,), is `flat_indices`, then R entries for each shared
+        token, padded at the end if fewer than R rows share it. None if no token is shared.
         """
         rows, first = self._padded
-        starts, order = self._places_by_token
+        starts, order = self._flat_indices_by_token
         counts = np.diff(starts)
         tokens = np.flatnonzero(counts > 1).astype(np.int32)
         if not len(tokens):
@@ -127,8 +127,8 @@ class Layout:
         return mx.array(tokens), mx.array(np.concatenate([first, indices.reshape(-1)]))
 
     @cached_property
-    def _places_by_token(self) -> tuple[Ints, Ints]:
-        """`every_place` as numpy arrays."""
+    def _flat_indices_by_token(self) -> tuple[Ints, Ints]:
+        """`every_index` as numpy arrays."""
         flat = self._padded[0].reshape(-1)
         counts = np.bincount(flat[flat >= 0], minlength=len(self.positions))
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -137,7 +137,7 @@ class Layout:
 
     @cached_property
     def _padded(self) -> tuple[Ints, Ints]:
-        """`padded_indices`, with -1 for padding, and `places`."""
+        """`padded_indices`, with -1 for padding, and `flat_indices`."""
         continued = {segment.parent for segment in self.segments}
         ends = [segment for i, segment in enumerate(self.segments) if i not in continued]
         unpadded = []

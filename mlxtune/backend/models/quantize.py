@@ -53,12 +53,12 @@ def quantize_lazily(
     group = parameters["group_size"]
     convert_dtype(model, config)
 
-    def chosen(path: str, module: nn.Module) -> Any:
+    def parameters_for(path: str, module: nn.Module) -> Any:
         fits = hasattr(module, "to_quantized") and module.weight.shape[-1] % group == 0
         return fits and (predicate is None or predicate(path, module))
 
     weights = {path: module.weight for path, module in model.named_modules() if "weight" in module}
-    nn.quantize(model, **parameters, class_predicate=chosen)
+    nn.quantize(model, **parameters, class_predicate=parameters_for)
     for path, module in model.named_modules():
         if "scales" in module:
             _quantize_in_parts(module, weights[path])

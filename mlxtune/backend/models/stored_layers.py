@@ -238,11 +238,11 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
     which MLX has no products, is always dequantised. Returns the choice, or None if nothing is
     quantised.
     """
-    quantised = [module for _, module in model.named_modules() if "scales" in module]
-    if not quantised:
+    quantized = [module for _, module in model.named_modules() if "scales" in module]
+    if not quantized:
         return None
     if option == "auto":
-        native = any(module.mode != "nf4" for module in quantised)
+        native = any(module.mode != "nf4" for module in quantized)
         option = QUANTIZED if native and not on_cpu() else DEQUANTIZED
 
     def make(module: nn.Module) -> nn.Module | None:

@@ -32,10 +32,11 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.objectives.policy import StepObjective
 from mlxtune.core.run.metrics import InstructBatchResult
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths
+from mlxtune.core.training.pipeline import StepOutcome
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
-from mlxtune.errors import NonFiniteLossError
 
 # The remedy that an error names if memory is too small for one example.
 _LESS_MEMORY = "lower --max-seq-len or --num-layers, set --grad-checkpoint on, or use --quantize 4"
@@ -47,6 +48,11 @@ class Engine:
         built      the graph of loss, gradients and update exists; nothing is computed
         launched   the device computes the graph, while the host may build the next step
         committed  model and optimizer have the update
+
+    The host builds a step while the device computes the previous one, if it can be built ahead:
+
+        host     build 1   launch 1   build 2   wait, commit 1   launch 2   build 3   wait, …
+        device             compute 1 ........................    compute 2 ...............
 
     A fault of the GPU returns a launched step to its start: it is built and launched again. If a
     step has several micro-batches, the device computes one while the next is built. With several
@@ -95,26 +101,37 @@ class Engine:
         self.optimizer.adopt(self.forward.model)
         self.optimizer.take_from_file(state)
         self.committed_steps = steps
-        self.batches.limit(min(max_tokens, self.batches.max_tokens))
+        self.batches.max_tokens = min(max_tokens, self.batches.max_tokens)
 
-    def halve(self, examples: Sequence[Example]) -> int | None:
+    def run_as(self, execution: Execution) -> None:
+        """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
+        self.forward.run_as(execution)
+        self.batches.max_tokens = execution.micro_batch_tokens
+
+    def halve(self, lengths: StepLengths) -> int | None:
         """Halve the limit of micro-batches in tokens, for a step's examples, and return it.
 
         Returns None if it cannot be halved.
         """
-        return self.batches.halve(self.new_step(examples).lengths)
+        half = self.batches.half(lengths)
+        self.batches.max_tokens = half or self.batches.max_tokens
+        return half
 
     # The states of a step
 
     def start_step(
-        self, examples: Sequence[Example], number: int | None, rate: float, requests: Requests
+        self,
+        examples: Sequence[Example],
+        number: int | None,
+        learning_rate: float,
+        requests: Requests,
     ) -> OptimizerStep:
         """Build and launch a step at a learning rate, and return it without waiting for it.
 
         If possible, the step is built while the device computes the previous step, which is
         committed before this step is launched.
         """
-        step = self.new_step(examples, number, rate, requests)
+        step = self.new_step(examples, number, learning_rate, requests)
         if self._can_build_ahead(step):
             self.accumulate(step, after=self.launched)
         if not self.commit_launched():
@@ -132,7 +149,7 @@ class Engine:
         self,
         examples: Sequence[Example],
         number: int | None = None,
-        rate: float | None = None,
+        learning_rate: float | None = None,
         requests: Requests = NO_REQUESTS,
     ) -> OptimizerStep:
         """Return a step that is not built; by default, its number follows the launched step's."""
@@ -143,7 +160,7 @@ class Engine:
         indices = self._own_indices(lengths)
         own_examples, own_lengths = [training[i] for i in indices], lengths.only(indices)
         return OptimizerStep(
-            examples, number, rate, indices, own_examples, own_lengths, self.commit, requests
+            examples, number, learning_rate, indices, own_examples, own_lengths, requests
         )
 
     def _can_build_ahead(self, step: OptimizerStep) -> bool:
@@ -162,7 +179,7 @@ class Engine:
 
     def _attempts(self, step: OptimizerStep) -> Iterator[Attempt]:
         """Yield a context for each attempt at work on a step; see `GraphRunner.attempts`."""
-        return self.runner.attempts(step.lengths, self.batches.halve)
+        return self.runner.attempts(step.lengths, self.halve)
 
     def accumulate(self, step: OptimizerStep, after: OptimizerStep | None = None) -> None:
         """Build a step: the gradients of its micro-batches, then the update.
@@ -172,35 +189,32 @@ class Engine:
         """
         forward = self.forward
         before = None if after is None or after.built is None else after.built.update
-        own = forward.trained.values()
-        vectors = self.optimizer.vectors(own, before)
+        vectors = self.optimizer.vectors(forward.trained.values(), before)
         if not forward.model.training:
             forward.model.train()
         parameters = self.vectors.matrices_of_step(vectors)
         total = StepGradients(self._loss(step))
         compute = self.phases.gradients if self.phases.timer else forward.gradients
-        try:
-            for micro_batch, batch in self.batches.iterate(step.own_examples, step.lengths):
-                if total.micro_batches:
-                    # The device computes a micro-batch while the next one is built.
-                    self.runner.start(total.graph)
-                arguments = self._arguments(step, total, micro_batch, batch.counts)
-                self.runner.note_outputs(micro_batch.tokens)
-                inputs = self.inputs(batch, step.number)
-                # NumPy need not warn: `commit` reports a loss that is not finite.
-                with np.errstate(all="ignore"):
-                    values, gradients = compute(parameters, inputs, *arguments)
-                self._add(step, total, micro_batch, values, gradients)
-        finally:
-            # Tracing has replaced the model's parameters with arrays of the trace.
-            forward.trained.assign(own)
+        for micro_batch, batch in self.batches.iterate(step.own_examples, step.lengths):
+            if total.counts.micro_batches:
+                # The device computes a micro-batch while the next one is built.
+                self.runner.start(total.graph)
+            arguments = self._arguments(step, total, micro_batch, batch.counts)
+            inputs = self.inputs(batch, step.number)
+            outputs = self.runner.new_outputs(micro_batch.tokens)
+            # NumPy need not warn: the outcome reports a loss that is not finite.
+            with np.errstate(all="ignore"):
+                values, gradients = compute(parameters, inputs, *arguments, outputs)
+            self._add(step, total, micro_batch, outputs, values, gradients)
         total.finish(vectors, forward.loss_scale)
         if self._workers.world_size > 1:
             self._sum_over_workers(total, step.requests)
         total.use_known_loss()
-        if step.rate is not None:
+        if step.learning_rate is not None:
             total.set_update(
-                self.optimizer.update(vectors, total.gradients, total.loss, step.rate, before)
+                self.optimizer.update(
+                    vectors, total.gradients, total.loss, step.learning_rate, before
+                )
             )
         step.built = total
 
@@ -221,35 +235,41 @@ class Engine:
         step: OptimizerStep,
         total: StepGradients,
         micro_batch: MicroBatch,
+        outputs: list[mx.array] | None,
         values: Sequence[mx.array],
         gradients: Mapping[str, mx.array],
     ) -> None:
         """Add a micro-batch's values and gradients to the step's, and set the graph to compute."""
         tokens, padding = micro_batch.tokens, micro_batch.padding(step.lengths.forward)
         total.add(values, self.vectors.join_gradients(gradients), tokens, padding)
-        graph = self.runner.graph(tokens, gradients, total.loss, total.gradients, total.values)
-        total.compute_by(graph)
-        allocator.relieve_pressure()
+        sums = total.loss, total.gradients, total.values
+        total.compute_by(self.runner.graph(tokens, outputs, gradients, *sums))
+        allocator.clear_cache_near_limit()
 
     def launch(self, step: OptimizerStep) -> None:
         """Make the device compute a built step, without waiting for it."""
         assert step.built is not None
-        # `commit` handles errors, and tries again.
+        # `_commit` handles errors, and tries again.
         with suppress(RuntimeError, MemoryError):
             self.runner.start(step.built.graph)
         self.launched = step
 
     def commit_launched(self) -> bool:
         """Commit the launched step, if any; return False if it had to be built again."""
-        return self.launched is None or self.commit(self.launched)
+        return self.launched is None or self._commit(self.launched)
 
-    def commit(self, step: OptimizerStep) -> bool:
+    def wait(self, step: OptimizerStep) -> StepOutcome:
+        """Commit a launched step, unless it is committed already; return its outcome."""
+        if step.outcome is None:
+            self._commit(step)
+        assert step.outcome is not None
+        return step.outcome
+
+    def _commit(self, step: OptimizerStep) -> bool:
         """Wait for a launched step and apply it; return False if it had to be built again.
 
         Raises MemoryLimitError or GpuError if all attempts fail; the model is then unchanged.
         """
-        if step.outcome is not None:
-            return True
         count = 0
         for attempt in self._attempts(step):
             count += 1
@@ -257,7 +277,6 @@ class Engine:
                 total = self._compute(step)
         self.launched = None
         step.outcome = self._apply(step, total)
-        step.ended = time.perf_counter()
         return count == 1
 
     def gradients(self, step: OptimizerStep) -> StepGradients:
@@ -269,17 +288,15 @@ class Engine:
         return total
 
     def _compute(self, step: OptimizerStep) -> StepGradients:
-        """Wait for a step's graph, which is built if it is not yet, or no longer."""
+        """Wait for a step's graph, which is built first if it is missing."""
         if step.built is None:
             self.accumulate(step)
         total = step.take()
         self.runner.finish(total.graph)
         return total
 
-    def _apply(
-        self, step: OptimizerStep, total: StepGradients
-    ) -> InstructBatchResult | NonFiniteLossError:
-        """Apply an update to the model and the optimizer; return the step's result or its error."""
+    def _apply(self, step: OptimizerStep, total: StepGradients) -> StepOutcome:
+        """Apply an update to the model and the optimizer; return the step's outcome."""
         update, step_loss, dtype = total.update, total.step_loss, self.forward.dtype
         assert update is not None
         if step.number == 1 and not self._config.dropout:
@@ -288,28 +305,26 @@ class Engine:
         self.runner.warn_of_limit()
         self.forward.trained.assign(update.parameters)
         self.optimizer.commit(update)
-        allocator.relieve_pressure()
+        allocator.clear_cache_near_limit()
         self.phases.end("optimizer")
-        loss, grad_norm = float(total.loss), float(update.norm)
-        counts = total.own_counts
-        if total.counts is not None:
-            *counts, stop, save = map(round, total.counts.tolist())
-            step.agreed = Requests(stop > 0, save > 0)
+        loss, grad_norm, counts = float(total.loss), float(update.norm), total.all_counts()
         if not update.finite:
-            return step.not_finite(loss, grad_norm)
+            problem = step.not_finite(loss, grad_norm)
+            return StepOutcome(problem, step.started, time.perf_counter(), counts.requests)
         self.committed_steps = step.number
-        return InstructBatchResult(
+        result = InstructBatchResult(
             avg_loss=loss,
             total_response_tokens=step_loss.tokens,
             perplexity=perplexity(loss),
             grad_norm=grad_norm,
             total_tokens=step_loss.total_tokens,
             memory=allocator.last_peak_bytes(),
-            micro_batches=counts[0],
-            run_tokens=counts[1],
-            padding=counts[2],
+            micro_batches=counts.micro_batches,
+            run_tokens=counts.forward_tokens,
+            padding=counts.padding,
             metrics=metrics,
         )
+        return StepOutcome(result, step.started, time.perf_counter(), counts.requests)
 
     # The parts of a step
 
@@ -353,13 +368,13 @@ class Engine:
 
     def _sum_over_workers(self, total: StepGradients, requests: Requests) -> None:
         """Add the other workers' sums, and their requests, to this worker's."""
-        workers, own = self._workers, total.own_counts
+        workers, own = self._workers, total.counts.requesting(requests)
         if workers.shards_model:
             # By name, because the gradients that all workers compute (`alike`) count only once.
             named = self.vectors.matrices(total.gradients)
             alike = self._lora.alike
-            loss, named, counts = workers.sum_step(total.loss, named, own, requests, alike)
+            loss, named, counts = workers.sum_step(total.loss, named, own, alike)
             gradients = self.vectors.join(named)
         else:
-            loss, gradients, counts = workers.sum_step(total.loss, total.gradients, own, requests)
+            loss, gradients, counts = workers.sum_step(total.loss, total.gradients, own)
         total.merge(loss, gradients, counts, [workers.sum_own(value) for value in total.values])

@@ -21,8 +21,7 @@ from mlxtune.backend.step.runner import GraphRunner
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.core.data.encode import Example, forward_tokens, predicted_tokens
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.graph_memory import vocabulary_block
-from mlxtune.core.steps.memory_in_flight import QueuedWork
+from mlxtune.core.steps.graph_memory import EvaluationMemory
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
 from mlxtune.core.steps.micro_batch import AT_ONCE, MicroBatch, PaddedBatch, rows_of
@@ -31,14 +30,8 @@ from mlxtune.core.steps.pack import Pack, StepLengths
 # The maximum number of tokens in a batch, the number of operations per parameter and token, and the
 # maximum number of operations in a batch. Such a batch takes about a second on a fast GPU, or ten
 # seconds on two CPU cores, and may delay Ctrl-C for as long.
-_MOST_TOKENS, _OPERATIONS = 16384, 2
-_GPU_OPERATIONS, _CPU_OPERATIONS = 1e13, 1e12
-# The numbers of copies in memory at a time: of a layer's outputs, of attention's scores if they are
-# kept, and of a chunk's logits.
-_PRODUCTS, _SCORES, _LOGITS = 4, 2, 5
-# The number of kernels in a layer's forward pass, and of array entries read for each allocated,
-# counted in the graph of Qwen3.
-_KERNELS, _READ = 35, 2
+_MAX_TOKENS, _FLOPS_PER_PARAMETER = 16384, 2
+_MAX_GPU_FLOPS, _MAX_CPU_FLOPS = 1e13, 1e12
 
 _Floats = npt.NDArray[np.float64]
 Keys = Callable[[PaddedBatch | Pack], mx.array | None]
@@ -71,11 +64,14 @@ class LossEvaluator:
         self._most = most_tokens(parameters)
         # The largest batch, in tokens, once memory has run out in an evaluation.
         self._lowered = sys.maxsize
-        self._memory = EvaluationMemory(forward, other_bytes)
+        self._memory = evaluation_memory(forward)
+        weights = sum(array.nbytes for _, array in tree_flatten(forward.model.parameters()))
+        self._in_use = weights + other_bytes
+        self._free = mx.get_memory_limit() / (1 + MARGIN) - self._in_use
 
     def limit_memory(self, most: int) -> None:
         """Limit batches' memory peak to `most` bytes, unless training's micro-batches need more."""
-        self._memory.limit(most)
+        self._free = min(self._free, most - self._in_use)
 
     def compute(
         self,
@@ -157,30 +153,40 @@ class LossEvaluator:
         def read(micro_batch: MicroBatch, counts: Sequence[int], each: _Floats) -> None:
             store([part[i] for i in micro_batch.examples], counts, each)
 
-        chosen = [examples[i] for i in part]
-        lengths = self._training.lengths(chosen)
-        batches = self._batches_of(lengths)
-        allowed = batches.max_tokens
-        try:
-            for attempt in self._runner.attempts(lengths, batches.halve):
-                with attempt:
-                    self._compute(batches.iterate(chosen, lengths), read, on_progress, keys)
-        finally:
-            if batches.max_tokens < allowed:
-                self._most = self._lowered = batches.max_tokens
+        selected = [examples[i] for i in part]
+        lengths = self._training.lengths(selected)
+        for attempt in self._runner.attempts(lengths, self._halve):
+            with attempt:
+                batches = self._batches_of(lengths).iterate(selected, lengths)
+                self._compute(batches, read, on_progress, keys)
+
+    def _halve(self, lengths: StepLengths) -> int | None:
+        """Halve the limit of an evaluation's batches, and return it; training's stays."""
+        half = self._batches_of(lengths).half(lengths)
+        if half is not None:
+            self._most = self._lowered = half
+        return half
 
     def _batches_of(self, lengths: StepLengths) -> MicroBatches:
         """Return larger micro-batches than training's, if they fit in memory."""
         tokens, least = self._most, min(self._training.max_tokens, self._lowered)
         while tokens > least:
-            batches = replace(self._training, own_limit=tokens)
+            batches = replace(self._training, max_tokens=tokens)
             micro_batches = batches.divided(lengths)
-            if all(
-                self._memory.fits(load_of(micro_batch, lengths)) for micro_batch in micro_batches
-            ):
+            if all(self._fits(load_of(micro_batch, lengths)) for micro_batch in micro_batches):
                 return batches
             tokens //= 2
-        return replace(self._training, own_limit=least)
+        return replace(self._training, max_tokens=least)
+
+    def _fits(self, load: BatchLoad) -> bool:
+        """Return whether a batch fits in memory.
+
+        No batch fits if the model computes the logits of all tokens together.
+        """
+        execution = self._forward.execution
+        return (
+            execution.head_apart and self._memory.estimate(load, execution.loss_chunk) <= self._free
+        )
 
     def _compute(
         self,
@@ -195,13 +201,13 @@ class LossEvaluator:
             nonlocal done
             read(micro_batch, batch.counts, np.array(each, dtype=np.float64))
             done += len(micro_batch.examples)
-            allocator.relieve_pressure()
+            allocator.clear_cache_near_limit()
             on_progress(done)
 
         for micro_batch, batch in batches:
-            self._runner.note_outputs(micro_batch.tokens)
-            each = self._forward.losses(batch, keys(batch))
-            graph = self._runner.graph(micro_batch.tokens, {}, each)
+            outputs = self._runner.new_outputs(micro_batch.tokens)
+            each = self._forward.losses(batch, keys(batch), outputs)
+            graph = self._runner.graph(micro_batch.tokens, outputs, {}, each)
             # This waits for the previous batch.
             self._runner.start(graph)
             if waiting is not None:
@@ -214,8 +220,8 @@ class LossEvaluator:
 
 def most_tokens(parameters: int) -> int:
     """Return how many tokens a batch may have so that a model of this size takes only seconds."""
-    operations = _CPU_OPERATIONS if on_cpu() else _GPU_OPERATIONS
-    return min(_MOST_TOKENS, int(operations / (_OPERATIONS * parameters)))
+    operations = _MAX_CPU_FLOPS if on_cpu() else _MAX_GPU_FLOPS
+    return min(_MAX_TOKENS, int(operations / (_FLOPS_PER_PARAMETER * parameters)))
 
 
 def _sums(counts: Sequence[int], each: _Floats) -> _Floats:
@@ -225,56 +231,19 @@ def _sums(counts: Sequence[int], each: _Floats) -> _Floats:
     return sums
 
 
-class EvaluationMemory:
-    """The estimated memory of an evaluation's batches, besides the model and `other_bytes`.
-
-    `core.steps.memory_plan` predicts training: the values that layers keep, and backward passes,
-    for the layers with LoRA. An evaluation keeps nothing, runs all layers, perhaps of a model
-    without LoRA, and reads its sizes from the loaded model. The estimate depends only on sizes, so
-    that the batches are always the same.
-    """
-
-    def __init__(self, forward: Forward, other_bytes: int) -> None:
-        model, execution = forward.model, forward.execution
-        weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-        self._itemsize = 4 if forward.dtype is None else forward.dtype.size
-        self._forward, self._facts = forward, forward.facts
-        self._in_blocks = forward.plain_head and forward.dtype == mx.float32
-        self._in_use = weights + other_bytes
-        self._free = mx.get_memory_limit() / (1 + MARGIN) - self._in_use
-        self._head_apart = execution.head_apart
-        lazy = forward.operations.lazy and not on_cpu()
-        self._graphs = allocator.graph_limits() if lazy else None
-
-    def limit(self, most: int) -> None:
-        """Limit the total memory to `most` bytes, including the bytes that are in use already."""
-        self._free = min(self._free, most - self._in_use)
-
-    def fits(self, load: BatchLoad) -> bool:
-        """Return whether a batch fits in memory.
-
-        No batch fits if the model computes the logits of all tokens together.
-        """
-        return self._head_apart and self.estimate(load) <= self._free
-
-    def estimate(self, load: BatchLoad) -> int:
-        """Estimate how many bytes a padded batch takes, with attention's scores kept."""
-        tokens = max(load.tokens, load.examples * load.width)
-        entries = _PRODUCTS * self._facts.widest_layer * tokens
-        entries += _SCORES * self._facts.heads * load.scores
-        logits = self._forward.execution.loss_chunk * self._facts.vocab
-        if self._in_blocks:
-            logits = min(logits, load.positions * vocabulary_block(load.positions))
-        return 4 * _LOGITS * logits + max(self._itemsize * entries, self._queued(entries))
-
-    def _queued(self, entries: int) -> int:
-        """Return the bytes that queued operations hold of layers that allocate `entries` each."""
-        if self._graphs is None:
-            return 0
-        layers = len(self._facts.layers)
-        allocated = layers * self._itemsize * entries
-        work = QueuedWork(_KERNELS * layers, allocated, _READ * layers * entries)
-        return self._graphs.in_flight(work)
+def evaluation_memory(forward: Forward) -> EvaluationMemory:
+    """Return the sizes of a loaded model that decide the memory of its evaluation."""
+    facts, dtype = forward.facts, forward.dtype
+    lazy = forward.operations.lazy and not on_cpu()
+    return EvaluationMemory(
+        layers=len(facts.layers),
+        widest_layer=facts.widest_layer,
+        heads=facts.heads,
+        vocab=facts.vocab,
+        itemsize=4 if dtype is None else dtype.size,
+        in_blocks=forward.plain_head and dtype == mx.float32,
+        graphs=allocator.graph_limits() if lazy else None,
+    )
 
 
 class Passes(NamedTuple):
@@ -302,7 +271,13 @@ def passes_of(
     micro-batches or tries again on its own.
     """
     alone = not workers.shards_model
-    batches = MicroBatches(forward, keyed=keyed, keeps_limit=not alone, whole_rows=whole_rows)
+    batches = MicroBatches(
+        forward,
+        forward.execution.micro_batch_tokens,
+        keyed=keyed,
+        keeps_limit=not alone,
+        whole_rows=whole_rows,
+    )
     runner = GraphRunner(forward, parameters, remedy=remedy, warn=warn, retries=alone)
     losses = LossEvaluator(forward, batches, runner, parameters, workers, other_bytes)
     return Passes(batches, runner, losses)

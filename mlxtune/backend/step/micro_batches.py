@@ -6,7 +6,6 @@ from typing import Any
 
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, collate, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths, pack
 
@@ -15,14 +14,14 @@ from mlxtune.core.steps.pack import Pack, StepLengths, pack
 class MicroBatches:
     """Splits examples into micro-batches of up to `max_tokens` tokens for a `Forward` to run.
 
-    The limit is the forward's execution's, or `own_limit` if given, as for an evaluation. With
-    `keyed`, only examples with equal dropout keys share the tokens of a common prefix. With
-    `whole_rows`, a row's examples run together, unless any row is too long. With `keeps_limit`,
-    `max_tokens` is never halved, because all workers must use the same value.
+    An `Engine` owns those of training, and only it changes their limit. With `keyed`, only examples
+    with equal dropout keys share the tokens of a common prefix. With `whole_rows`, a row's examples
+    run together, unless any row is too long. With `keeps_limit`, the limit is never halved, because
+    all workers must use the same value.
     """
 
     forward: Forward
-    own_limit: int | None = None
+    max_tokens: int
     _: KW_ONLY
     keyed: bool = False
     keeps_limit: bool = False
@@ -32,25 +31,8 @@ class MicroBatches:
         # The last plan and its arguments: building the step asks for the same plan again.
         self._last: tuple[Any, list[MicroBatch]] = None, []
 
-    @property
-    def max_tokens(self) -> int:
-        """The number of tokens that may run together."""
-        return self._execution.micro_batch_tokens
-
-    def limit(self, max_tokens: int) -> None:
-        """Run at most `max_tokens` tokens together from now on."""
-        if self.own_limit is None:
-            self.forward.limit(max_tokens)
-        else:
-            self.own_limit = max_tokens
-
-    @property
-    def _execution(self) -> Execution:
-        execution, own = self.forward.execution, self.own_limit
-        return execution if own is None else replace(execution, micro_batch_tokens=own)
-
     def lengths(self, examples: Sequence[Example]) -> StepLengths:
-        """Return the lengths of examples, by which they are divided."""
+        """Return the lengths of examples, for dividing them into micro-batches."""
         return StepLengths.of(examples, keyed=self.keyed)
 
     def iterate(
@@ -58,11 +40,11 @@ class MicroBatches:
     ) -> Iterator[tuple[MicroBatch, PaddedBatch | Pack]]:
         """Yield each micro-batch of examples with these lengths, and its arrays."""
         for micro_batch in self.divided(lengths or self.lengths(examples)):
-            chosen = [examples[i] for i in micro_batch.examples]
+            selected = [examples[i] for i in micro_batch.examples]
             if self.forward.execution.packs:
-                yield micro_batch, pack(chosen, keyed=self.keyed, padding=micro_batch.added)
+                yield micro_batch, pack(selected, keyed=self.keyed, padding=micro_batch.added)
             else:
-                yield micro_batch, collate(chosen, micro_batch.width)
+                yield micro_batch, collate(selected, micro_batch.width)
 
     def is_one(self, lengths: StepLengths) -> bool:
         """Return whether the examples fit into one micro-batch."""
@@ -72,7 +54,7 @@ class MicroBatches:
 
     def divided(self, lengths: StepLengths) -> list[MicroBatch]:
         """Return the micro-batches into which examples are split."""
-        execution = self._execution
+        execution = replace(self.forward.execution, micro_batch_tokens=self.max_tokens)
         asked = execution, lengths
         if asked != self._last[0]:
             divide = execution.micro_batches
@@ -80,19 +62,15 @@ class MicroBatches:
             self._last = asked, divide(lengths) if whole is None else whole
         return self._last[1]
 
-    def halve(self, lengths: StepLengths) -> int | None:
-        """Set `max_tokens` to half the size of the largest micro-batch of several examples.
+    def half(self, lengths: StepLengths) -> int | None:
+        """Return half the size in tokens of the largest micro-batch of several examples.
 
-        Returns the new limit; without such a micro-batch, or with `keeps_limit`, changes nothing
-        and returns None.
+        Returns None without such a micro-batch, or with `keeps_limit`.
         """
         if self.keeps_limit:
             return None
         several = [each.tokens for each in self.divided(lengths) if len(each.examples) > 1]
-        if not several:
-            return None
-        self.limit(max(several) // 2)
-        return self.max_tokens
+        return max(several) // 2 if several else None
 
 
 def _whole_row_micro_batches(

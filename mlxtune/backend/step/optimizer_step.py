@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,9 +14,10 @@ from mlx.utils import tree_map
 from mlxtune.backend.lora.optimizer import OptimizerUpdate
 from mlxtune.backend.step.runner import Graph
 from mlxtune.backend.step.step_loss import StepLoss
+from mlxtune.backend.workers.workers import StepCounts
 from mlxtune.core.data.encode import Example
-from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.steps.pack import StepLengths
+from mlxtune.core.training.pipeline import StepOutcome
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
 from mlxtune.errors import NonFiniteLossError
 
@@ -24,11 +26,10 @@ class StepGradients:
     """The loss and gradients of a step, summed over its micro-batches, and the resulting update.
 
     `loss` is in nats per supervised token, or that of preferences, as defined by `step_loss`. The
-    gradients are float32: vectors or, from `loss_and_gradients`, a tree of parameters.
-    `forward_tokens` counts the tokens, `padding` included, that run in all `micro_batches`. `graph`
-    computes the last micro-batch and the `update`, if any. With several workers, loss, gradients
-    and the loss's `values` are sums over all workers, as is `counts`, float32 (5,): the numbers of
-    micro-batches, forward tokens, padding, and requests to stop and to save.
+    gradients are float32: vectors or, from `loss_and_gradients`, a tree of parameters. `counts` are
+    those of this worker. `graph` computes the last micro-batch and the `update`, if any. With
+    several workers, loss, gradients and the loss's `values` are sums over all workers, as is
+    `summed_counts`, the array of the counts.
     """
 
     def __init__(self, step_loss: StepLoss) -> None:
@@ -37,8 +38,8 @@ class StepGradients:
         self.values = step_loss.zeros()
         self.gradients: Any = None
         self.graph = Graph(0, 1, [], {}, self.loss)
-        self.micro_batches = self.forward_tokens = self.padding = 0
-        self.counts: Any = None
+        self.counts = StepCounts()
+        self.summed_counts: mx.array | None = None
         self.update: OptimizerUpdate | None = None
 
     @property
@@ -46,10 +47,10 @@ class StepGradients:
         """The number of supervised tokens of the step."""
         return self.step_loss.tokens
 
-    @property
-    def own_counts(self) -> list[int]:
-        """The numbers of micro-batches, forward tokens and padding of this worker."""
-        return [self.micro_batches, self.forward_tokens, self.padding]
+    def all_counts(self) -> StepCounts:
+        """Return the counts over all workers, once the graph is computed."""
+        summed = self.summed_counts
+        return self.counts if summed is None else StepCounts.from_array(summed)
 
     def add(
         self, values: Sequence[mx.array], gradients: list[mx.array], tokens: int, padding: int
@@ -60,9 +61,12 @@ class StepGradients:
         self.values = [total + part for total, part in zip(self.values, rest, strict=True)]
         first = self.gradients is None
         self.gradients = gradients if first else tree_map(mx.add, self.gradients, gradients)
-        self.micro_batches += 1
-        self.forward_tokens += tokens
-        self.padding += padding
+        counts = self.counts
+        self.counts = counts._replace(
+            micro_batches=counts.micro_batches + 1,
+            forward_tokens=counts.forward_tokens + tokens,
+            padding=counts.padding + padding,
+        )
 
     def compute_by(self, graph: Graph) -> None:
         """Set the graph that computes the sums."""
@@ -85,7 +89,8 @@ class StepGradients:
         self, loss: mx.array, gradients: Any, counts: mx.array, values: list[mx.array]
     ) -> None:
         """Replace this worker's sums by those over all workers."""
-        self.loss, self.gradients, self.counts, self.values = loss, gradients, counts, values
+        self.loss, self.gradients, self.values = loss, gradients, values
+        self.summed_counts = counts
         self.graph = replace(self.graph, arrays=(loss, gradients, counts, values))
 
     def use_known_loss(self) -> None:
@@ -96,7 +101,9 @@ class StepGradients:
     def set_update(self, update: OptimizerUpdate) -> None:
         """Set the update, which the graph computes with the sums in one wait for the device."""
         self.update = update
-        self.graph = replace(self.graph, arrays=(self.loss, self.counts, self.values, update))
+        self.graph = replace(
+            self.graph, arrays=(self.loss, self.summed_counts, self.values, update)
+        )
 
     def read(self, matrices: Callable[[list[mx.array]], dict[str, mx.array]]) -> None:
         """Make the computed loss a float, and the gradients the `matrices` of the vectors."""
@@ -106,28 +113,24 @@ class StepGradients:
 
 @dataclass(eq=False)
 class OptimizerStep:
-    """Step `number` on `examples`, at a learning rate; without a `rate`, it only has gradients.
+    """Step `number` on `examples`, at a learning rate, or without one only its gradients.
 
     This worker computes the gradients of the examples `own_examples`, whose indices among all
     examples that get a gradient are `own_indices`; `lengths` are their lengths. With several
     workers, the step sends the `requests` of this worker. `built` is the step's graph until it is
-    computed, or fails. `commit` waits for a launched step, which then has an `outcome`, its result
-    or error; `agreed`, the requests of several workers; and `ended`, the `time.perf_counter` at its
-    end.
+    computed, or fails. A committed step has an `outcome`. `started` is a `time.perf_counter`.
     """
 
     examples: Sequence[Example]
     number: int
-    rate: float | None
+    learning_rate: float | None
     own_indices: Sequence[int]
     own_examples: Sequence[Example]
     lengths: StepLengths
-    commit: Callable[[OptimizerStep], object]
     requests: Requests = NO_REQUESTS
     built: StepGradients | None = None
-    outcome: InstructBatchResult | NonFiniteLossError | None = None
-    agreed: Requests = NO_REQUESTS
-    ended: float = 0.0
+    outcome: StepOutcome | None = None
+    started: float = field(default_factory=time.perf_counter)
 
     def take(self) -> StepGradients:
         """Return the graph and forget it, so that a failed graph's arrays are freed."""
@@ -135,20 +138,9 @@ class OptimizerStep:
         assert built is not None
         return built
 
-    def result(self) -> InstructBatchResult:
-        """Wait for a launched step, and return its result.
-
-        Raises NonFiniteLossError, with the model unchanged, if a number of the step is not finite.
-        """
-        self.commit(self)
-        if isinstance(self.outcome, NonFiniteLossError):
-            raise self.outcome
-        assert self.outcome is not None
-        return self.outcome
-
     def not_finite(self, loss: float, grad_norm: float) -> NonFiniteLossError:
         """Return the reason why the step was not applied, and a remedy."""
-        at = f"at learning rate {self.rate:g}"
+        at = f"at learning rate {self.learning_rate:g}"
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return NonFiniteLossError(
                 f"step {self.number}: the adapter would not be finite after a step {at}; "

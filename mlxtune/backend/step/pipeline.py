@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.adapters import checkpoint_tensors, initialise
+from mlxtune.backend.adapters import checkpoint_tensors, initialize
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.forward.forward import Forward, StepInputs
 from mlxtune.backend.forward.operations import best_execution, logits_dtype
@@ -40,6 +40,7 @@ from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.micro_batch import PaddedBatch
 from mlxtune.core.steps.pack import Pack
+from mlxtune.core.training.pipeline import StepOutcome
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
 from mlxtune.errors import ModelError
 
@@ -47,14 +48,17 @@ from mlxtune.errors import ModelError
 class InstructPipeline:
     """A model with LoRA on it, and AdamW over the LoRA matrices.
 
-    Applies LoRA to `model`, an mlx-lm model whose own weights stay frozen. `execution` changes
-    neither loss nor gradient; its micro-batches are halved, and `warn` is called, when memory runs
-    out. Written adapters record `base_model` and the entries of `base_record`. If `fresh`,
-    LoRA may start from an adapter, which is `initial` if it is open. Otherwise, LoRA gets its
-    values from `restore`, and the argument `initial_hash` gives the SHA-256 of any adapter that the
-    run started from. `provenance` returns further entries for a checkpoint's metadata. A
-    step minimises `objective`. With several `workers`, each worker's pipeline takes the same steps,
-    and computes the losses of its part of the examples.
+        model         an mlx-lm model, which gets LoRA; its own weights stay frozen
+        execution     how steps are computed, with the same loss and gradient; default: the fastest
+        base_model    the model's name in written adapters
+        base_record   further entries of written adapters
+        fresh         LoRA gets its first values here; otherwise, from `restore`, before any use
+        initial       the adapter to start from, if it is already open
+        initial_hash  if not `fresh`, the SHA-256 of the adapter that the run started from
+        provenance    returns further entries for a checkpoint's metadata
+        warn          called when memory runs out and micro-batches are halved, and after faults
+        workers       take the same steps together; each computes its part of the examples
+        objective     the loss to minimise
 
     Raises ModelError if LoRA cannot be applied.
     """
@@ -78,7 +82,7 @@ class InstructPipeline:
         self.objective = objective
         self.model = model
         self.config = config
-        # The default learning rate of a step.
+        # The rate of `train_step` and `train_batch` unless given, and of a trainer without a rate.
         self.learning_rate = config.lr
         self.lora: LoRASummary = apply_lora(model, config)
         execution = execution or best_execution(
@@ -89,13 +93,15 @@ class InstructPipeline:
         self._base = base_model, base_record
         self._provenance = provenance
         self.initial_hash = (
-            initialise.initialise(model, self.lora, initial) if fresh else initial_hash
+            initialize.initialize(model, self.lora, initial) if fresh else initial_hash
         )
         diverges = isinstance(objective, PolicyObjective) and objective.options.kl
         self._initial = self.forward.trained.values() if diverges else {}
         self._engine = Engine(
             self.forward, self.lora, config, objective=objective, workers=workers, warn=warn
         )
+        # Whether LoRA has values, which `restore` gives it if it is not fresh.
+        self._has_values = fresh
         if fresh:
             self._engine.optimizer.adopt(model)
 
@@ -114,7 +120,7 @@ class InstructPipeline:
 
         Evaluations then take at most the `peak` of training in bytes, if it is known.
         """
-        self.forward.run_as(execution)
+        self._engine.run_as(execution)
         if peak is not None:
             self._engine.losses.limit_memory(peak)
 
@@ -142,28 +148,45 @@ class InstructPipeline:
 
         Raises NonFiniteLossError, and changes nothing, if a number of the step is not finite.
         """
-        return self.start_batch(examples, step=step, learning_rate=learning_rate).result()
+        rate = self.learning_rate if learning_rate is None else learning_rate
+        started = self.start_batch(examples, step=step, learning_rate=rate)
+        return self.wait(started).result()
 
     def start_batch(
         self,
         examples: Sequence[Example],
         *,
         step: int | None = None,
-        learning_rate: float | None = None,
+        learning_rate: float,
         requests: Requests = NO_REQUESTS,
     ) -> OptimizerStep:
-        """Start the step that `train_batch` takes, and return it while it runs.
+        """Start the step that `train_batch` takes, and return it while it runs, for `wait`.
 
-        If possible, builds the step's graph while the device still computes the previous step.
-        Several workers exchange their `requests` with the step.
+        If possible, builds the step's graph while the device still computes the previous step,
+        whose update is applied before this step runs. Several workers exchange their `requests`
+        with the step.
         """
-        rate = self.learning_rate if learning_rate is None else learning_rate
-        return self._engine.start_step(examples, step, rate, requests)
+        return self._ready().start_step(examples, step, learning_rate, requests)
+
+    def wait(self, step: OptimizerStep) -> StepOutcome:
+        """Wait for a started step, if it has not ended yet, and return its outcome."""
+        return self._engine.wait(step)
+
+    def _ready(self) -> Engine:
+        """Return the engine, for work that needs LoRA's values."""
+        assert self._has_values, "a pipeline that is not fresh must be restored before its use"
+        return self._engine
+
+    def _idle(self) -> Engine:
+        """Return the engine once no step runs, to read or change the model or the optimizer."""
+        engine = self._ready()
+        engine.commit_launched()
+        return engine
 
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
         """Return the loss and gradients of a step without an update; `step` seeds the dropout."""
-        self._engine.commit_launched()
-        return self._engine.gradients(self._engine.new_step(examples, step))
+        engine = self._idle()
+        return engine.gradients(engine.new_step(examples, step))
 
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
@@ -194,9 +217,9 @@ class InstructPipeline:
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
     ) -> npt.NDArray[np.float64]:
         """Return each example's summed log-probability over its supervised tokens, float64 (E,)."""
-        self._engine.commit_launched()
+        engine = self._idle()
         self.model.eval()
-        return -self._engine.losses.compute(examples, on_progress)
+        return -engine.losses.compute(examples, on_progress)
 
     def token_logps(
         self, examples: Sequence[Example], *, before_training: bool = False
@@ -206,13 +229,13 @@ class InstructPipeline:
         With `before_training`, they are those of the model before its first step, which the
         pipeline keeps if its objective weights the divergence from it.
         """
-        self._engine.commit_launched()
+        engine = self._idle()
         self.model.eval()
         own = self.forward.trained.values()
         try:
             if before_training:
                 self.forward.trained.assign(self._initial)
-            losses = self._engine.losses.of_tokens(examples)
+            losses = engine.losses.of_tokens(examples)
         finally:
             self.forward.trained.assign(own)
         return [-each.astype(np.float32) for each in losses]
@@ -225,14 +248,14 @@ class InstructPipeline:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[SampledAnswer]:
         """Return an answer of the current model for each request; see `sampling.sample`."""
-        self._engine.commit_launched()
+        self._idle()
         # The last step may have had dropout.
         self.lora.dropout_keys.set(None, None)
         return sample(self.model, requests, sampling, ends, on_progress)
 
     def adapter_hash(self) -> str:
         """Return the SHA-256 of the LoRA matrices."""
-        self._engine.commit_launched()
+        self._idle()
         digest = hashlib.sha256()
         for name, value in sorted(self.forward.trained.values().items()):
             digest.update(name.encode())
@@ -260,15 +283,17 @@ class InstructPipeline:
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
         """Free the memory that MLX keeps for later arrays.
 
-        Given the examples of a step, also set the micro-batches' `max_tokens` to half the size of
-        the step's largest micro-batch, and return the new value. If each micro-batch has only one
+        Given the examples of a step, also limit micro-batches to half the size of the step's
+        largest, and return the new limit in tokens. If each micro-batch has only one
         example, or if workers share the model, halve nothing and return None.
         """
         mx.clear_cache()
-        return None if halve_for is None else self._engine.halve(halve_for)
+        engine = self._engine
+        return None if halve_for is None else engine.halve(engine.new_step(halve_for).lengths)
 
     def write(self, weights: Path) -> None:
         """Write the adapter file, and adapter_config.json next to it. Raises OutputError."""
+        self._idle()
         make_folder(weights.parent)
         checkpoint_tensors.adapter_writer(self.model, self.lora, *self._base)(weights)
 
@@ -278,8 +303,7 @@ class InstructPipeline:
         The function writes the state from the time when `snapshot` was called, with the adapter in
         mlx-lm's format. The function raises OutputError.
         """
-        engine = self._engine
-        engine.commit_launched()
+        engine = self._idle()
         self._workers.check_same(self.model.trainable_parameters(), engine.committed_steps)
         settings = {"step": engine.committed_steps, "micro_batch_tokens": engine.batches.max_tokens}
         adapter = checkpoint_tensors.adapter_writer(self.model, self.lora, *self._base)
@@ -303,20 +327,22 @@ class InstructPipeline:
             checkpoint_tensors.read_parameters(folder, self.model, self.lora)
         self.model.update(self._workers.broadcast(self.model.trainable_parameters()))
         self._engine.optimizer.adopt(self.model)
+        self._has_values = True
 
     def restore(self, folder: Path) -> None:
         """Resume from a snapshot as if the run had not stopped.
 
         Raises ModelError if the snapshot does not fit.
         """
-        path = folder / OPTIMIZER
-        state, settings = checkpoint_tensors.read_optimizer(path, self._engine.optimizer.state)
+        engine, path = self._engine, folder / OPTIMIZER
+        state, settings = checkpoint_tensors.read_optimizer(path, engine.optimizer.state)
         tokens, steps = settings.get("micro_batch_tokens", 0), settings.get("step", -1)
         if tokens < 1 or steps < 0:
             raise ModelError(f"{path} has no step or micro-batch size")
-        self._engine.commit_launched()
+        engine.commit_launched()
         checkpoint_tensors.read_parameters(folder, self.model, self.lora)
-        self._engine.restore(state, steps, tokens)
+        engine.restore(state, steps, tokens)
+        self._has_values = True
 
     def describe(self) -> Mapping[str, Any]:
         """Return a checkpoint's entries about the adapter, the workers and the provenance."""

@@ -89,7 +89,6 @@ class GraphRunner:
         self._retries = retries
         self._warn = warn
         self._warned_of_limit = False
-        self._mixers = forward.mixers
         # CUDA has no time limit on a card without a display.
         cuda = not on_cpu() and not has_metal()
         self._most = 1 if cuda else max(2 * forward.mixers.count, 1)
@@ -118,15 +117,16 @@ class GraphRunner:
         needed = max(math.ceil(self.seconds_per_token * tokens / _SECONDS), 1)
         return min(needed * self._shortened, self._most)
 
-    def note_outputs(self, tokens: int) -> None:
-        """Record layers' outputs in the next micro-batch, if it needs several stages."""
-        if self.stages_for(tokens) > 1:
-            self._mixers.note()
+    def new_outputs(self, tokens: int) -> list[mx.array] | None:
+        """Return a list for layers' outputs if a micro-batch needs several stages, else None."""
+        return [] if self.stages_for(tokens) > 1 else None
 
-    def graph(self, tokens: int, gradients: Any, *arrays: Any) -> Graph:
-        """Return the graph of the micro-batch built since `note_outputs`."""
-        outputs = self._mixers.take_outputs()
-        return Graph(tokens, self.stages_for(tokens) if outputs else 1, outputs, gradients, arrays)
+    def graph(
+        self, tokens: int, outputs: list[mx.array] | None, gradients: Any, *arrays: Any
+    ) -> Graph:
+        """Return the graph of a micro-batch, with the layers' outputs if it needs stages."""
+        stages = self.stages_for(tokens) if outputs else 1
+        return Graph(tokens, stages, outputs or [], gradients, arrays)
 
     def start(self, graph: Graph) -> None:
         """Start computing a graph after the previous one is done: the device never holds two."""

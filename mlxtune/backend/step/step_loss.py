@@ -55,7 +55,7 @@ class StepLoss:
 
     @property
     def known(self) -> float | None:
-        """The step's loss, if forward passes have already shown it; otherwise None."""
+        """The step's loss, if forward passes have already computed it; otherwise None."""
         return None
 
     def zeros(self) -> list[mx.array]:
@@ -136,7 +136,7 @@ class PreferenceLoss(StepLoss):
         first_loss = self._of(logps)
         rounding = _ROUNDING_16_BITS if in_16_bits else _ROUNDING
         size = float(np.abs(logps).sum()) / self.layout.rows
-        allowed = _FIRST_LOSS + self.objective.options.strength * rounding * size
+        allowed = _FIRST_LOSS + self.objective.options.effective_beta * rounding * size
         if not abs(first_loss - expected) <= allowed:
             raise ModelError(
                 f"the first loss is {first_loss:.7f}, but should be {expected:.7f}: "

@@ -53,22 +53,22 @@ def sample(
     order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), i))
     at_once = _AT_ONCE
 
-    def chosen() -> list[int]:
+    def selected() -> list[int]:
         return order[len(sampled) : len(sampled) + at_once]
 
     def draw() -> list[SampledAnswer]:
-        return _draw(model, ids, [requests[i] for i in chosen()], sampling, ends)
+        return _draw(model, ids, [requests[i] for i in selected()], sampling, ends)
 
     def change(fault: Fault, text: str) -> None:
         nonlocal at_once
         if fault.asks_for_less:
-            if len(chosen()) == 1:
+            if len(selected()) == 1:
                 raise fault_error_of(fault, text)
-            at_once = len(chosen()) // 2
+            at_once = len(selected()) // 2
 
     while len(sampled) < len(order):
         drawn = retried(draw, change)
-        sampled.update(zip(chosen()[: len(drawn)], drawn, strict=True))
+        sampled.update(zip(selected()[: len(drawn)], drawn, strict=True))
         on_progress(len(sampled), len(order))
     return [sampled[i] for i in range(len(requests))]
 
@@ -182,9 +182,9 @@ class _KeyedSampler:
             raise RuntimeError(f"mlx-lm asks for {len(logprobs)} tokens, not {len(self.samples)}")
         self.finish()
         tokens = self._sampled(logprobs)
-        chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
-        mx.async_eval(tokens, chosen)  # type: ignore[no-untyped-call]
-        self._waiting = self.samples, chosen
+        logps = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
+        mx.async_eval(tokens, logps)  # type: ignore[no-untyped-call]
+        self._waiting = self.samples, logps
         self._calls += 1
         return tokens
 
@@ -203,7 +203,7 @@ class _KeyedSampler:
     def finish(self) -> None:
         """Read the log-probabilities of the last call."""
         if self._waiting is not None:
-            samples, chosen = self._waiting
-            for one, logp in zip(samples, np.array(chosen), strict=True):
+            samples, logps = self._waiting
+            for one, logp in zip(samples, np.array(logps), strict=True):
                 one.logps.append(float(logp))
             self._waiting = None

@@ -32,7 +32,7 @@ from mlxtune.core.names import is_file_name
 from mlxtune.errors import ModelError, one_line
 
 # The limits of a trial: the memory of its process, and the length of the problem that it reports.
-_MEMORY, _LONGEST = 2**30, 2**16
+_MEMORY, _MAX_PROBLEM_BYTES = 2**30, 2**16
 # The cache's folder of empty files, one for each tokenizer that passed a trial.
 _TRIED = "tokenizers-tried"
 _STDERR = 2
@@ -228,15 +228,15 @@ def _tokenizer_files(folder: Path) -> list[Path]:
     """
     names = [name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
     config = folder / "tokenizer_config.json"
-    chosen = json_object(config).get("fast_tokenizer_files") or []
-    chosen = chosen if isinstance(chosen, list) else [chosen]
-    for name in chosen:
+    listed = json_object(config).get("fast_tokenizer_files") or []
+    listed = listed if isinstance(listed, list) else [listed]
+    for name in listed:
         if not is_file_name(name):
             raise ModelError(
                 f"{config} names {name!r:.60} as a tokenizer, but that is not a file in its "
                 "folder: remove fast_tokenizer_files"
             )
-    paths = [folder / name for name in dict.fromkeys([*names[:1], *chosen])]
+    paths = [folder / name for name in dict.fromkeys([*names[:1], *listed])]
     return [path for path in paths if path.is_file()]
 
 
@@ -252,7 +252,7 @@ def _problem_of(path: Path) -> str | None:
     arguments = str(path.absolute()), str(CONTROL_TOKENS)
     with closing(LimitedProcess(Path(tokenizer_helper.__file__), _MEMORY, *arguments)) as process:
         try:
-            problem: str | None = json.loads(process.read_line(_LONGEST))
+            problem: str | None = json.loads(process.read_line(_MAX_PROBLEM_BYTES))
         except ProcessEnded as error:
             ended = error.reason
         else:

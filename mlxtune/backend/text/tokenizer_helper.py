@@ -76,7 +76,7 @@ def _problem(content: Any, most_tokens: int) -> str | None:
 
 
 def _growth(normalizer: Any) -> Iterator[float]:
-    """Yield how many characters, at most, each step of a normalizer makes from one character."""
+    """Yield the maximum number of characters into which each step of a normalizer expands one."""
     if not isinstance(normalizer, dict):
         return
     for step in normalizer.get("normalizers") or ():

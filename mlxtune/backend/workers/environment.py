@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.core.files.reading import read_text
-from mlxtune.core.formatting import byte_size, pluralise, short_duration
+from mlxtune.core.formatting import byte_size, pluralize, short_duration
 from mlxtune.core.machine.machine_checks import OK, PROBLEM, Check
 from mlxtune.errors import ConfigError, shorten
 
@@ -28,7 +28,7 @@ def launched_several() -> bool:
 
 
 def launched_worker() -> int:
-    """Return this process's worker number, before it joins the others; 0 if it is alone.
+    """Return this process's worker number before it joins other workers; 0 without other workers.
 
     Raises ConfigError if the rank is not a number: MLX reads any text as 0.
     """
@@ -72,10 +72,10 @@ class Link:
 
 
 def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check]:
-    """Yield checks of whether workers agree, and of their network; `reports` has one per worker."""
+    """Yield checks of the workers' agreement and network; `reports` has one report per worker."""
     first, *others = reports
     machines = len({report.machine for report in reports})
-    yield Check(OK, "workers", f"{len(reports)} on {pluralise(machines, 'machine')}")
+    yield Check(OK, "workers", f"{len(reports)} on {pluralize(machines, 'machine')}")
     for worker, report in enumerate(others, 1):
         if differ := difference(report.versions, first.versions):
             problem = f"worker {worker} has {differ}"

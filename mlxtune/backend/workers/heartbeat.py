@@ -31,7 +31,7 @@ INTERVAL, PATIENCE = 2.0, 16.0
 # Sizes in bytes of the token that a connecting worker sends, and of the worker number after it.
 TOKEN_SIZE, _WORKER_SIZE = 32, 4
 # The maximum number of connections that have sent no token yet: an attacker may open many.
-_MOST_WAITING = 256
+_MAX_WAITING = 256
 _ALIVE, _BYE, _FAILED = b".", b"q", b"x"
 # Seconds in which all workers must exchange their addresses.
 _MEETING_SECONDS = 60.0
@@ -71,7 +71,7 @@ class Heartbeat:
 
     @staticmethod
     def listen(host: str) -> socket.socket:
-        """Return worker 0's listening socket, on a free port of the address that the others use."""
+        """Return worker 0's listening socket, on a free port of the shared address."""
         try:
             family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
             return socket.create_server((host, 0), family=family, backlog=256)
@@ -223,7 +223,7 @@ def _let_in(
         connection, _ = server.accept()
     except BlockingIOError:
         return
-    if len(waiting) == _MOST_WAITING:
+    if len(waiting) == _MAX_WAITING:
         # Workers send the token immediately, so the connection that has waited longest is not a
         # worker's.
         longest = next(iter(waiting))

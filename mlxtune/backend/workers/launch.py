@@ -35,7 +35,7 @@ from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.scratch import lasting_folder, nowhere, scratch_folder
 from mlxtune.core.files.writing import as_output_error, open_to_append
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.core.machine.facts import machine_id, versions
 from mlxtune.core.machine.machine_checks import PROBLEM, Check
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
@@ -267,7 +267,7 @@ def join_run(
             own |= {**scratch_paths, "overwrite": False, "track": (), "samples": 0}
         config = replace(config, **own)
         console.say(
-            "Workers", f"{workers.world_size} on {pluralise(len(set(machines)), 'machine')}"
+            "Workers", f"{workers.world_size} on {pluralize(len(set(machines)), 'machine')}"
         )
         try:
             yield WorkerRun(

@@ -22,7 +22,7 @@ from mlx.utils import tree_unflatten
 
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.stored_layers import dimensions
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.errors import ModelError, one_line
 
 # Architectures for which tests found the sharded model's gradients equal to one worker's. mlx-lm
@@ -132,7 +132,7 @@ class Vocabulary:
     size: int
 
     def find(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """Return each token's row on this worker, 0 if there is none, and whether there is one."""
+        """Return each token's row on this worker (0 without one), and whether the row exists."""
         indices = tokens - self.start
         here = (indices >= 0) & (indices < self.size)
         return mx.where(here, indices, 0), here
@@ -199,7 +199,7 @@ def shard_base(base: BaseModel, group: Any) -> BaseModel:
         model.shard(group)
     except (ValueError, AssertionError) as error:
         raise _refuse(
-            f"{base.folder} over {pluralise(workers, 'worker')}: {one_line(error)}"
+            f"{base.folder} over {pluralize(workers, 'worker')}: {one_line(error)}"
         ) from error
     made: dict[str, nn.Module] = {}
     entrance = Entrance(group)
@@ -253,7 +253,7 @@ def _check(base: BaseModel, workers: int) -> None:
         size = config.get(name)
         if isinstance(size, int) and size % workers:
             raise _refuse(
-                f"{base.folder} over {pluralise(workers, 'worker')}: its {name} is {size}: "
+                f"{base.folder} over {pluralize(workers, 'worker')}: its {name} is {size}: "
                 "start a number of workers that divides it"
             )
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -11,10 +11,42 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from mlxtune.backend.workers.environment import launched_several
 from mlxtune.core.steps.scaling import deal
+from mlxtune.core.training.requests import Requests
 from mlxtune.errors import WorkerError
 
 # The size in bytes of the call number in front of gathered data, and of a text's length.
 _NUMBER_SIZE = 8
+
+
+class StepCounts(NamedTuple):
+    """What a step counts besides its loss, on one worker or on all.
+
+    `stop` and `save` are the numbers of workers that request to stop and to save.
+    """
+
+    micro_batches: int = 0
+    forward_tokens: int = 0
+    padding: int = 0
+    stop: int = 0
+    save: int = 0
+
+    @property
+    def requests(self) -> Requests:
+        return Requests(self.stop > 0, self.save > 0)
+
+    def requesting(self, requests: Requests) -> "StepCounts":
+        """Return these counts with the requests of this worker."""
+        return self._replace(stop=int(requests.stop), save=int(requests.save))
+
+    def to_array(self, fraction: float) -> mx.array:
+        """Return the counts as float32 (5,); a `fraction` of those that all workers share."""
+        shared = (self.micro_batches, self.forward_tokens, self.padding)
+        return mx.array([*(fraction * count for count in shared), self.stop, self.save])
+
+    @classmethod
+    def from_array(cls, counts: Any) -> "StepCounts":
+        """Return computed counts, float32 (5,)."""
+        return cls(*map(round, counts.tolist()))
 
 
 class Workers:
@@ -73,11 +105,10 @@ class Workers:
         self,
         loss: mx.array,
         gradients: Any,
-        counts: Sequence[int],
-        requests: Sequence[bool],
+        counts: StepCounts,
         alike: Collection[str] = (),
     ) -> list[Any]:
-        """Return the loss, the gradients, and the counts and requests, summed over all workers.
+        """Return the loss, the gradients and the counts, summed over all workers.
 
         Each worker passes the sums over its examples. Workers that share the model have the same
         loss and counts, and the same gradients of the modules `alike`: these all count once.
@@ -89,15 +120,14 @@ class Workers:
 
         if self.shards_model:
             gradients = tree_map_with_path(weigh, gradients)
-        numbers = mx.array([*(fraction * count for count in counts), *map(float, requests)])
-        return self.sum([loss * fraction, gradients, numbers])
+        return self.sum([loss * fraction, gradients, counts.to_array(fraction)])
 
     def sum_own(self, values: mx.array) -> mx.array:
         """Merge float32 values; each worker passes zeros in place of the other workers' values."""
         return values if self.shards_model else mx.distributed.all_sum(values, group=self.group)
 
     def merge(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Merge values (n,) exactly; each worker passes zeros in place of the others' values."""
+        """Merge values (n,) exactly; each worker passes zeros for the values of other workers."""
         if self.world_size == 1 or self.shards_model or not len(values):
             return values
         bits = mx.array(np.ascontiguousarray(values).view(np.uint32))

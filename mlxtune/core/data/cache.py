@@ -58,8 +58,9 @@ def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> 
         arrays = ExampleArrays.mapped(folder)
         if parent is not None:
             _write_account(folder, skipped, notes)
-            _remove(parent / key)  # a damaged entry
-            with suppress(OSError):  # another process stored the entry first
+            if not _is_whole(parent / key):
+                _remove(parent / key)
+            with suppress(OSError):  # another process stored the entry first, and it stays
                 move(folder, parent / key)
             _prune(parent, keep=parent / key)
     return EncodedFile(arrays, skipped, notes)
@@ -105,10 +106,11 @@ def _remove(entry: Path) -> None:
 
 
 def _write_account(folder: Path, skipped: SkippedRows, notes: RowTally) -> None:
-    account = {
+    account: dict[str, Any] = {
         name: {"counts": tally.counts, "places": tally.places}
         for name, tally in (("skipped", skipped), ("notes", notes))
     }
+    account["absent"] = skipped.absent
     with new_file(folder / ACCOUNT) as file:
         file.write(json.dumps(account).encode())
     checksums = json.dumps(_checksums(folder))
@@ -119,7 +121,7 @@ def _write_account(folder: Path, skipped: SkippedRows, notes: RowTally) -> None:
 def _read(entry: Path, path: Path) -> EncodedFile | None:
     """Return an entry, or None if it is missing or damaged."""
     try:
-        if read_value(entry / CHECKSUMS, OWN_JSON) != _checksums(entry):
+        if not _is_whole(entry):
             return None
         account = read_value(entry / ACCOUNT, OWN_JSON)
         arrays = ExampleArrays.mapped(entry)
@@ -127,8 +129,16 @@ def _read(entry: Path, path: Path) -> EncodedFile | None:
         return None
     with suppress(OSError):  # a read-only cache
         mark_used(entry / CHECKSUMS)
-    skipped = SkippedRows(path, **_tally_fields(account["skipped"]))
+    skipped = SkippedRows(path, account["absent"], **_tally_fields(account["skipped"]))
     return EncodedFile(arrays, skipped, RowTally(**_tally_fields(account["notes"])))
+
+
+def _is_whole(entry: Path) -> bool:
+    """Return whether an entry is there, and its files match their checksums."""
+    try:
+        return bool(read_value(entry / CHECKSUMS, OWN_JSON) == _checksums(entry))
+    except (OSError, ValueError):
+        return False
 
 
 def _tally_fields(saved: dict[str, Any]) -> dict[str, Any]:

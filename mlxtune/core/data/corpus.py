@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import re
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.data.conversation import ANSWER, MISMATCHED, WHOLE
-from mlxtune.core.data.encode import Example, Tokenizer
+from mlxtune.core.data.encode import Example
 from mlxtune.core.data.encoded_file import ExampleArrays, identity, starts_of_equal_keys
+from mlxtune.core.data.near_copies import TextHash
 from mlxtune.core.data.problems import where
 
 RowExamples = tuple[Example, ...]
 HashOf = Callable[[Example], int]
 
-# What is left of a text: words, numbers and symbols. Hyphens and points count within numbers and
-# names, and exclamation marks where they negate; other punctuation does not.
-_KEPT = re.compile(
-    r"""\w+(?:\.\w+)*|\.\d\w*|-(?=\s*\.?\d)|!(?=[\w=(])"""
-    r"""|[^\w\s.\-!,;:?'"`¡¿‘’‚“”„‹›«»、。「」『』《》،؛؟।]"""
-)
-_DASHES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-")
-# The separator of control tokens, a byte that UTF-8 never has.
-_CONTROL = b"\xff"
-_SYSTEM_ROLES = ("system", "developer")
+# With fewer rows, what all of them start with may be their content.
+_MIN_ROWS = 5
 # Roles of examples that repeat an answer of their row, or have another row's answer.
 _COPIES = (WHOLE, MISMATCHED)
 _NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i4", "i8", "u1", "u8"))
@@ -42,11 +33,22 @@ def _unmasked(example: Example) -> Example:
     return replace(example, assistant_mask=np.zeros_like(example.assistant_mask), role=ANSWER)
 
 
+def _until(example: Example, end: int) -> Example:
+    mask = example.assistant_mask[:end]
+    return replace(example, tokens=example.tokens[:end], assistant_mask=mask, role=ANSWER)
+
+
 def _prompt(example: Example) -> Example:
     """Return an example of the tokens before the first token that carries loss."""
-    start = int(example.assistant_mask.argmax())
-    mask = example.assistant_mask[:start]
-    return replace(example, tokens=example.tokens[:start], assistant_mask=mask, role=ANSWER)
+    return _until(example, int(example.assistant_mask.argmax()))
+
+
+def first_turn(example: Example) -> tuple[Example, Example]:
+    """Return the prompt of an example's first answer, and the prompt with this answer."""
+    prompt = _prompt(example)
+    after = example.assistant_mask[len(prompt) :] == 0
+    end = len(prompt) + int(after.argmax()) if after.any() else len(example)
+    return prompt, _until(example, end)
 
 
 def rows_used(rows: int, weight: float) -> tuple[int, int]:
@@ -254,17 +256,45 @@ class CorpusRows:
         return self.hash_answers(lambda example: identity([_unmasked(example)]))
 
     def hash_answers(self, hash_of: HashOf) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """Return the places and hashes of `answers`, by another hash of an answer's example."""
-        found = [
-            (place, hash_of(example))
-            for place, row in enumerate(self)
-            for example in {each.role: each for each in row if each.role not in _COPIES}.values()
-        ]
-        places, hashes = zip(*found, strict=True) if found else ((), ())
-        return np.array(places, dtype=np.int64), np.array(hashes, dtype=np.uint64)
+        """Return the indices and hashes of `answers`, by another hash of an answer's example."""
+        found = [(index, hash_of(example)) for index, example in self._examples_of_answers()]
+        indices, hashes = zip(*found, strict=True) if found else ((), ())
+        return np.array(indices, dtype=np.int64), np.array(hashes, dtype=np.uint64)
+
+    def hash_texts(self, text_hash: TextHash) -> npt.NDArray[np.uint64]:
+        """Return the hashes of the texts of `answers`, and of each answer with its question."""
+        found = (text_hash.with_pairs(example) for _, example in self._examples_of_answers())
+        hashes = np.array([each for hashes in found for each in hashes], dtype=np.uint64)
+        return np.concatenate([hashes, self._hash_without_start(text_hash)[1]])
+
+    def _hash_without_start(
+        self, text_hash: TextHash
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """Return `hash_answers` of the texts without the paragraphs with which all rows start.
+
+        Templates without system messages put such a message there.
+        """
+        shared: list[str] = []
+        number = 0
+        for number, (_, example) in enumerate(self._examples_of_answers(), start=1):
+            *paragraphs, _ = text_hash.first_message(example).split("\n\n")
+            both = zip(shared if number > 1 else paragraphs, paragraphs, strict=False)
+            shared = [own for own, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
+            if not shared:
+                break
+        if not shared or number < _MIN_ROWS:
+            return self.only(np.zeros(0, dtype=np.int64)).hash_answers(text_hash)
+        length = sum(len(each) + 2 for each in shared)
+        return self.hash_answers(lambda example: text_hash.without_start(example, length))
+
+    def _examples_of_answers(self) -> Iterator[tuple[int, Example]]:
+        """Yield the place of a row, and its last example, for each role that is no copy."""
+        for place, row in enumerate(self):
+            for example in {each.role: each for each in row if each.role not in _COPIES}.values():
+                yield place, example
 
     def without(
-        self, identities: npt.NDArray[np.uint64], text_hash: HashOf | None = None
+        self, identities: npt.NDArray[np.uint64], text_hash: TextHash | None = None
     ) -> CorpusRows:
         """Return the rows that have neither their identity nor an answer's hash in `identities`.
 
@@ -272,7 +302,9 @@ class CorpusRows:
         """
         known = np.isin(self.identities, identities)
         if len(identities):
-            near = [] if text_hash is None else [self.hash_answers(text_hash)]
+            near = []
+            if text_hash is not None:
+                near = [self.hash_answers(text_hash), self._hash_without_start(text_hash)]
             for indices, hashes in (self.answers, *near):
                 known[indices[np.isin(hashes, identities)]] = True
         return self.only(np.flatnonzero(~known))
@@ -315,63 +347,3 @@ class CorpusRows:
             drawn += [replace(example, draw=draw) for example in row] if draw else row
             used[index] += 1
         return drawn
-
-
-def normalise(text: str) -> str:
-    """Return the text that near copies share."""
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", text)
-        unseen = dict.fromkeys(ord(each) for each in set(text) if _is_unseen(each))
-        text = text.translate(_DASHES | unseen)
-    return " ".join(_KEPT.findall(text.casefold()))
-
-
-def _is_unseen(character: str) -> bool:
-    """Return whether a character is a joiner, a soft hyphen, a variation selector or the like."""
-    return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"
-
-
-class TextHash:
-    """Hashes the text of examples: near copies have the same 64-bit hash, whatever their tokens.
-
-    Masks and roles do not count, so a row is a near copy under any objective. Neither does a system
-    message that the template marks as such. `load_tokenizer` is called on the first use.
-    """
-
-    def __init__(self, load_tokenizer: Callable[[], Tokenizer]) -> None:
-        self._load_tokenizer = load_tokenizer
-        self._spelled: dict[int, bytes] = {}
-
-    def __call__(self, example: Example) -> int:
-        tokens, spelled = example.tokens.tolist(), self._spelled
-        if new := {token for token in tokens if token not in spelled}:
-            self._spell(sorted(new))
-        parts = b"".join([spelled[token] for token in tokens]).split(_CONTROL)
-        kept = _without_system([part.decode(errors="replace") for part in parts])
-        content = "\n".join(filter(None, map(normalise, kept))).encode(errors="replace")
-        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-    def _spell(self, tokens: list[int]) -> None:
-        tokenizer = self._load_tokenizer()
-        for token, content in zip(tokens, tokenizer.spell(tokens), strict=True):
-            is_control = token in tokenizer.control_ids
-            self._spelled[token] = _CONTROL + content + _CONTROL if is_control else content
-
-
-def _without_system(parts: list[str]) -> list[str]:
-    """Return texts and the control tokens between them, from the first text after a system message.
-
-    In `<|start|>system<|message|>Be brief.<|end|>`, the role is a text of its own; in ChatML, it is
-    the first line; elsewhere, the control token names it, as in `[SYSTEM_PROMPT]Be brief.`
-    """
-    is_message = False
-    for i in range(0, len(parts), 2):
-        control, text = parts[i - 1] if i else "", parts[i]
-        if is_message:
-            is_message = False
-        elif text.strip() and not ("system" in control.lower() and "/" not in control):
-            role, line_end, _ = text.partition("\n")
-            if role.strip() not in _SYSTEM_ROLES:
-                return parts[i:]
-            is_message = not line_end
-    return parts

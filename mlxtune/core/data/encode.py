@@ -4,8 +4,7 @@ tokens          <bos> <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assista
 assistant_mask    0        0        0   0  0      0       0      0           0      0   1   1     1       0
 """  # noqa: E501
 
-import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,8 +21,7 @@ from mlxtune.core.data.conversation import (
     Conversation,
     Document,
     Pair,
-    notes_on,
-    thinking_tag,
+    Row,
     to_json,
 )
 from mlxtune.core.data.problems import (
@@ -31,36 +29,24 @@ from mlxtune.core.data.problems import (
     DOUBLE_BOS,
     RENDERED_CHAT,
     TWO_PROMPTS,
-    UNKNOWN_TAGS,
-    UNREAD_METADATA,
     BadRow,
     RowTally,
     SkippedRows,
     bounded,
-    unread_key,
 )
-from mlxtune.core.data.sources.keys import (
-    is_metadata,
-    kind_of_text,
-    quoted,
-    reads_variable,
-    unread_in_message,
-)
+from mlxtune.core.data.sources.notes import ControlTokens, notes_on, notes_on_keys
 from mlxtune.core.data.template import PendingRendering, Rendered, Rendering, Template
 
 _CHUNK_ROWS = 512
 # Tokenizers take some 200 bytes of memory for each character of a batch.
-_CHUNK_CHARACTERS, _MOST_CHARACTERS = 2**21, 2**22
+_CHUNK_CHARACTERS, _MAX_CHARS = 2**21, 2**22
 # The maximum number of characters of prompts, or of their tails, to encode singly: 30 s of work.
-_MOST_PROMPTS = 2**24
+_MAX_PROMPTS = 2**24
 _STARTED_ROWS = 32
 # Texts before answers are short and recur, so their tokens are cached.
-_CACHED_TAILS, _LONGEST_TAIL = 4096, 1000
-# Longer control tokens do not occur in files.
-_LONGEST_WRITTEN = 1000
+_CACHED_TAILS, _MAX_TAIL = 4096, 1000
 
 T = TypeVar("T")
-Row = Conversation | Document | Pair
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,36 +185,6 @@ def _conversations(row: Row) -> Sequence[Conversation]:
     return [row] if isinstance(row, Conversation) else []
 
 
-class ControlTokens:
-    """Finds control tokens in texts; the time hardly depends on the number of control tokens.
-
-    A regular expression of all control tokens would take quadratic time to compile.
-    """
-
-    def __init__(self, tokens: Sequence[str]) -> None:
-        # If one token starts with another, only the shorter is kept. So a text can start with at
-        # most one of the remaining tokens, which comes right before the text in sorted order.
-        self._tokens: list[str] = []
-        for token in sorted({token for token in tokens if 0 < len(token) <= _LONGEST_WRITTEN}):
-            if not self._tokens or not token.startswith(self._tokens[-1]):
-                self._tokens.append(token)
-        starts = sorted({token[:2] for token in self._tokens})
-        self._starts = re.compile("|".join(map(re.escape, starts)) or "(?!)")
-        self._longest = max(map(len, self._tokens), default=0)
-
-    def search(self, text: str) -> str | None:
-        """Return the first control token in a text, or None."""
-        at = 0
-        while start := self._starts.search(text, at):
-            at = start.start()
-            rest = text[at : at + self._longest]
-            before = bisect_right(self._tokens, rest) - 1
-            if before >= 0 and rest.startswith(self._tokens[before]):
-                return self._tokens[before]
-            at += 1
-        return None
-
-
 @dataclass
 class Encoder:
     """Turns rows into examples.
@@ -246,7 +202,7 @@ class Encoder:
     # If true, pairs also get an example whose chosen text carries loss from its first token on.
     trains_prompts: bool = False
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
-    _prompt_budget: int = _MOST_PROMPTS
+    _prompt_budget: int = _MAX_PROMPTS
 
     def encode(
         self, rows: Iterable[Row], skipped: SkippedRows, notes: RowTally
@@ -279,13 +235,14 @@ class Encoder:
                     _check_surrogates(text)
                     rendering = self._render_row(row, iter(pending))
                     together = sum if len(rendering.texts) > 1 and _prefers(rendering) else max
-                    if (longest := together(map(_length, rendering.texts))) > _MOST_CHARACTERS:
+                    if (longest := together(map(_length, rendering.texts))) > _MAX_CHARS:
                         raise BadRow("its text is too long", f"{longest:,} characters: split it")
                 except BadRow as problem:
                     skipped.add(row.row, problem)
                     continue
                 said = row.chosen if isinstance(row, Pair) else row
-                noted = dict(rendering.notes) | dict(notes_on(said, text)) | self._unread(row)
+                noted = dict(rendering.notes) | dict(notes_on(said, text))
+                noted |= notes_on_keys(row, self.source)
                 if RENDERED_CHAT not in noted and (written := control.search(text)):
                     noted[CONTROL_TOKEN] = written
                 if not isinstance(row, Document):
@@ -293,38 +250,6 @@ class Encoder:
                 for kind, detail in noted.items():
                     notes.count(row.row, bounded(kind, notes.counts), detail)
                 yield rendering
-
-    def _unread(self, row: Row) -> dict[str, str]:
-        """Return a note for each key of a row and its messages, and each tag, that is not read."""
-        found: dict[str, str] = {}
-        metadata = set()
-        for each in (row,) if isinstance(row, Document) else _conversations(row):
-            for kind, detail in each.unread:
-                if kind == UNREAD_METADATA:
-                    metadata.add(detail)
-                else:
-                    found[kind] = detail
-        for each in _conversations(row):
-            for name in each.options:
-                if not reads_variable(self.source, name):
-                    found[unread_key("the template's options", name)] = ""
-            for position, message in enumerate(each.messages, start=1):
-                if message.trained and (tag := thinking_tag(message)) and tag not in self.source:
-                    found.setdefault(UNKNOWN_TAGS, f"message {position}: {tag}")
-                removed = (("a message", key) for key in message.removed)
-                fields = {k: v for k, v in message.fields.items() if v not in ("", [], {})}
-                unread = unread_in_message(
-                    message.role, fields.keys(), message.tool_calls, self.source
-                )
-                for level, key in chain(removed, unread):
-                    holds = kind_of_text(key, fields.get(key)) if level == "a message" else ""
-                    if is_metadata(key) and not holds:
-                        metadata.add(key)
-                        continue
-                    found.setdefault(unread_key(level, key, holds), f"message {position}")
-        if metadata:
-            found[UNREAD_METADATA] = quoted(metadata)
-        return found
 
     def _started(self, rows: Iterator[Row]) -> Iterator[list[StartedRow]]:
         """Yield a few rows at a time, once the rendering of the next rows has started."""
@@ -404,13 +329,13 @@ class Encoder:
         turn's prompt as inference tokenises that prompt. If not, because a token crosses an edge of
         an answer, each turn is an example: the tokens of its prompt, then the tokens of its answer.
         """
-        self._prompt_budget = _MOST_PROMPTS
+        self._prompt_budget = _MAX_PROMPTS
         ranges = [self._token_span(text.text, whole, span) for span in text.spans]
         spans = [span for span in ranges if span is not None]
         if len(spans) == len(ranges):
             yield self._example(row, text, whole.ids, spans)
             return
-        if sum(start for start, _ in text.spans) > _MOST_PROMPTS:
+        if sum(start for start, _ in text.spans) > _MAX_PROMPTS:
             yield Example(row, np.zeros(0, np.int32), np.zeros(0, np.uint8))
             return
         prompts = self._encoded(text.text[:start] for start, _ in text.spans)
@@ -444,7 +369,7 @@ class Encoder:
             ids = list(self.tokenizer.encode_batch([tail])[0].ids) if tail else []
             if len(self._tails) >= _CACHED_TAILS:
                 self._tails.clear()
-            if len(tail) <= _LONGEST_TAIL:
+            if len(tail) <= _MAX_TAIL:
                 self._tails[tail] = ids
         return ids
 

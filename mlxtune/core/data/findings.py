@@ -15,10 +15,11 @@ from mlxtune.core.data.conversation import (
     ROLE_NAMES,
     UNDESIRABLE,
 )
-from mlxtune.core.data.corpus import Corpus, HashOf
+from mlxtune.core.data.corpus import Corpus, HashOf, first_turn
 from mlxtune.core.data.encoded_file import EncodedFile, identity
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.problems import (
+    ANOTHER_ANSWER,
     DUPLICATE,
     ERRORS,
     LEAK,
@@ -32,7 +33,7 @@ from mlxtune.core.data.problems import (
     where,
 )
 
-_PLACES = 5
+_MAX_PLACES = 5
 _NEAR = " but for white space, case, punctuation, Unicode form or the system message"
 # The ratio of mean lengths at which length alone could identify preferred answers.
 _MUCH_LONGER = 1.5
@@ -79,12 +80,14 @@ def row_findings(
     """Return a finding for each kind of note on the rows that are kept.
 
     With `text_hash`, near copies count as leaks too. `files` are the files of the corpora of
-    `rows`. Call this once: it adds notes on duplicates, opposites and leaks to `files`.
+    `rows`. Call this once: it adds notes on duplicates, opposites, leaks and other answers to
+    `files`.
     """
     corpus = rows.train.corpus
     _note_duplicates(files, corpus)
     _note_opposites(files, corpus)
     _note_leaks(files, rows, text_hash)
+    _note_contradictions(files, corpus, text_hash)
     return _findings([(file, file.notes) for file in files], advice_on)
 
 
@@ -129,10 +132,10 @@ def _note_leaks(files: Sequence[EncodedFile], rows: RunRows, text_hash: HashOf |
     same = _first_equal(validation.identities, train.identities)
     near = np.full(len(same), -1)
     if text_hash is not None and (same < 0).any():
-        places, hashes = validation.hash_answers(text_hash)
+        indices, hashes = validation.hash_answers(text_hash)
         trained, trained_hashes = train.hash_answers(text_hash)
         equal = _first_equal(hashes, trained_hashes)
-        near[places[equal >= 0]] = trained[equal[equal >= 0]]
+        near[indices[equal >= 0]] = trained[equal[equal >= 0]]
     # Without preferences, rows are in one cluster only if they are equal.
     prompt = _first_equal(validation.clusters, train.clusters)
     kinds = ((LEAK, "same as ", same, ""), (LEAK, "same as ", near, _NEAR))
@@ -152,8 +155,8 @@ def _first_equal(values: npt.NDArray[Any], among: npt.NDArray[Any]) -> npt.NDArr
     known, first = np.unique(among, return_index=True)
     if not len(known):
         return np.full(len(values), -1)
-    places = np.searchsorted(known, values).clip(max=len(known) - 1)
-    return np.where(known[places] == values, first[places], -1)
+    indices = np.searchsorted(known, values).clip(max=len(known) - 1)
+    return np.where(known[indices] == values, first[indices], -1)
 
 
 def _note_opposites(files: Sequence[EncodedFile], corpus: Corpus) -> None:
@@ -172,6 +175,33 @@ def _note_opposites(files: Sequence[EncodedFile], corpus: Corpus) -> None:
             detail = f"the opposite of {where(files[other_file].skipped.path, other_row)}"
             files[file].notes.count(row, OPPOSITE, detail)
         first.setdefault(answers, index)
+
+
+def _note_contradictions(
+    files: Sequence[EncodedFile], corpus: Corpus, text_hash: HashOf | None
+) -> None:
+    """Note rows whose first answer differs from an earlier row's answer to the same prompt.
+
+    Prompts are compared by their tokens, as `text_hash` needs the tokenizer; near copies of an
+    answer are the same answer.
+    """
+    if corpus.roles.any():
+        return
+    first: dict[int, int] = {}
+    for index in range(corpus.num_rows):
+        prompt, turn = first_turn(corpus.row(index)[0])
+        # Plain text has only its first token before the loss.
+        other = first.setdefault(identity([prompt]), index) if len(prompt) > 1 else index
+        if other == index:
+            continue
+        _, other_turn = first_turn(corpus.row(other)[0])
+        if np.array_equal(turn.tokens, other_turn.tokens):
+            continue
+        if text_hash is None or text_hash(turn) != text_hash(other_turn):
+            file, row = corpus.source_of(index)
+            other_file, other_row = corpus.source_of(other)
+            detail = f"same prompt as {where(files[other_file].skipped.path, other_row)}"
+            files[file].notes.count(row, ANOTHER_ANSWER, detail)
 
 
 def length_findings(corpus: Corpus) -> Iterator[Finding]:
@@ -216,7 +246,7 @@ def _findings(
                 kind=kind,
                 rows=sum(tally.counts[kind] for _, tally in tallies),
                 advice=advise(kind),
-                places=tuple(sources[:_PLACES]),
+                places=tuple(sources[:_MAX_PLACES]),
                 tokens=sum(_lost(file, tally, kind) for file, tally in tallies),
             )
         )

@@ -76,7 +76,7 @@ def hold_out_rows(
         raise ValueError("a split needs at least two rows that differ")
     files = np.zeros(len(group_of_row), dtype=np.int32) if files is None else files
     left = _held_out_counts(np.bincount(files), val_split, val_rows)
-    chosen = np.zeros(len(copies), dtype=bool)
+    selected = np.zeros(len(copies), dtype=bool)
     rows_of = np.argsort(group_of_row, kind="stable")
     ends = np.cumsum(copies)
     for i in permutation(len(group_of_row), f"{seed}/split"):
@@ -86,13 +86,13 @@ def hold_out_rows(
         same = rows_of[ends[group_of_row[i]] - copies[group_of_row[i]] : ends[group_of_row[i]]]
         needed = np.bincount(files[same], minlength=len(left))
         if (needed <= left).all():
-            chosen[group_of_row[i]] = True
+            selected[group_of_row[i]] = True
             left -= needed
         if not left.any():
             break
-    if not chosen.any():  # each cluster has too many rows
-        chosen[copies.argmin()] = True
-    held_out = chosen[group_of_row]
+    if not selected.any():  # each cluster has too many rows
+        selected[copies.argmin()] = True
+    held_out = selected[group_of_row]
     return np.flatnonzero(~held_out).tolist(), np.flatnonzero(held_out).tolist()
 
 
@@ -104,7 +104,7 @@ def _held_out_counts(
     wanted = np.minimum(wanted, np.maximum(rows - 1, 0))
     if (total := int(wanted.sum())) <= val_rows:
         return wanted
-    # Each file gets its share of the maximum, rounded down; the largest remainders get the rest.
+    # Each file gets its fraction of the maximum, rounded down; the largest remainders get the rest.
     counts: npt.NDArray[np.int64] = wanted * val_rows // total
     for file in np.argsort(-(wanted * val_rows % total), kind="stable")[: val_rows - counts.sum()]:
         counts[file] += 1
@@ -112,7 +112,7 @@ def _held_out_counts(
 
 
 def permutation(n: int, key: str) -> list[int]:
-    """Return the numbers below `n` in an order that depends on `key` alone."""
+    """Return a permutation of range(n) seeded by `key`."""
     # Seeded with text, Python's generator gives the same order on every platform and version.
     order = list(range(n))
     random.Random(key).shuffle(order)

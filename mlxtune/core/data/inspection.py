@@ -24,11 +24,11 @@ from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.problems import where
 
 SCHEMA_VERSION = 1
-_SHORTEST_LIMIT = 128
+_MIN_LIMIT = 128
 # In pairs with more pieces than this, the most frequent pieces are not compared, to save time.
 _EXACTLY = 1000
 # The fraction of the supervised tokens that may be truncated without a warning.
-_MOST_CUT = 0.01
+_MAX_TRUNCATED = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +226,13 @@ class InspectedExamples:
         found = (finding for finding in findings if finding.level != "note")
         named = {(place.path, place.row) for finding in found for place in finding.places}
         rows = {row for _, row in named}
-        chosen = [i for row in rows for i in self.of_row(row) if (self._path_of(i), row) in named]
-        others = max(min(count - len(chosen), len(self)), 0)
-        chosen += np.linspace(0, len(self) - 1, others).astype(int).tolist()
+        selected = [i for row in rows for i in self.of_row(row) if (self._path_of(i), row) in named]
+        others = max(min(count - len(selected), len(self)), 0)
+        selected += np.linspace(0, len(self) - 1, others).astype(int).tolist()
         if self._corpus.roles.any():
             row_of = self._corpus.row_of_example
-            chosen = np.flatnonzero(np.isin(row_of, row_of[np.unique(chosen)])).tolist()
-        return sorted(set(chosen))
+            selected = np.flatnonzero(np.isin(row_of, row_of[np.unique(selected)])).tolist()
+        return sorted(set(selected))
 
     def _path_of(self, index: int) -> str:
         return self._corpus.paths[self._corpus[index].file]
@@ -336,7 +336,7 @@ def truncation_loss(
 
     `enough` is a power of two, or halfway between two powers.
     """
-    most, fraction = 1 - _MOST_CUT, _supervised_fraction(files, max_seq_len, at)
+    most, fraction = 1 - _MAX_TRUNCATED, _supervised_fraction(files, max_seq_len, at)
     if fraction >= most:
         return None
     longest = max(int(file.arrays.lengths.max(initial=0)) for file in files)
@@ -358,7 +358,7 @@ def limits(files: Sequence[EncodedFile], current: int, at: str) -> tuple[LengthL
     """Return what is cut off at the current limit, and at powers of two that may cut rows."""
     longest = max((int(file.arrays.lengths.max(initial=0)) for file in files), default=0)
     sizes = {current}
-    size = _SHORTEST_LIMIT
+    size = _MIN_LIMIT
     while size // 2 < longest:
         sizes.add(size)
         size *= 2

@@ -15,7 +15,7 @@ writes an empty think block into the last turn only), each turn is a separate ex
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
@@ -24,7 +24,6 @@ from mlxtune.core.data.conversation import (
     Conversation,
     Message,
     function_name,
-    supervised_turns,
     to_json,
 )
 from mlxtune.core.data.problems import (
@@ -39,20 +38,26 @@ from mlxtune.core.data.problems import (
     BadRow,
 )
 from mlxtune.core.data.sources.keys import THINKING_FIELDS, reads_key, reads_variable
+from mlxtune.core.data.sources.messages import supervised_turns
+from mlxtune.core.data.sources.tool_calls import with_objects
 from mlxtune.core.data.template import (
     END_OF_TURN,
     PendingRendering,
     Rendered,
     Rendering,
+    without_own_tags,
 )
 
 _END_THINK = "</think>"
+_TAG = re.compile("(</?think>)")
+# A template that takes arguments as JSON text too.
+_TEXT_ARGUMENTS = re.compile(r"\.arguments is string\b")
 # The tags that open thinking in a generation prompt, and close it before the answer.
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
 _TEST_CONTENT = "mlxtune asks whether this is shown"
 # Each turn is rendered with all messages before it, so many short turns would take minutes. The
 # maximum number of characters to render in all, and the number to add for each message.
-_MOST_RENDERED, _PER_MESSAGE = 2**27, 64
+_MAX_RENDERED, _PER_MESSAGE = 2**27, 64
 
 
 class TextRequest(Protocol):
@@ -203,7 +208,9 @@ class ModelTemplate:
         return Rendering(conversation.row, texts, chat.notes)
 
     def _prepare(self, conversation: Conversation) -> _Chat:
-        """Decide about a system message that the template leaves out."""
+        """Remove the template's own tags; decide about a system message that it leaves out."""
+        if any(message.role == "tool" for message in conversation.messages):
+            conversation = without_own_tags(conversation, self.source)
         messages = conversation.messages
         if messages[0].role != "system" or self._shows_system:
             return _Chat(conversation, 0, {})
@@ -226,6 +233,9 @@ class ModelTemplate:
 
     def _fields_of(self, message: Message) -> Mapping[str, Any]:
         """Return a message's fields; its thinking is only in the field that the template reads."""
+        if message.tool_calls and not _TEXT_ARGUMENTS.search(self.source):
+            calls = with_objects(message.tool_calls, "arguments of a call")
+            message = replace(message, fields={**message.fields, "tool_calls": calls})
         name, content = self._thinking_field, message.content
         if name is None or not message.thinking:
             return message.fields
@@ -245,27 +255,30 @@ class ModelTemplate:
         """Yield each supervised turn: its prompt, its answer, and the text after the answer."""
         conversation, notes = chat.conversation, chat.notes
         messages = conversation.messages
-        chosen = supervised_turns(conversation, self.turns)
-        _check_cost(messages, chosen)
-        for position in chosen:
+        selected = supervised_turns(conversation, self.turns)
+        _check_cost(messages, selected)
+        for position in selected:
             message, where = messages[position], f"message {position + 1}"
             try:
                 turn = self._turn(chat, position, where)
             except BadRow:
                 has_prompt = any(each.role in ("user", "tool") for each in messages[:position])
-                if has_prompt or position == chosen[-1]:
+                if has_prompt or position == selected[-1]:
                     raise
                 notes[NO_PROMPT] = ""
                 continue
             content, answer = _content_after_thinking(message), turn.text[slice(*turn.spans[0])]
             # The content comes last and may quote the thinking, so look for thinking outside it.
             parts = answer.rpartition(content) if content else (answer, "", "")
-            if content and not parts[1]:
+            outside, inside = _by_thinking(message.content)
+            if any(text not in answer for text in outside):
                 notes[DROPPED_CONTENT if message.tool_calls else DROPPED_TEXT] = where
-            if message.thinking and not any(message.thinking in part for part in parts[::2]):
+            if any(text not in answer for text in inside) or (
+                message.thinking and not any(message.thinking in part for part in parts[::2])
+            ):
                 notes[DROPPED_THINKING] = where
             yield turn
-        if dropped := _dropped(messages[chat.first : chosen[-1]], turn.text):
+        if dropped := _dropped(messages[chat.first : selected[-1]], turn.text):
             notes.setdefault(DROPPED_TEXT, f"message {chat.first + dropped}")
         tool = function_name(conversation.tools[0]) if conversation.tools else None
         if tool is not None and tool not in turn.prompt:
@@ -291,8 +304,8 @@ class ModelTemplate:
         answer = rest[:end]
         # The thinking and the content may also name the tool, so both are left out.
         shown = self._ends.sub("", answer)
-        for text in (message.thinking, _content_after_thinking(message)):
-            shown = shown.replace(text, "", 1)
+        for part in (message.thinking, _content_after_thinking(message)):
+            shown = shown.replace(part, "", 1)
         for call in message.tool_calls:
             name = function_name(call)
             if name is None:
@@ -314,29 +327,16 @@ class ModelTemplate:
         returned too, with a remedy.
         """
         ends = [match.span() for match in self._ends.finditer(rest)]
-        last = ends[-1][1] if ends else 0
         # The thinking comes first, then the content, then the tool calls. The end is the first
         # control token after the content or, with tool calls, the last control token of the
         # rendering.
         content = _content_after_thinking(message)
         if content and not message.tool_calls:
-            at = rest.rfind(content)
-            while at >= 0:
-                stop = at + len(content)
-                after = [end for start, end in ends if start >= stop]
-                # An answer such as "end" or "<" may also occur inside a control token, or reach
-                # into one.
-                cuts = any(
-                    start < at < end or start < stop < end or (start, end) == (at, stop)
-                    for start, end in ends
-                )
-                if after and not cuts:
-                    return after[0], ""
-                # An end token within the content does not end the turn.
-                last = last if cuts else 0
-                at = rest.rfind(content, 0, stop - 1)
-        if last:
-            return last, ""
+            end = _end_after(content, rest, ends)
+        else:
+            end = ends[-1][1] if ends else 0
+        if end:
+            return end, ""
         head, found, tail = rest.rstrip().rpartition(content or _TEST_CONTENT)
         known = list(filter(None, self.end_tokens))[:4]
         remedy = f": let the template end each answer with {known[0]}" if known else ""
@@ -374,11 +374,33 @@ class ModelTemplate:
         return any(message.thinking for message in conversation.messages)
 
 
+def _end_after(content: str, rest: str, ends: Sequence[tuple[int, int]]) -> int:
+    """Return the end of the first control token after the content in `rest`, or 0.
+
+    `ends` are the spans of control tokens. If the content only occurs as a part of control tokens,
+    the last control token is the end.
+    """
+    stop, occurs_apart = len(rest) + 1, False
+    while (at := rest.rfind(content, 0, stop - 1)) >= 0:
+        stop = at + len(content)
+        # An answer such as "end" or "<" may also occur inside a control token, or reach into one.
+        if any(
+            start < at < end or start < stop < end or (start, end) == (at, stop)
+            for start, end in ends
+        ):
+            continue
+        if after := next((end for start, end in ends if start >= stop), 0):
+            return after
+        # An end token within the content does not end the turn.
+        occurs_apart = True
+    return 0 if occurs_apart or not ends else ends[-1][1]
+
+
 def _check_cost(messages: Sequence[Message], turns: Sequence[int]) -> None:
     """Raise BadRow for a conversation whose turns take too long to render one by one."""
     ends = [0, *accumulate(map(_size, messages))]
     cost = sum(ends[turn] + ends[turn + 1] for turn in turns)
-    if cost > _MOST_RENDERED:
+    if cost > _MAX_RENDERED:
         raise BadRow(
             "it has too many turns to render",
             f"{len(messages):,} messages, {cost:,} characters in all: split the conversation",
@@ -403,20 +425,20 @@ def _without_tags(content: str) -> str:
 
 
 def _dropped(messages: Iterable[Message], rendered: str) -> int:
-    """Return the 1-based place of the first message whose text is not rendered; 0 if all are.
+    """Return the 1-based number of the first message whose text is not rendered; 0 if all are.
 
     Other notes name calls and system messages. Some templates write results as JSON.
     """
     end = 0
-    for place, message in enumerate(messages, start=1):
-        text = _content_after_thinking(message)
+    for number, message in enumerate(messages, start=1):
         if message.role == "system" or message.tool_calls:
             continue
-        # Messages stand in order, so that a long conversation is searched once.
-        if (start := rendered.find(text, end)) >= 0:
-            end = start + len(text)
-        elif text not in rendered and to_json(text)[1:-1] not in rendered:
-            return place
+        for text in _by_thinking(message.content)[0]:
+            # Messages stand in order, so that a long conversation is searched once.
+            if (start := rendered.find(text, end)) >= 0:
+                end = start + len(text)
+            elif text not in rendered and to_json(text)[1:-1] not in rendered:
+                return number
     return 0
 
 
@@ -450,6 +472,20 @@ def _answer_after(before: Message, where: str) -> BadRow | None:
     if before.tool_calls:
         return BadRow("a tool call without a result", f"{where} follows it: add the tool's message")
     return BadRow("two assistant turns in a row", f"{where}: join it to the turn before")
+
+
+def _by_thinking(content: str) -> tuple[list[str], list[str]]:
+    """Return the texts outside of thinking, and the texts of thinking, whose tags may repeat."""
+    outside: list[str] = []
+    inside: list[str] = []
+    *pieces, last = _TAG.split(content)
+    before = ""
+    for text, tag in zip(pieces[::2], pieces[1::2], strict=True):
+        is_thinking = tag == _END_THINK and before != _END_THINK
+        (inside if is_thinking else outside).append(text.strip())
+        before = tag
+    outside.append(last.strip())
+    return [*filter(None, outside)], [*filter(None, inside)]
 
 
 def _content_after_thinking(message: Message) -> str:

@@ -1,6 +1,7 @@
 """Problems in rows, with the place of each row: reasons to skip it, or notes on it."""
 
 import json
+import re
 import sys
 import zlib
 from collections import Counter
@@ -13,11 +14,14 @@ from typing import IO, Any
 from mlxtune.config import user_cache
 from mlxtune.config.limits import has_more_values
 from mlxtune.core.files.reading import open_regular, open_zipped
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.errors import shorten
 
+ANOTHER_ANSWER = "prompt that another row answers differently"
+CLASS_LABEL = "label beside plain text, which is not learned"
 CONTROL_TOKEN = "control token written in content"
 DOUBLE_BOS = "BOS twice at the start"
+DOUBTFUL_NULLS = "nulls in tools or arguments, kept as values"
 DROPPED_CONTENT = "text beside a tool call left out by the template"
 DROPPED_SYSTEM = "system message left out by the template"
 DROPPED_TEXT = "text left out by the template"
@@ -36,8 +40,10 @@ RENDERED_CHAT = "text that is a rendered chat"
 REFUSAL = "answer that refuses"
 OPPOSITE = "pair that another row has the other way round"
 REPLACED = "replacement character, where text was lost"
+TWO_THOUGHTS = "thinking both in an answer's text and in its own field"
 TRUNCATED_ANSWER = "answer cut at --max-seq-len"
 TWO_PROMPTS = "answers whose prompts the template renders differently"
+UNANSWERED = "last message that no answer follows"
 UNCLOSED_THINKING = "thinking that is never closed"
 UNKNOWN_END = "end of turn that is not among the model's end tokens"
 FURTHER_KEYS = "further keys that are not read"
@@ -50,8 +56,13 @@ UNREAD_METADATA = "keys beside the conversation that are not read"
 UNDECLARED_TOOL = "call of a tool that is not declared"
 
 ADVICE = {
+    ANOTHER_ANSWER: "the model learns a mix of the answers: keep one, unless several are intended",
+    CLASS_LABEL: "the model learns the text alone: to learn the label as the answer to the text, "
+    "use --field prompt=text --field completion=KEY",
     CONTROL_TOKEN: "the model reads it as a real control token: remove it from the text",
     DOUBLE_BOS: "the model's template writes it twice: fix the template",
+    DOUBTFUL_NULLS: "the model sees them, as in transformers: if a table filled them in, convert "
+    "it to parquet, from which they are left out",
     DROPPED_CONTENT: "it is not trained on: remove it, or split the turn in two",
     DROPPED_SYSTEM: "training and inference do not show it to the model: try --merge-system",
     DROPPED_TEXT: "training and inference do not show it to the model: remove it, or write it as "
@@ -72,8 +83,10 @@ ADVICE = {
     "'completion', without any",
     REFUSAL: "the model learns to refuse: remove the row, unless that is intended",
     REPLACED: "the model learns to write it: export the text again, in UTF-8",
+    TWO_THOUGHTS: "the model learns to write both: keep one",
     TRUNCATED_ANSWER: "the model learns neither the answer's end nor to stop: raise --max-seq-len",
     TWO_PROMPTS: "each answer keeps the prompt of inference, so the two share fewer tokens",
+    UNANSWERED: "it is not used: add its answer if there is one",
     UNCLOSED_THINKING: "the model learns to answer within its thinking: write </think> after it",
     UNKNOWN_END: "mlxtune stops at it, but other tools write on: give them the token, or run "
     "mlxtune fuse, which adds it to the model's end tokens",
@@ -94,7 +107,7 @@ GZIP, PARQUET, ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
 TABLE_ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 _HEAD_BYTES = 8192
 # The last line of a table whose record messages name, and the longest line to count at once.
-_LAST_COUNTED, _LONGEST_COUNTED = 100_000, 2**26
+_LAST_COUNTED, _MAX_COUNTED = 100_000, 2**26
 # The maximum number of JSON values in a row. Values take some 20 times the memory of their text.
 _MAX_VALUES = 4_000_000
 # The most warnings about rows that are skipped for one reason.
@@ -106,7 +119,8 @@ MARKED = {
     "last turn": "the last assistant turn has weight 0",
 }
 # Kinds of notes for which `train` refuses the data, and kinds that need no attention.
-ERRORS, REMARKS = (DOUBLE_BOS,), (UNREAD_METADATA,)
+ERRORS = (DOUBLE_BOS,)
+REMARKS = (ANOTHER_ANSWER, DOUBTFUL_NULLS, UNANSWERED, UNREAD_METADATA)
 # The ends of the kinds of notes on keys, each with the kind that has its advice.
 _UNREAD = {
     " of the template's options is not read": UNREAD_OPTION,
@@ -116,22 +130,22 @@ _UNREAD = {
 }
 _ENDS = tuple(_UNREAD)
 # The most keys that get a finding of their own in a file.
-_MOST_KEYS = 32
+_MAX_KEYS = 32
 
 
 def unread_key(level: str, key: str, holds: str = "") -> str:
     """Return the kind of note on a key that is not read.
 
-    `level` is where it stands; `holds` is "a mark" or "thinking" if its name says so.
+    `level` is the object that has the key; `holds` is "a mark" or "thinking" if its name says so.
     """
     return f"key {shorten(key)} of {level} is not read" + f" as {holds}" * bool(holds)
 
 
 def bounded(kind: str, known: Collection[str]) -> str:
-    """Return a kind of note, or one for all further keys, so that kinds stay few."""
+    """Return a kind of note, or a common kind for further keys, so that kinds stay few."""
     if kind in known or not kind.endswith(_ENDS):
         return kind
-    return kind if sum(each.endswith(_ENDS) for each in known) < _MOST_KEYS else FURTHER_KEYS
+    return kind if sum(each.endswith(_ENDS) for each in known) < _MAX_KEYS else FURTHER_KEYS
 
 
 def advice_on(kind: str) -> str:
@@ -169,9 +183,13 @@ class RowTally:
 
 @dataclass
 class SkippedRows(RowTally):
-    """The rows of one file that were skipped, by reason."""
+    """The rows of one file that were skipped, by reason.
+
+    `absent` has the fields whose key no row of the file has, skipped or not.
+    """
 
     path: Path
+    absent: dict[str, str] = field(default_factory=dict)
 
     def add(self, row: int, problem: BadRow) -> None:
         self.count(row, problem.kind, problem.detail)
@@ -194,7 +212,7 @@ class SkippedRows(RowTally):
             for row, detail in first:
                 yield f"{where(self.path, row)}: {BadRow(kind, detail)}; row skipped"
             if (more := self.counts[kind] - len(first)) > 0:
-                yield f"{shown(self.path)}: {pluralise(more, 'more row')} skipped: {kind}"
+                yield f"{shown(self.path)}: {pluralize(more, 'more row')} skipped: {kind}"
 
     def first(self) -> str:
         """Return `path:line: reason` for the first row that was skipped."""
@@ -225,15 +243,33 @@ def parse_json(
     except UnicodeDecodeError as error:
         raise BadRow("not UTF-8", f"byte {error.start + 1}: save the file in UTF-8") from error
     except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise BadRow(
-            kind, f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
-        ) from error
+        raise BadRow(kind, _syntax_error(error)) from error
     except RecursionError as error:
         raise BadRow("JSON nested too deeply") from error
     except ValueError as error:
         digits = f"{sys.get_int_max_str_digits():,} digits"
         raise BadRow(f"a number of more than {digits}", "write it as text") from error
+
+
+def _syntax_error(error: json.JSONDecodeError) -> str:
+    """Return the kind and position of a JSON error; names syntax of Python or JavaScript."""
+    text, at, problem = error.doc, error.pos, error.msg.removesuffix(" at")
+    rest, before = text[at:].lstrip(), text[:at].rstrip()
+    # From Python 3.13 on, the error is at the comma; before, it is at the bracket.
+    comma = at if rest.startswith(",") else len(before) - 1 if before.endswith(",") else -1
+    after = text[comma + 1 :].lstrip()[:1]
+    if comma >= 0 and after in ("]", "}"):
+        at, problem = comma, f"trailing comma before '{after}'"
+    elif comma == at and not after:
+        problem = "comma after the end"
+    elif rest.startswith("'"):
+        at, problem = len(text) - len(rest), "single quotes instead of double quotes"
+    elif constant := re.match(r"(?:True|False|None)\b", rest):
+        right = {"None": "null"}.get(constant[0], constant[0].lower())
+        at, problem = len(text) - len(rest), f"Python's {constant[0]} instead of {right}"
+    lines = text.count("\n", 0, at)
+    line = f"line {lines + 1}, " if lines else ""
+    return f"{problem} at {line}column {at - text.rfind(chr(10), 0, at)}"
 
 
 def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -250,6 +286,15 @@ def _refuse_constant(name: str) -> None:
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_keys_once)
 _STRICT_DECODER = json.JSONDecoder(object_pairs_hook=_keys_once, parse_constant=_refuse_constant)
+
+
+def json_text(value: Any) -> str:
+    """Return the JSON of a value from a row for a message, at most 60 characters of it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return json_type(value)
+    return text if len(text) <= 60 and text.isprintable() else shorten(text)
 
 
 def json_type(value: Any) -> str:
@@ -299,7 +344,7 @@ def _record_at(path: Path, row: int) -> int | None:
         return None
     with suppress(OSError, EOFError, zlib.error), open_data(path) as file:
         for _ in range(row - 1):
-            line = file.readline(_LONGEST_COUNTED)
+            line = file.readline(_MAX_COUNTED)
             quotes += line.count(b'"')
             record += quotes % 2 == 0 and bool(line.strip())
     return None if record == row - 1 else record

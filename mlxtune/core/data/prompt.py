@@ -24,12 +24,9 @@ from mlxtune.core.data.conversation import (
     Conversation,
     Document,
     Message,
-    parse_conversation,
-    role_of,
-    turn_marks,
+    Row,
 )
-from mlxtune.core.data.encode import Encoder, Example, Row
-from mlxtune.core.data.formats import convert_rows
+from mlxtune.core.data.encode import Encoder, Example
 from mlxtune.core.data.problems import (
     BadRow,
     RowTally,
@@ -38,7 +35,9 @@ from mlxtune.core.data.problems import (
     parse_json,
     where,
 )
-from mlxtune.core.data.sources.rows import read_unchanged, without_nulls
+from mlxtune.core.data.sources.messages import parse_conversation, role_of, turn_marks
+from mlxtune.core.data.sources.recognition import convert_rows
+from mlxtune.core.data.sources.rows import present, read_unchanged
 from mlxtune.core.data.sources.text_rows import NumberedRow
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.errors import DataError
@@ -123,12 +122,10 @@ def read_prompts(
 
     def objects() -> Iterator[NumberedRow]:
         nonlocal unchanged
-        for number, content in read_unchanged(path):
-            if isinstance(content, BadRow):
-                yield number, content
-            else:
+        for number, content, from_arrow in read_unchanged(path):
+            if not isinstance(content, BadRow):
                 unchanged = content
-                yield number, without_nulls(content)
+            yield number, present(content, from_arrow=from_arrow)
 
     for row in convert_rows(objects(), path, skipped, format, fields or {}, REWARDED[0]):
         assert isinstance(row, Conversation)

@@ -7,6 +7,7 @@ A span is the content of an assistant turn and the end-of-turn token after it. T
 span and the newline after it are context.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -18,10 +19,10 @@ from mlxtune.core.data.conversation import (
     Conversation,
     Message,
     function_name,
-    supervised_turns,
     to_json,
 )
 from mlxtune.core.data.problems import DROPPED_THINKING, BadRow
+from mlxtune.core.data.sources.messages import supervised_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,9 @@ Template = Callable[[Conversation], Rendering]
 PendingRendering = Callable[[], Rendering]
 
 
+_IN_TAGS = re.compile(r"\s*<(?P<tag>\w{1,40})>(?P<text>.*)</(?P=tag)>\s*", re.DOTALL)
+
+
 def _join(parts: Iterable[tuple[str, bool]]) -> Rendered:
     """Join texts; the flag of each text says whether it carries loss."""
     text, spans = "", []
@@ -82,6 +86,22 @@ def _join(parts: Iterable[tuple[str, bool]]) -> Rendered:
     return Rendered(text, tuple(spans))
 
 
+def without_own_tags(conversation: Conversation, source: str) -> Conversation:
+    """Return a conversation whose tool results lack the tags that the template writes around them.
+
+    Hermes's files have the tags in the text, and a template would write them a second time.
+    """
+
+    def inner(message: Message) -> Message:
+        found = _IN_TAGS.fullmatch(message.content) if message.role == "tool" else None
+        if found is None or f"<{found['tag']}>" not in source:
+            return message
+        text = found["text"].strip()
+        return replace(message, content=text, fields={**message.fields, "content": text})
+
+    return replace(conversation, messages=tuple(map(inner, conversation.messages)))
+
+
 def render_qwen3(conversation: Conversation, turns: str = "all") -> Rendering:
     r"""Render as `<|im_start|>role\ncontent<|im_end|>\n`.
 
@@ -90,11 +110,12 @@ def render_qwen3(conversation: Conversation, turns: str = "all") -> Rendering:
 
     Source: the chat template of Qwen3's tokenizer_config.json.
     """
-    chosen = supervised_turns(conversation, turns)
-    return Rendering(conversation.row, (_join(_qwen3_parts(conversation, chosen)),))
+    conversation = without_own_tags(conversation, "<tool_response>")
+    selected = supervised_turns(conversation, turns)
+    return Rendering(conversation.row, (_join(_qwen3_parts(conversation, selected)),))
 
 
-def _qwen3_parts(conversation: Conversation, chosen: list[int]) -> Iterator[tuple[str, bool]]:
+def _qwen3_parts(conversation: Conversation, selected: list[int]) -> Iterator[tuple[str, bool]]:
     messages = conversation.messages
     if conversation.tools:
         system = messages[0].content + "\n\n" if messages[0].role == "system" else ""
@@ -105,7 +126,7 @@ def _qwen3_parts(conversation: Conversation, chosen: list[int]) -> Iterator[tupl
             continue
         if message.role == "assistant":
             yield "<|im_start|>assistant\n", False
-            yield _qwen3_answer(message) + "<|im_end|>", i in chosen
+            yield _qwen3_answer(message) + "<|im_end|>", i in selected
             yield "\n", False
         elif message.role == "tool":
             # Consecutive results share one user turn.
@@ -140,12 +161,12 @@ def _qwen3_answer(message: Message) -> str:
         arguments = arguments if isinstance(arguments, str) else to_json(arguments)
         calls.append(f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>')
     content = message.content
-    if message.thinking and not _holds_thinking(message):
+    if message.thinking and not _content_has_thinking(message):
         content = f"<think>\n{message.thinking}\n</think>\n\n{content}"
     return "\n".join([content] * bool(content) + calls)
 
 
-def _holds_thinking(message: Message) -> bool:
+def _content_has_thinking(message: Message) -> bool:
     thought, closed, _ = message.content.partition("</think>")
     return bool(closed) and message.thinking in thought
 
@@ -163,17 +184,17 @@ def render_gemma(conversation: Conversation, turns: str = "all") -> Rendering:
         raise BadRow("the gemma template does not support tools")
     notes = {}
     for position, message in enumerate(messages, start=1):
-        if message.thinking and not _holds_thinking(message):
+        if message.thinking and not _content_has_thinking(message):
             notes[DROPPED_THINKING] = f"message {position}"
-    chosen = supervised_turns(conversation, turns)
-    return Rendering(conversation.row, (_join(_gemma_parts(messages, chosen)),), notes)
+    selected = supervised_turns(conversation, turns)
+    return Rendering(conversation.row, (_join(_gemma_parts(messages, selected)),), notes)
 
 
-def _gemma_parts(messages: Iterable[Message], chosen: list[int]) -> Iterator[tuple[str, bool]]:
+def _gemma_parts(messages: Iterable[Message], selected: list[int]) -> Iterator[tuple[str, bool]]:
     for i, message in enumerate(messages):
         if message.role == "assistant":
             yield "<start_of_turn>model\n", False
-            yield message.content + "<end_of_turn>", i in chosen
+            yield message.content + "<end_of_turn>", i in selected
             yield "\n", False
         else:
             system = message.role == "system"

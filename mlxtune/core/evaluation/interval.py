@@ -83,8 +83,8 @@ def _resampled(change: Floats, tokens: npt.NDArray[np.int64], seed: int, resampl
     at_once = max(1, _DRAWN_AT_ONCE // rows)
     parts = []
     for start in range(0, resamples, at_once):
-        chosen = generator.integers(0, rows, (min(at_once, resamples - start), rows))
-        parts.append(change[chosen].sum(axis=1) / tokens[chosen].sum(axis=1))
+        drawn = generator.integers(0, rows, (min(at_once, resamples - start), rows))
+        parts.append(change[drawn].sum(axis=1) / tokens[drawn].sum(axis=1))
     return np.concatenate(parts)
 
 
@@ -128,9 +128,9 @@ def paired_fraction_interval(
 def _wilson(fraction: float, rows: int) -> tuple[float, float]:
     """Return the interval of a proportion of this many rows. Source: Wilson, JASA 22 (1927)."""
     z = NormalDist().inv_cdf(1 - _TAIL)
-    centre, scale = fraction + z * z / (2 * rows), 1 + z * z / rows
+    center, scale = fraction + z * z / (2 * rows), 1 + z * z / rows
     width = z * math.sqrt(fraction * (1 - fraction) / rows + z * z / (4 * rows * rows))
-    return (centre - width) / scale, (centre + width) / scale
+    return (center - width) / scale, (center + width) / scale
 
 
 def rank_interval(area: float, good: int, bad: int) -> tuple[float, float]:

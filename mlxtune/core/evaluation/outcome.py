@@ -8,7 +8,7 @@ from mlxtune.core.files.typed_json import from_json
 
 VERDICTS = HELPED, HURT, CANNOT_TELL = "helped", "hurt", "cannot tell"
 # With fewer rows, changes of the same sign in all rows are not significant: 2 * (1/2)^5 > 0.05.
-FEWEST_ROWS = 6
+MIN_ROWS = 6
 PERPLEXITY_CAP = 1e6
 
 
@@ -94,7 +94,7 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class KeyMatches:
-    """The number of each model's JSON answers whose value of a key is right, of `expected`."""
+    """How many of the `expected` values of a key each model's JSON answers got right."""
 
     key: str
     expected: int
@@ -168,7 +168,7 @@ class StepSamples:
 
 
 @dataclass(frozen=True)
-class Misjudged:
+class MisjudgedAnswer:
     """A row that the adapted model misjudges: `margin_after`, in nats per token, is below 0."""
 
     path: str
@@ -196,7 +196,7 @@ class PreferenceDifference:
     confidence: float
     margin_before: float
     margin_after: float
-    misjudged: tuple[Misjudged, ...] = ()
+    misjudged: tuple[MisjudgedAnswer, ...] = ()
     fewest: int | None = None
 
 

@@ -40,11 +40,15 @@ def sums_of(
 
     The first token of an example is never predicted, so it does not count.
     """
-    chosen = [example for row in rows for example in row]
+    flat_examples = [example for row in rows for example in row]
     row_of_example = [index for index, row in enumerate(rows) for _ in row]
     totals, tokens = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
-    np.add.at(totals, row_of_example, losses(chosen, lambda done: on_progress(done, len(chosen))))
-    np.add.at(tokens, row_of_example, list(map(predicted_tokens, chosen)))
+    np.add.at(
+        totals,
+        row_of_example,
+        losses(flat_examples, lambda done: on_progress(done, len(flat_examples))),
+    )
+    np.add.at(tokens, row_of_example, list(map(predicted_tokens, flat_examples)))
     return Sums(totals, tokens)
 
 
@@ -81,8 +85,8 @@ def answer_sums(
         for example in row
         if example.role in (CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE)
     ]
-    chosen = [example for _, example in examples]
-    losses_of = losses(chosen, lambda done: on_progress(done, len(chosen)))
+    flat_examples = [example for _, example in examples]
+    losses_of = losses(flat_examples, lambda done: on_progress(done, len(flat_examples)))
     totals, tokens = np.zeros((2, len(rows))), np.zeros((2, len(rows)), dtype=np.int64)
     labels = np.ones(len(rows))
     for (index, example), loss in zip(examples, losses_of, strict=True):

@@ -14,7 +14,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import CorpusRows, HashOf
+from mlxtune.core.data.corpus import CorpusRows
+from mlxtune.core.data.near_copies import TextHash
 from mlxtune.core.evaluation.interval import (
     CONFIDENCE,
     Floats,
@@ -24,13 +25,12 @@ from mlxtune.core.evaluation.interval import (
 )
 from mlxtune.core.evaluation.outcome import (
     CANNOT_TELL,
-    FEWEST_ROWS,
     HELPED,
     HURT,
-    Difference,
+    MIN_ROWS,
     Evaluation,
     FileVerdict,
-    Misjudged,
+    MisjudgedAnswer,
     PreferenceDifference,
     RewardChange,
     RowLosses,
@@ -69,7 +69,7 @@ class JudgedRows:
         rows: CorpusRows,
         trained: npt.NDArray[np.uint64],
         candidates: int = 1,
-        text_hash: HashOf | None = None,
+        text_hash: TextHash | None = None,
     ) -> "JudgedRows":
         """Leave out of `rows` those with identities in `trained`, unless no rows would remain.
 
@@ -90,7 +90,7 @@ def evaluate_losses(
     With several files, each file gets a verdict. Raises NonFiniteLossError if a row's loss is not
     finite.
     """
-    return _with_verdicts_by_file(judged, partial(_compare_losses, seed), base, adapted, start)
+    return _with_verdicts_by_file(judged, partial(_judge_losses, seed), base, adapted, start)
 
 
 def evaluate_preferences(
@@ -106,7 +106,7 @@ def evaluate_preferences(
     `start` has the answers' losses under the adapter from which training started. With several
     files, each file gets a verdict.
     """
-    compare = partial(_compare_preferences, seed, objective)
+    compare = partial(_judge_preferences, seed, objective)
     return _with_verdicts_by_file(judged, compare, base, adapted, start)
 
 
@@ -138,8 +138,9 @@ def evaluate_rewards(
     before, after = (Sums(-each[usable], ones) for each in (first.before, first.after))
     rows = replace(judged, rows=judged.rows.only(usable))
     evaluation = _compare_losses(seed, rows, before, after, None)
+    verdict = verdict_of(evaluation)
     changes = tuple(change for each in rewards if (change := _reward_change(each, seed)))
-    return replace(evaluation, hardly=False, gained=(), lost=(), rewards=changes)
+    return replace(evaluation, verdict=verdict, gained=(), lost=(), rewards=changes)
 
 
 def _reward_change(rewards: RowRewards, seed: int) -> RewardChange | None:
@@ -194,6 +195,14 @@ def _file_verdict(path: str, rows: int, evaluation: Evaluation) -> FileVerdict:
     )
 
 
+def _judge_losses(
+    seed: int, judged: JudgedRows, base: Sums, adapted: Sums | None, start: Sums | None
+) -> Evaluation:
+    evaluation = _compare_losses(seed, judged, base, adapted, start)
+    difference = evaluation.difference
+    return evaluation if difference is None else _with_verdict(evaluation, difference.share)
+
+
 def _compare_losses(
     seed: int, judged: JudgedRows, base: Sums, adapted: Sums | None, start: Sums | None
 ) -> Evaluation:
@@ -238,13 +247,10 @@ def _compare_losses(
             if change[i] < 0
         )
 
-    verdict = CANNOT_TELL if judged.only_trained else verdict_of(difference, len(rows))
     return replace(
         evaluation,
         adapted=adapted.loss,
         difference=difference,
-        verdict=verdict,
-        hardly=is_negligible(verdict, difference.share),
         start=None if start is None else start.loss,
         base_difference=None if start is None else from_base,
         gained=most_changed(1),
@@ -252,16 +258,25 @@ def _compare_losses(
     )
 
 
-def verdict_of(difference: Difference, rows: int) -> str:
-    if rows < FEWEST_ROWS or difference.low <= 0 <= difference.high:
+def verdict_of(evaluation: Evaluation) -> str:
+    """Return the verdict on the preferences of an evaluation with an adapter, or else its losses.
+
+    A difference in preferences above 0 is better, one in losses below 0.
+    """
+    preference, difference = evaluation.preference, evaluation.difference
+    assert difference is not None
+    low, high, rows = -difference.high, -difference.low, evaluation.rows
+    if preference is not None:
+        low, high, rows = preference.low, preference.high, preference.fewest or 0
+    if evaluation.only_trained or rows < MIN_ROWS or low <= 0 <= high:
         return CANNOT_TELL
-    return HELPED if difference.high < 0 else HURT
+    return HELPED if low > 0 else HURT
 
 
-def preference_verdict(found: PreferenceDifference, *, only_trained: bool) -> str:
-    if only_trained or (found.fewest or 0) < FEWEST_ROWS:
-        return CANNOT_TELL
-    return HELPED if found.low > 0 else HURT if found.high < 0 else CANNOT_TELL
+def _with_verdict(evaluation: Evaluation, size: float) -> Evaluation:
+    """Return an evaluation with its verdict; `size` is the relative size of the difference."""
+    verdict = verdict_of(evaluation)
+    return replace(evaluation, verdict=verdict, hardly=is_negligible(verdict, size))
 
 
 def is_negligible(verdict: str, fraction: float) -> bool:
@@ -269,7 +284,7 @@ def is_negligible(verdict: str, fraction: float) -> bool:
     return verdict != CANNOT_TELL and abs(fraction) < _HARDLY
 
 
-def _compare_preferences(
+def _judge_preferences(
     seed: int,
     objective: Objective,
     judged: JudgedRows,
@@ -292,37 +307,37 @@ def _compare_preferences(
         difference = _compare_pairs(judged.rows, before, adapted)
         size = difference.after - difference.before
     else:
-        difference = _compare_labelled(judged.rows, before, adapted)
+        difference = _compare_labeled(judged.rows, before, adapted)
         # A tiny gain may be larger in every pair, so its size counts, relative to the loss.
         loss = before.good.only(learned).loss.loss
         size = difference.margin_after / loss if loss else 0.0
     difference = replace(difference, objective=objective.description)
-    verdict = preference_verdict(difference, only_trained=judged.only_trained)
-    negligible = is_negligible(verdict, size)
-    return replace(evaluation, verdict=verdict, hardly=negligible, preference=difference)
+    return _with_verdict(replace(evaluation, preference=difference), size)
 
 
 def _compare_pairs(
     rows: CorpusRows, before: AnswerSums, adapted: AnswerSums
 ) -> PreferenceDifference:
-    won, wins = (each.margins > 0 for each in (before, adapted))
-    bounds = paired_fraction_interval(won, wins)
-    fractions = float(won.mean()), float(wins.mean())
+    won_before, won_after = (each.margins > 0 for each in (before, adapted))
+    bounds = paired_fraction_interval(won_before, won_after)
+    fractions = float(won_before.mean()), float(won_after.mean())
     return _difference(rows, fractions, bounds, before.margins, adapted.margins, len(rows))
 
 
-def _compare_labelled(
+def _compare_labeled(
     rows: CorpusRows, before: AnswerSums, adapted: AnswerSums
 ) -> PreferenceDifference:
     good = adapted.labels == 1
     gains = adapted.margins - before.margins
-    fraction = float(_ranks(gains, good).mean())
+    fraction = float(_win_rate_per_answer(gains, good).mean())
     count = int(good.sum())
     low, high = rank_interval(fraction, count, len(good) - count)
     # Each answer's gain is compared with the mean gain of the answers with the other label.
     margins = np.zeros(len(good)), _against_others(gains, good)
-    fewest = min(count, len(good) - count)
-    difference = _difference(rows, (0.5, fraction), (low - 0.5, high - 0.5), *margins, fewest)
+    smaller_count = min(count, len(good) - count)
+    difference = _difference(
+        rows, (0.5, fraction), (low - 0.5, high - 0.5), *margins, smaller_count
+    )
     return replace(difference, pairs=False)
 
 
@@ -347,14 +362,14 @@ def _difference(
         margin_before=float(before.mean()),
         margin_after=float(after.mean()),
         misjudged=tuple(
-            Misjudged(*rows.source(i), float(before[i]), float(after[i]))
+            MisjudgedAnswer(*rows.source(i), float(before[i]), float(after[i]))
             for i in np.argsort(after, kind="stable")[:_TOP_ROWS].tolist()
             if after[i] < 0
         ),
     )
 
 
-def _ranks(gains: Floats, good: npt.NDArray[np.bool_]) -> Floats:
+def _win_rate_per_answer(gains: Floats, good: npt.NDArray[np.bool_]) -> Floats:
     """Return, for each answer (R,), the fraction of pairs in which the good answer gained more."""
     if good.all() or not good.any():
         return np.full(len(gains), 0.5)

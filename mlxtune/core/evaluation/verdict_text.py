@@ -3,9 +3,9 @@
 from mlxtune.core.evaluation.interval import CONFIDENCE
 from mlxtune.core.evaluation.outcome import (
     CANNOT_TELL,
-    FEWEST_ROWS,
     HELPED,
     HURT,
+    MIN_ROWS,
     Difference,
     Evaluation,
     ExactMatch,
@@ -14,10 +14,10 @@ from mlxtune.core.evaluation.outcome import (
     PreferenceDifference,
     RewardChange,
 )
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 
 # With fewer answers, a percentage says little.
-_FEWEST_ANSWERS = 10
+_MIN_ANSWERS = 10
 # A verdict on two adapters, as a comparison.
 _THAN = {HELPED: "better", HURT: "worse"}
 
@@ -35,10 +35,10 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
     difference, further = evaluation.difference, evaluation.base_difference
     assert difference is not None
     rows = (
-        f"{pluralise(evaluation.rows, 'row')}, {pluralise(evaluation.tokens, 'supervised token')}"
+        f"{pluralize(evaluation.rows, 'row')}, {pluralize(evaluation.tokens, 'supervised token')}"
     )
     if evaluation.left_out:
-        rows += f"; without {pluralise(evaluation.left_out, 'row')} that training also used"
+        rows += f"; without {pluralize(evaluation.left_out, 'row')} that training also used"
     other = " of the base model" if further is None else " of the first adapter"
     if evaluation.against is not None:
         other = f" of {evaluation.against}"
@@ -53,7 +53,7 @@ def file_lines(evaluation: Evaluation) -> list[str]:
     """Return the verdict on each file, for readers who may see the files' paths."""
     return [
         f"{file.path}: {file.words}, {_preferred(file)}{file.base_loss:.4f} to "
-        f"{file.adapted_loss:.4f} on {pluralise(file.rows, 'row')}"
+        f"{file.adapted_loss:.4f} on {pluralize(file.rows, 'row')}"
         for file in evaluation.files
     ]
 
@@ -67,9 +67,9 @@ def _preferred(file: FileVerdict) -> str:
 def _reward_lines(evaluation: Evaluation) -> list[str]:
     """Return the verdict with the change of the reward, and a line for each further reward."""
     first, *others = evaluation.rewards
-    rows = pluralise(evaluation.rows, "row")
+    rows = pluralize(evaluation.rows, "row")
     if evaluation.left_out:
-        rows += f" (without {pluralise(evaluation.left_out, 'row')} that training also used)"
+        rows += f" (without {pluralize(evaluation.left_out, 'row')} that training also used)"
     what = f"greedy answers to {rows} get a mean reward of {_reward_text(first)}"
     lines = [
         f"{f'reward {each.name} of ' if each.name else 'reward of '}"
@@ -87,10 +87,10 @@ def _reward_text(change: RewardChange) -> str:
 
 
 def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> list[str]:
-    """Return the verdict with the change in preferences, and the good answers' change in loss."""
-    rows = pluralise(evaluation.rows, "pair" if found.pairs else "answer")
+    """Return the verdict with the changes in preferences and in the loss of the good answers."""
+    rows = pluralize(evaluation.rows, "pair" if found.pairs else "answer")
     if evaluation.left_out:
-        rows += f" (without {pluralise(evaluation.left_out, 'row')} that training also used)"
+        rows += f" (without {pluralize(evaluation.left_out, 'row')} that training also used)"
     before, after = f"{found.before:.0%}", f"{found.after:.0%}"
     interval = (
         f"{100 * (found.after - found.before):+.0f} points, {found.confidence:.0%} interval "
@@ -126,30 +126,30 @@ def _verdict_line(evaluation: Evaluation, evidence: str) -> str:
         if other is not None:
             words = f"is {'hardly ' * evaluation.hardly}{_THAN[str(verdict)]} than {other}"
         return f"the adapter {words}{_but_none_right(evaluation)}: {evidence}"
-    too_few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
+    caveat = f"; at least {MIN_ROWS} rows are needed" * (evaluation.rows < MIN_ROWS)
     preference = evaluation.preference
     if (
         preference
         and not preference.pairs
         and preference.fewest is not None
-        and preference.fewest < FEWEST_ROWS
+        and preference.fewest < MIN_ROWS
     ):
-        too_few = f"; at least {FEWEST_ROWS} answers of each label are needed"
+        caveat = f"; at least {MIN_ROWS} answers of each label are needed"
     if evaluation.only_trained:
-        too_few = "; all of these rows were also trained on"
+        caveat = "; all of these rows were also trained on"
     question = "helped" if other is None else f"is better than {other}"
-    return f"cannot tell whether the adapter {question}: {evidence}{too_few}"
+    return f"cannot tell whether the adapter {question}: {evidence}{caveat}"
 
 
 def _but_none_right(evaluation: Evaluation) -> str:
     """Return a clause for an adapter that helped, although none of its answers is right."""
     generated = evaluation.generated
-    if generated is None or generated.rows < FEWEST_ROWS or evaluation.verdict != HELPED:
+    if generated is None or generated.rows < MIN_ROWS or evaluation.verdict != HELPED:
         return ""
     counted = generated.matches or generated.exact_match
     if counted.adapted != 0:
         return ""
-    return f", but none of its {pluralise(generated.rows, 'answer')} {_matching(counted)}"
+    return f", but none of its {pluralize(generated.rows, 'answer')} {_matching(counted)}"
 
 
 def _matching(counted: ExactMatch | Matches) -> str:
@@ -182,11 +182,11 @@ def _answers(evaluation: Evaluation) -> str:
     counted = generated and (generated.matches or generated.exact_match)
     if generated is None or not counted or counted.adapted is None:
         return ""
-    if generated.rows < _FEWEST_ANSWERS:
+    if generated.rows < _MIN_ANSWERS:
         return ""
     fraction, earlier = counted.adapted / generated.rows, counted.base / generated.rows
     other = "without it"
     if counted.against is not None:
         earlier, other = counted.against / generated.rows, f"with {evaluation.against}"
     how = f"match by {counted.by}" if isinstance(counted, Matches) else "exact"
-    return f"; {fraction:.0%} of {pluralise(generated.rows, 'answer')} {how}, {earlier:.0%} {other}"
+    return f"; {fraction:.0%} of {pluralize(generated.rows, 'answer')} {how}, {earlier:.0%} {other}"

@@ -2,21 +2,37 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
+from typing import Any, TypeGuard
 
-from mlxtune.core.files.reading import file_hash, open_regular, read_json
-from mlxtune.core.files.tensor_files import read_header
+from mlxtune.config.limits import CONFIG
+from mlxtune.core.files.reading import file_hash, open_regular, read_json, read_value
+from mlxtune.core.files.tensor_files import TensorInfo, read_header
 from mlxtune.core.files.writing import make_folder, write_json
 from mlxtune.errors import ModelError, OutputError
 
 # The cache of file hashes by path, with the size, times and inode that each file had.
 FILE = "hashes.json"
 _KEPT = 1000
-_PARTS = ("layout", "weights", "vectors")
+WEIGHTS = "weights"
+_PARTS = ("layout", WEIGHTS, "vectors")
+# The hashes that fingerprints of earlier versions lack.
+_SAMPLES, _CONFIG = "samples", "config"
+# The number of pieces that are read of each weight, and their bytes.
+_PIECES, _PIECE = 16, 64
+# Keys of config.json that do not decide a model's results, or that quantised copies change.
+_UNDECIDING = re.compile(
+    r".*_token_id|_name_or_path|architectures|auto_map|(torch_)?dtype|quantization(_config)?"
+    r"|transformers_version|unsloth_.*|use_cache|vision_config"
+)
 
 
 def hash_in_background(folder: Path, cache: Path | None) -> Future[str]:
@@ -34,41 +50,124 @@ def hash_in_background(folder: Path, cache: Path | None) -> Future[str]:
     return result
 
 
-def base_fingerprint(folder: Path) -> dict[str, str]:
-    """Return hashes of a model's weights, computed in milliseconds.
+def base_fingerprint(folder: Path) -> dict[str, Any]:
+    """Return hashes of a model's weights and config, computed in milliseconds.
 
     `layout` covers the weights' names, dtypes and shapes, `weights` 64 bytes of each weight, and
-    `vectors` 64 bytes of each norm and bias, which stay the same when matrices are quantised. No
-    hash depends on how the weights are split into files. Raises ModelError if a file cannot be
-    read.
+    `vectors` 64 bytes of each norm and bias, which stay the same when matrices are quantised.
+    `samples` covers more bytes of each weight: any change of a contiguous eighth of a weight
+    changes it. `config` has a hash of each value of config.json that decides the results. No hash
+    depends on how the weights are split into files. Raises ModelError if a file cannot be read.
     """
-    parts: dict[str, list[str]] = {name: [] for name in _PARTS}
+    lines: dict[str, list[str]] = {name: [] for name in (*_PARTS, _SAMPLES)}
+    with _as_model_error(folder):
+        for name, info, read, size in _weights(folder):
+            middle = f"{name} {read(size // 128 * _PIECE, min(_PIECE, size)).hex()}"
+            lines["layout"].append(_layout_line(name, info))
+            lines[WEIGHTS].append(middle)
+            if len(info.shape) == 1:
+                lines["vectors"].append(middle)
+            lines[_SAMPLES].append(f"{name} {_sampled(name, read, size).hex()}")
+        config = _hashes_of_config(read_value(folder / "config.json", CONFIG))
+    return {name: _hash_of_lines(each) for name, each in lines.items()} | {_CONFIG: config}
+
+
+def base_layout(folder: Path) -> str:
+    """Return the `layout` of a model's fingerprint, from the headers of its files alone."""
+    with _as_model_error(folder):
+        return _hash_of_lines(
+            _layout_line(name, info)
+            for path in folder.glob("model*.safetensors")
+            for name, info in read_header(path).tensors.items()
+        )
+
+
+def is_fingerprint(value: object) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether a recorded value is a fingerprint of this version or an earlier one.
+
+    A fingerprint with other keys is forged, or from a later version.
+    """
+    return (
+        isinstance(value, Mapping)
+        and {*_PARTS} <= value.keys() <= {*_PARTS, _SAMPLES, _CONFIG}
+        and isinstance(value.get(_CONFIG, {}), Mapping)
+    )
+
+
+def base_change(trained: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return what differs between the fingerprints of two models; None if they are the same model.
+
+    A quantised copy is the same model. Fingerprints of an earlier version have fewer hashes; the
+    others are not compared.
+    """
+    compared = (WEIGHTS, _SAMPLES) if trained["layout"] == now["layout"] else ("vectors",)
+    if any(trained[name] != now[name] for name in compared if name in trained):
+        return WEIGHTS
+    own, config = trained.get(_CONFIG, now[_CONFIG]), now[_CONFIG]
+    changed = (name for name in sorted({*own, *config}) if own.get(name) != config.get(name))
+    return next((f"{name} in config.json" for name in changed), None)
+
+
+@contextmanager
+def _as_model_error(folder: Path) -> Iterator[None]:
     try:
-        for path in folder.glob("model*.safetensors"):
-            tensors = read_header(path).tensors
-            with open_regular(path) as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
-                for name, info in tensors.items():
-                    start, end = header[name]["data_offsets"]
-                    file.seek(8 + length + start + (end - start) // 128 * 64)
-                    middle = f"{name} {file.read(min(64, end - start)).hex()}"
-                    parts["layout"].append(f"{name} {info.dtype} {info.shape}")
-                    parts["weights"].append(middle)
-                    if len(info.shape) == 1:
-                        parts["vectors"].append(middle)
+        yield
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} cannot be read: {error}") from error
-    return {
-        name: hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:32]
-        for name, lines in parts.items()
-    }
 
 
-def is_same_base(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Return whether two fingerprints come from the same model, quantised or not."""
-    layout, weights, vectors = (one[name] == other[name] for name in _PARTS)
-    return weights if layout else vectors
+_Read = Callable[[int, int], bytes]
+
+
+def _weights(folder: Path) -> Iterator[tuple[str, TensorInfo, _Read, int]]:
+    """Yield each weight of a model with its size, and a function that reads bytes at a place."""
+    for path in folder.glob("model*.safetensors"):
+        tensors = read_header(path).tensors
+        with open_regular(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+            for name, info in tensors.items():
+                start, end = header[name]["data_offsets"]
+                yield name, info, partial(_read, file.fileno(), 8 + length + start), end - start
+
+
+def _read(descriptor: int, start: int, place: int, size: int) -> bytes:
+    return os.pread(descriptor, size, start + place)
+
+
+def _sampled(name: str, read: _Read, size: int) -> bytes:
+    """Return a hash over a piece of each part of a weight, at places that differ by weight."""
+    part = size // _PIECES
+    if part <= _PIECE:
+        return hashlib.sha256(read(0, size)).digest()
+    # A generator seeded by text gives the same numbers in every version of Python.
+    places = random.Random(name)
+    digest = hashlib.sha256()
+    for number in range(_PIECES):
+        digest.update(read(number * part + int(places.random() * (part - _PIECE)), _PIECE))
+    return digest.digest()
+
+
+def _layout_line(name: str, info: TensorInfo) -> str:
+    return f"{name} {info.dtype} {info.shape}"
+
+
+def _hash_of_lines(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:32]
+
+
+def _hashes_of_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return a hash of each value that decides a model's results, by its keys joined by dots."""
+    hashes: dict[str, str] = {}
+    for name, value in config.items():
+        if value is None or _UNDECIDING.fullmatch(name):
+            continue
+        if isinstance(value, Mapping):
+            hashes |= _hashes_of_config(value, f"{prefix}{name}.")
+        else:
+            text = json.dumps(float(value) if isinstance(value, int) else value, sort_keys=True)
+            hashes[f"{prefix}{name}"] = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashes
 
 
 def model_hash(folder: Path, cache: Path | None) -> str:

@@ -17,10 +17,10 @@ from pathlib import Path
 # Files that desktops leave in folders and that users do not need.
 _LITTER = {".DS_Store"}
 # No run nests folders nearly this deeply, and Python removes trees recursively.
-_MOST_LEVELS = 100
-_TOO_DEEP = f"its folders are nested more than {_MOST_LEVELS} levels deep"
+_MAX_LEVELS = 100
+_TOO_DEEP = f"its folders are nested more than {_MAX_LEVELS} levels deep"
 # As many as Linux follows.
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -135,7 +135,7 @@ def _on_the_way(path: Path) -> Iterator[Path]:
         following = folder.parent if (part := parts.pop(0)) == ".." else folder / part
         if following.is_symlink():
             yield following
-            if (links := links + 1) > _MOST_LINKS:
+            if (links := links + 1) > _MAX_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
             target = following.readlink()
             parts[:0] = target.parts[1:] if target.is_absolute() else target.parts
@@ -165,7 +165,7 @@ def contents(folder: Path) -> dict[str, Path]:
     """Return all files and links below a folder, by relative path. Raises NotOurs or OSError."""
     files: dict[str, Path] = {}
     level = [folder]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         below = []
         for path in (path for entry in level for path in entries(entry)):
             if is_folder(path):

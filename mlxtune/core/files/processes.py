@@ -157,7 +157,7 @@ class Helpers:
         """Run Python in a folder, made if missing; write its output there, and return the status.
 
         Once `until` returns true, the process gets the signal `stop`. Raises HelperTimeoutError if
-        the process takes too long. However this call ends, the process and its children end too.
+        the process takes too long. The process and its children always end with this call.
         """
         make_folder(folder)
         with open_to_write(folder / "stdout") as out, open_to_write(folder / "stderr") as errors:

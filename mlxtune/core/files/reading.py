@@ -1,7 +1,7 @@
 """Opens and reads regular files, each within the limits of its kind.
 
-A pipe or a device may block or go on forever; only `read_start` opens them. A file that is almost
-all holes is refused, as it costs its maker nothing, but its reader time and memory.
+A pipe or a device may block or never end; only `read_start` opens them. A sparse file is refused:
+it costs nothing to make, but time and memory to read.
 """
 
 import errno
@@ -29,7 +29,7 @@ _PIECE = 2**20
 # At least one byte in this many must be on disk; otherwise a file is almost all holes. Text that
 # APFS, btrfs or ZFS compresses shrinks to about a tenth of its size, and an untrained adapter, half
 # of it zeros, to about half.
-_LEAST_STORED = 64
+_MIN_STORED = 64
 # Smaller files take little memory, and some file systems store them without blocks.
 _SMALL = 2**20
 # The limit for files whose kind has none; no such file is this large.
@@ -37,7 +37,7 @@ _ANY = Limits(2**30)
 # The starts of the names of folders in Hugging Face's cache.
 _CACHED = ("models--", "datasets--")
 # The largest number of pieces of a file to check; a file with more pieces is not made of holes.
-_MOST_PIECES = 10_000
+_MAX_PIECES = 10_000
 
 
 class NotRegular(OSError, ValueError):
@@ -136,14 +136,14 @@ def check_stored(path: Path) -> None:
 
 
 def check_open(name: str, file: io.BufferedReader) -> None:
-    """Check an open file, positioned at its start, as `check_stored` checks a path."""
+    """Apply the checks of `check_stored` to an open file positioned at its start."""
     status = os.fstat(file.fileno())
     size = status.st_size
-    if size < _SMALL or status.st_blocks * 512 * _LEAST_STORED >= size:
+    if size < _SMALL or status.st_blocks * 512 * _MIN_STORED >= size:
         return
     # Some network file systems count no blocks, and ZFS none for fresh writes. Such file systems
     # report a file's data and holes, or only its data.
-    if (stored := stored_bytes(file, size)) * _LEAST_STORED < size:
+    if (stored := stored_bytes(file, size)) * _MIN_STORED < size:
         raise TooLarge(f"{name} has {size:,} bytes, but only {stored:,} of them are on disk")
 
 
@@ -153,11 +153,11 @@ def stored_bytes(file: io.BufferedReader, size: int) -> int:
         return size
     stored = end = 0
     with suppress(OSError):  # ENXIO: no more data
-        for _ in range(_MOST_PIECES):
+        for _ in range(_MAX_PIECES):
             start = os.lseek(file.fileno(), end, os.SEEK_DATA)
             end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
             stored += end - start
-            if stored * _LEAST_STORED >= size:
+            if stored * _MIN_STORED >= size:
                 break
     os.lseek(file.fileno(), 0, os.SEEK_SET)
     return stored

@@ -24,7 +24,7 @@ _NAMED = re.compile(r"mlxtune-(?:[a-z]+-)?[a-z0-9_]{8}")
 # A folder without changes for this long is removed if no process holds it. A process holds it from
 # the moment after it was made, but older versions of mlxtune held none.
 _ABANDONED_SECONDS = 3600.0
-_MOST_ENTRIES = 10_000
+_MAX_ENTRIES = 10_000
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def _held(folder: Path) -> int:
 def _remove_abandoned() -> None:
     """Remove this user's temporary folders that killed processes left, once per process."""
     with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
-        for entry in islice(entries, _MOST_ENTRIES):
+        for entry in islice(entries, _MAX_ENTRIES):
             if _NAMED.fullmatch(entry.name):
                 with suppress(OSError):
                     _remove_if_abandoned(Path(entry.path))

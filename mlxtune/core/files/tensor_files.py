@@ -14,7 +14,7 @@ from mlxtune.core.files.reading import check_open, is_lfs_pointer, open_regular
 from mlxtune.errors import one_line
 
 # MLX stores dimensions as 32-bit integers.
-_LARGEST, _MOST_DIMENSIONS = 2**31 - 1, 16
+_MAX_DIMENSION, _MAX_DIMENSIONS = 2**31 - 1, 16
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,6 @@ def read_header(path: Path) -> TensorHeader:
     for tensor, info in header.tensors.items():
         if len(tensor) > TENSOR_NAME:
             raise ValueError(f"in {name}, a tensor's name has {len(tensor):,} characters")
-        if len(info.shape) > _MOST_DIMENSIONS or any(each > _LARGEST for each in info.shape):
+        if len(info.shape) > _MAX_DIMENSIONS or any(each > _MAX_DIMENSION for each in info.shape):
             raise ValueError(f"{name} has an invalid shape for {tensor}: {info.shape!r:.60}")
     return header

@@ -7,7 +7,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 # A run's records hold integers in 64 bits, and float32 arithmetic yields no larger floats.
-_LARGEST_INT, _LARGEST_FLOAT = 2**63, 1e40
+_MAX_INT, _MAX_FLOAT = 2**63, 1e40
 
 _hints = cache(get_type_hints)
 
@@ -19,9 +19,9 @@ def from_json(kind: Any, value: Any) -> Any:
     """
     if kind is int or kind is float:
         if type(value) is int:
-            fits = 0 <= value < _LARGEST_INT
+            fits = 0 <= value < _MAX_INT
         else:  # false for NaN and infinity
-            fits = kind is float and type(value) is float and abs(value) < _LARGEST_FLOAT
+            fits = kind is float and type(value) is float and abs(value) < _MAX_FLOAT
         if fits:
             return value
     elif kind is str or kind is bool:

@@ -18,7 +18,7 @@ from mlxtune.core.files.ours import NotOurs
 from mlxtune.core.files.reading import open_regular
 from mlxtune.errors import OutputError
 
-# A name as long as the longest name that is written into a folder, temporary names included.
+# A name as long as the longest name written into a folder, including temporary names.
 _LONG_NAME = "long-name".ljust(64, "-")
 _TEMPORARY = re.compile(r"\.mlxtune-.+\.[0-9a-f]{16}\.tmp")
 # Remedies for an error, in addition to choosing another place.
@@ -214,7 +214,9 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
             # /dev/stdout may be a link to a file, but the write would replace the device itself.
             parent = _real(path.parent)
             device = parent == Path("/dev") or parent.is_relative_to("/proc")
-            if device or (path.exists() and not path.is_file()):
+            if device:
+                raise OutputError(f"{path} cannot be written as a file: choose another {option}")
+            if path.exists() and not path.is_file():
                 raise OutputError(f"{path} is not a regular file: choose another {option}")
         if any(same_place(path, each) for each in read):
             raise OutputError(f"{path} is read by this run: choose another {option}")

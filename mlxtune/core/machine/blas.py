@@ -20,7 +20,7 @@ from mlxtune.core.machine.installation import pip
 _CHOICE = "MLXTUNE_BLAS"
 # glibc's mallopt parameters (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
-_LARGEST_INT = 2**31 - 1
+_MAX_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,6 @@ def _keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # musl has no mallopt
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_INT)
-        mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
+        mallopt(_M_MMAP_THRESHOLD, _MAX_INT)
+        mallopt(_M_TRIM_THRESHOLD, _MAX_INT)
         mallopt(_M_MMAP_MAX, 0)

@@ -30,7 +30,7 @@ _SOME_WARN, _FULL_CRITICAL = 10.0, 20.0
 _THERMAL = "ObjC.import('Foundation'); $.NSProcessInfo.processInfo.thermalState"
 _THERMAL_WORDS = {"1": "fair", "2": "serious", "3": "critical"}
 # The lowest plausible temperature limit, in degrees Celsius: lower values are placeholders.
-_LEAST_LIMIT = 30.0
+_MIN_LIMIT = 30.0
 # `cat` ends with its input pipe, which the system closes however this process ends.
 _INHIBIT = (
     *("systemd-inhibit", "--what=idle:sleep", "--mode=block"),
@@ -132,7 +132,7 @@ def _is_hot() -> bool:
     import psutil
 
     return any(
-        _LEAST_LIMIT <= limit <= sensor.current
+        _MIN_LIMIT <= limit <= sensor.current
         for chip in psutil.sensors_temperatures().values()
         for sensor in chip
         for limit in (sensor.high, sensor.critical)
@@ -140,7 +140,7 @@ def _is_hot() -> bool:
     )
 
 
-class ConditionsWatch:
+class ConditionsPoller:
     """Reads the conditions every few seconds in a thread, so that no step waits for a command.
 
     Each reading sets a new object as `latest`.
@@ -154,7 +154,7 @@ class ConditionsWatch:
         self._thread = threading.Thread(target=self._run, name="conditions", daemon=True)
         self.latest = Conditions()
 
-    def __enter__(self) -> "ConditionsWatch":
+    def __enter__(self) -> "ConditionsPoller":
         self._read()
         self._thread.start()
         return self
@@ -183,7 +183,7 @@ class ConditionsWatch:
 
 @contextmanager
 def kept_awake(system: str = platform.system()) -> Iterator[None]:
-    """Inside the block, keep the machine, but not its display, from sleeping when idle.
+    """Keep the machine, but not its display, awake inside the block.
 
     The effect ends with this process at the latest. Does nothing if the system has no command for
     this purpose, or refuses.

@@ -37,7 +37,7 @@ VARIABLE = "MLX_PTX_CACHE_DIR"
 _PROBLEM = "MLXTUNE_KERNELS_PROBLEM"
 _GPUS = Path("/proc/driver/nvidia/gpus")
 # The longest name of a folder of kernels; any file system takes it.
-_LONGEST = 120
+_MAX_CHARS = 120
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,13 @@ def kernel_cache() -> KernelCache | None:
     """
     if sys.platform != "linux" or not has_nvidia():
         return None
-    if chosen := os.environ.get(VARIABLE):
-        return KernelCache(chosen, os.environ.get(_PROBLEM, ""))
+    if user_folder := os.environ.get(VARIABLE):
+        return KernelCache(user_folder, os.environ.get(_PROBLEM, ""))
     # MLX names a kernel after neither, and machines with other GPUs may share this folder.
     # Without metadata, the files of mlx were copied.
     name = "-".join([installed_version("mlx") or "mlx", *_gpus()])
     try:
-        folder = user_cache() / "kernels" / re.sub(r"[^\w.-]+", "-", name)[:_LONGEST]
+        folder = user_cache() / "kernels" / re.sub(r"[^\w.-]+", "-", name)[:_MAX_CHARS]
         private_folder(folder)
     except OSError as error:
         return KernelCache(str(lasting_folder("kernels")), f"{error.filename}: {error.strerror}")

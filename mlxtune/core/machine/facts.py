@@ -236,7 +236,7 @@ def _downloads() -> Path:
 
 
 def read_folder(find: Callable[[], Path], *, measured: bool = False) -> Folder:
-    """Return the facts of the folder that `find` returns; its size too if it is `measured`."""
+    """Return the facts of the folder that `find` returns, with its size if `measured`."""
     path: Path | str = ""
     try:
         path = find()  # fails if the current folder was removed

@@ -17,8 +17,8 @@ from mlxtune.errors import GpuError, MemoryLimitError, MlxTuneError, one_line
 # MLX opens the device. MLX's maintainers mention this variable; users reported that smaller command
 # buffers did not help.
 _NO_WATCHDOG = (
-    "let the display sleep during training, or set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, a switch of "
-    "Apple's driver, in mlxtune's environment"
+    "let the display sleep during training, or set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, a variable "
+    "of Apple's driver, in mlxtune's environment"
 )
 _AGAIN = "start mlxtune again, and restart the machine if that fails too"
 
@@ -73,7 +73,7 @@ class Fault(Enum):
 
     @property
     def asks_for_less(self) -> bool:
-        """Whether less work at a time may succeed.
+        """Whether a retry with less work may succeed.
 
         Other faults may be transient, so their work is retried once.
         """

@@ -49,7 +49,7 @@ class AnswerLogps:
 
     @property
     def mean_delta(self) -> Any:
-        """The difference between the log-ratios per token, as IPO's authors confirmed to TRL."""
+        """The difference between the per-token log-ratios, which IPO's authors confirmed to TRL."""
         chosen = self.chosen_ratio / self.count_chosen
         return chosen - self.rejected_ratio / self.count_rejected
 
@@ -75,61 +75,61 @@ def _smoothed(xp: Any, x: Any, smoothing: float) -> Any:
 
 
 def _sigmoid_loss(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
-    return -_log_sigmoid(xp, o.strength * s.delta)
+    return -_log_sigmoid(xp, o.effective_beta * s.delta)
 
 
 def _hinge(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
-    return xp.maximum(1 - o.strength * s.delta, 0.0)
+    return xp.maximum(1 - o.effective_beta * s.delta, 0.0)
 
 
 def _ipo(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
-    return xp.square(s.mean_delta - 1 / (2 * o.strength))
+    return xp.square(s.mean_delta - 1 / (2 * o.effective_beta))
 
 
 def _exo_pair(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
-    x, smoothing = o.strength * s.delta, o.label_smoothing
-    wins, loses = _log_sigmoid(xp, x), _log_sigmoid(xp, -x)
-    return xp.exp(wins) * (wins - math.log1p(-smoothing)) + xp.exp(loses) * (
-        loses - math.log(smoothing)
+    x, smoothing = o.effective_beta * s.delta, o.label_smoothing
+    log_win, log_lose = _log_sigmoid(xp, x), _log_sigmoid(xp, -x)
+    return xp.exp(log_win) * (log_win - math.log1p(-smoothing)) + xp.exp(log_lose) * (
+        log_lose - math.log(smoothing)
     )
 
 
 def _nca_pair(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
-    chosen, rejected = o.strength * s.chosen_ratio, o.strength * s.rejected_ratio
+    chosen, rejected = o.effective_beta * s.chosen_ratio, o.effective_beta * s.rejected_ratio
     unlikely = _log_sigmoid(xp, -chosen) + _log_sigmoid(xp, -rejected)
     return -_log_sigmoid(xp, chosen) - 0.5 * unlikely
 
 
 def _robust(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
-    x, smoothing = o.strength * s.delta, o.label_smoothing
+    x, smoothing = o.effective_beta * s.delta, o.label_smoothing
     clean = -(1 - smoothing) * _log_sigmoid(xp, x)
     return (clean + smoothing * _log_sigmoid(xp, -x)) / (1 - 2 * smoothing)
 
 
 def _sppo_hard(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
-    half = 0.5 / o.strength
+    half = 0.5 / o.effective_beta
     return xp.square(s.chosen_ratio - half) + xp.square(s.rejected_ratio + half)
 
 
 def _apo_zero(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
-    rejected = _sigmoid(xp, o.strength * s.rejected_ratio)
-    return 1 - _sigmoid(xp, o.strength * s.chosen_ratio) + rejected
+    rejected = _sigmoid(xp, o.effective_beta * s.rejected_ratio)
+    return 1 - _sigmoid(xp, o.effective_beta * s.chosen_ratio) + rejected
 
 
 def _apo_down(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
-    chosen = _sigmoid(xp, o.strength * s.chosen_ratio)
-    return chosen + 1 - _sigmoid(xp, o.strength * s.delta)
+    chosen = _sigmoid(xp, o.effective_beta * s.chosen_ratio)
+    return chosen + 1 - _sigmoid(xp, o.effective_beta * s.delta)
 
 
 def _aot(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     policy = xp.sort(s.chosen - s.rejected)
     reference = xp.sort(s.reference_chosen - s.reference_rejected)
-    return _smoothed(xp, o.strength * (policy - reference), o.label_smoothing)
+    return _smoothed(xp, o.effective_beta * (policy - reference), o.label_smoothing)
 
 
 def _aot_unpaired(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     delta = xp.sort(s.chosen_ratio) - xp.sort(s.rejected_ratio)
-    return _smoothed(xp, o.strength * delta, o.label_smoothing)
+    return _smoothed(xp, o.effective_beta * delta, o.label_smoothing)
 
 
 # TRL's default temperature for blending the two losses of DiscoPOP.
@@ -137,20 +137,20 @@ _DISCOPOP_TAU = 0.05
 
 
 def _discopop(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
-    x = o.strength * s.delta
+    x = o.effective_beta * s.delta
     blend = _sigmoid(xp, x / _DISCOPOP_TAU)
     return -_log_sigmoid(xp, x) * (1 - blend) + xp.exp(-x) * blend
 
 
 def _sigmoid_norm(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
-    return -_log_sigmoid(xp, o.strength * s.mean_delta)
+    return -_log_sigmoid(xp, o.effective_beta * s.mean_delta)
 
 
 # Without a reference
 
 
 def _orpo(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
-    return -o.strength * _log_sigmoid(xp, log_odds_ratio(s, xp))
+    return -o.effective_beta * _log_sigmoid(xp, log_odds_ratio(s, xp))
 
 
 def log_odds_ratio(s: AnswerLogps, xp: Any) -> Any:
@@ -165,12 +165,12 @@ def _log1mexp(xp: Any, x: Any) -> Any:
 
 
 def _cpo(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
-    return _smoothed(xp, o.strength * (s.chosen - s.rejected), o.label_smoothing)
+    return _smoothed(xp, o.effective_beta * (s.chosen - s.rejected), o.label_smoothing)
 
 
 def _simpo(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     delta = s.chosen / s.count_chosen - s.rejected / s.count_rejected
-    return _smoothed(xp, o.strength * delta - o.gamma, o.label_smoothing)
+    return _smoothed(xp, o.effective_beta * delta - o.gamma, o.label_smoothing)
 
 
 # Answers with a label
@@ -185,7 +185,7 @@ def _apo_zero_unpaired(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
 
 
 def _unpaired(s: AnswerLogps, o: ObjectiveConfig, xp: Any, kl: Any) -> Any:
-    gain = o.strength * (s.chosen_ratio - kl)
+    gain = o.effective_beta * (s.chosen_ratio - kl)
     good = o.desirable_weight * (1 - _sigmoid(xp, gain))
     bad = o.undesirable_weight * (1 - _sigmoid(xp, -gain))
     return s.desirable * good + (1 - s.desirable) * bad

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.config.fields import Checked
-from mlxtune.config.objective_config import LABELLED, PAIRED, ObjectiveConfig
+from mlxtune.config.objective_config import LABELED, PAIRED, ObjectiveConfig
 from mlxtune.core.data.conversation import (
     CHOSEN,
     DESIRABLE,
@@ -38,7 +38,7 @@ from mlxtune.core.objectives.losses import (
 
 _Floats = npt.NDArray[np.float64]
 # The index of each role's column in arrays (columns, R) of a step's log-probabilities.
-_PLACES = {CHOSEN: 0, DESIRABLE: 0, UNDESIRABLE: 0, REJECTED: 1, WHOLE: 2, MISMATCHED: 3}
+_COLUMN_OF_ROLE = {CHOSEN: 0, DESIRABLE: 0, UNDESIRABLE: 0, REJECTED: 1, WHOLE: 2, MISMATCHED: 3}
 _COLUMNS = 4
 
 
@@ -116,12 +116,12 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        return self.name in ("dpo", *LABELLED)
+        return self.name in ("dpo", *LABELED)
 
     @property
     def needs_kl(self) -> bool:
         """Whether the loss needs a KL estimate, from prompts paired with other rows' answers."""
-        return self.name in LABELLED and self.options.kto_loss == "kto"
+        return self.name in LABELED and self.options.kto_loss == "kto"
 
     @property
     def is_across_rows(self) -> bool:
@@ -134,7 +134,7 @@ class Objective:
         options = self.options
         loss = {"dpo": options.dpo_loss, "kto": options.kto_loss}.get(self.name)
         named = f" ({loss})" if loss not in (None, "sigmoid", self.name) else ""
-        return f"{self.name}{named}, beta {options.strength:g}"
+        return f"{self.name}{named}, beta {options.effective_beta:g}"
 
     @cached_property
     def _loss(self) -> Loss:
@@ -144,13 +144,13 @@ class Objective:
 
     @property
     def _nll_column(self) -> int:
-        return _PLACES[WHOLE if self.options.orpo_nll == "prompt" else CHOSEN]
+        return _COLUMN_OF_ROLE[WHOLE if self.options.orpo_nll == "prompt" else CHOSEN]
 
     def lay_out(self, examples: Sequence[Example]) -> AnswerLayout:
         """Return the layout of the examples' rows, in the order of their first examples."""
         rows: dict[int, int] = {}
         index = [rows.setdefault(example.key, len(rows)) for example in examples]
-        columns = np.array([_PLACES[example.role] for example in examples], dtype=np.int64)
+        columns = np.array([_COLUMN_OF_ROLE[example.role] for example in examples], dtype=np.int64)
         slots = columns * len(rows) + np.array(index, dtype=np.int64)
         references, counts = np.zeros(_COLUMNS * len(rows)), np.zeros(_COLUMNS * len(rows))
         np.add.at(references, slots, [example.reference for example in examples])
@@ -169,7 +169,7 @@ class Objective:
 
         `sums` is (columns, R). The gradient does not flow through the result.
         """
-        column = _PLACES[MISMATCHED]
+        column = _COLUMN_OF_ROLE[MISMATCHED]
         there = layout.counts[column] > 0
         if not there.any():
             return 0.0
@@ -212,9 +212,9 @@ class Objective:
         chosen, rejected = logps_of.chosen, logps_of.rejected
         if self.name in ("orpo", "simpo"):
             chosen, rejected = chosen / logps_of.count_chosen, rejected / logps_of.count_rejected
-        strength = self.options.strength
-        rewards = strength * (chosen - logps_of.reference_chosen)
-        others = strength * (rejected - logps_of.reference_rejected)
+        beta = self.options.effective_beta
+        rewards = beta * (chosen - logps_of.reference_chosen)
+        others = beta * (rejected - logps_of.reference_rejected)
         values = {
             "rewards/chosen": rewards.mean(),
             "rewards/rejected": others.mean(),
@@ -233,7 +233,7 @@ class Objective:
         return {name: float(value) for name, value in values.items()}
 
     def _label_metrics(self, logps_of: AnswerLogps) -> dict[str, float]:
-        rewards = self.options.strength * logps_of.chosen_ratio
+        rewards = self.options.effective_beta * logps_of.chosen_ratio
         values = {"kl": logps_of.kl} if self.needs_kl else {}
         for name, rows in (
             ("chosen", logps_of.desirable == 1),

@@ -25,7 +25,7 @@ _Floats = npt.NDArray[np.float64]
 # TRL adds this to a standard deviation before it divides by it.
 _EPSILON = 1e-4
 # The largest weight of a token with --correct, TRL's default.
-MOST_CORRECTION = 3.0
+MAX_CORRECTION = 3.0
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class PolicyObjective:
         clipped = xp.clip(ratio, 1 - options.clip_low, 1 + options.clip_high)
         losses = -xp.minimum(ratio * logps.advantages, clipped * logps.advantages)
         if options.correct:
-            losses = losses * xp.minimum(xp.exp(logps.old - logps.sampled), MOST_CORRECTION)
+            losses = losses * xp.minimum(xp.exp(logps.old - logps.sampled), MAX_CORRECTION)
         if options.kl:
             losses = losses + options.kl * self._divergence(logps, ratio, xp)
         return (losses * logps.mask * self._weights(logps, totals)).sum()

@@ -71,11 +71,11 @@ class Checkpoint:
 
 def write_checkpoint(
     target: Path,
-    save: Callable[[Path], None],
+    snapshot: Callable[[Path], None],
     metadata: Mapping[str, Any],
     metrics: Iterable[bytes] = (),
 ) -> None:
-    """Write a checkpoint folder: metrics, metadata, a manifest, and the files that `save` writes.
+    """Write a checkpoint folder: the files of a snapshot, metrics, metadata and a manifest.
 
     An existing checkpoint of the same name is replaced only once the new one is complete.
 
@@ -83,7 +83,7 @@ def write_checkpoint(
     """
     aside = target.with_name(f".{target.name}.old")
     with replaced_folder(target, "--checkpoint-dir", aside, is_checkpoint) as folder:
-        save(folder)
+        snapshot(folder)
         write_file(folder / METRICS, metrics)
         write_json(folder / METADATA, metadata)
         write_json(folder / MANIFEST, _manifest(folder))
@@ -109,7 +109,7 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
         raise ValueError(f"its format is {manifest.get('format')!r:.40}, not {FORMAT}")
     files = manifest.get("files")
     if not isinstance(files, dict) or not files.keys() >= {METADATA, METRICS, ADAPTER}:
-        raise ValueError(f"its {MANIFEST} does not name its files")
+        raise ValueError(f"its {MANIFEST} does not list its files")
     for name, expected in files.items():
         _check_file(folder, name, expected)
     metadata = read_json(folder / METADATA)
@@ -120,7 +120,7 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
 
 def _check_file(folder: Path, name: str, expected: Any) -> None:
     if not isinstance(expected, dict) or not is_file_name(name):
-        raise ValueError(f"its {MANIFEST} does not name its files")
+        raise ValueError(f"its {MANIFEST} does not list its files")
     path = folder / name
     try:
         actual = path.lstat()
@@ -174,7 +174,7 @@ def checkpoint_folders(run: Path) -> list[Path]:
     return sorted(path for path in folders if os.path.lexists(path / MANIFEST))
 
 
-def recover(run: Path) -> None:
+def restore_interrupted_best(run: Path) -> None:
     """Put `best/` back if a process was killed while replacing it. Raises OSError."""
     put_back(run / f".{BEST}.old", run / BEST, is_checkpoint)
 

@@ -20,7 +20,7 @@ from mlxtune.core.run.checkpoint import (
     RECORDS,
     Checkpoint,
 )
-from mlxtune.core.run.cross_checks import difference, named
+from mlxtune.core.run.checkpoint_checks import difference, named
 from mlxtune.core.run.metrics import SkippedStep, StepRecord
 from mlxtune.core.run.progress import MEASURED, Record, same_except_measurements
 from mlxtune.core.run.run_folder import ABOUT, EVALUATION, EVALUATION_HASH, LEDGER, RESULT
@@ -145,8 +145,8 @@ def _same(own: Any, other: Any) -> None:
 def up_to(records: list[Record], step: int) -> list[Record]:
     """Return the records up to the first step after `step`."""
     later = (
-        place
-        for place, record in enumerate(records)
+        index
+        for index, record in enumerate(records)
         if isinstance(record, StepRecord | SkippedStep) and record.step > step
     )
     return records[: next(later, len(records))]

@@ -33,7 +33,7 @@ from mlxtune.core.run.checkpoint import (
     find_checkpoints,
     is_checkpoint,
     is_named_checkpoint,
-    recover,
+    restore_interrupted_best,
 )
 from mlxtune.core.run.profile import PROFILE
 from mlxtune.core.run.progress import Progress
@@ -46,6 +46,20 @@ EVALUATION = "evaluation.json"
 # The key in result.json of the SHA-256 of evaluation.json, once that file is complete.
 EVALUATION_HASH = "evaluation_sha256"
 TRAINED_ROWS = "trained_rows.bin"
+# The files that a run writes before its first step. Checkpoints have their hashes, but a run that
+# resumes writes them again: its run.json then has the step under the key RESUMED.
+BEFORE_STEPS = (LEDGER, ABOUT, TRAINED_ROWS)
+RESUMED = "resumed"
+# The other keys of run.json and result.json, apart from those that not every run has.
+ABOUT_KEYS = (
+    *("format", "started_at", "device", "model", "lora", "template", "plan", "lengths"),
+    *("data_hash", "validation_hash", "hub", "versions", "config", "auto"),
+)
+RESULT_KEYS = (
+    *("steps", "epochs", "stopped_early", "train_loss", "initial_val_loss"),
+    *("best_epoch", "best_step", "best_val_loss", "total_time_ms", "peak_memory"),
+    *("adapter", "sha256"),
+)
 REPORT = "report.html"
 # The answers generated after the last validation, with --open.
 SAMPLES = "samples.json"
@@ -166,7 +180,7 @@ def lock_run(run: Path, *, new: bool = False) -> Lock:
             ) from error
         # An unanswered request to stop was for the previous run.
         remove_file(run / STOP)
-        recover(run)
+        restore_interrupted_best(run)
         return lock
 
 

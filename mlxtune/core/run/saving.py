@@ -31,13 +31,8 @@ class CheckpointContent:
     metrics: Callable[[], Iterable[bytes]]
 
 
-def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:
-    """Return whether to write `epoch-N/`: every `save_every` epochs, or always in a short run."""
-    return epochs <= save_every or epoch % save_every == 0
-
-
 def write_adapter_of(snapshot: Snapshot, output: Path) -> None:
-    """Write the adapter of a state, and its config, without the rest. Raises OutputError."""
+    """Write only the adapter of a state, and its config. Raises OutputError."""
     make_folder(output.parent)
     with as_output_error(output, "--output"), scratch_folder(parent=output.parent) as folder:
         try:
@@ -79,13 +74,16 @@ class CheckpointSaver:
     """Writes the checkpoints of a run.
 
     A checkpoint within an epoch is due after `every_steps` steps or `every_minutes` minutes,
-    whichever comes first. The last `keep` checkpoints remain, in addition to `best/`.
+    whichever comes first, and at the end of an epoch every `every_epochs` of the run's `epochs`, or
+    always in a shorter run. The last `keep` checkpoints remain, in addition to `best/`.
     """
 
     folder: Path
     _: KW_ONLY
     every_steps: int | None
     every_minutes: float
+    epochs: int
+    every_epochs: int
     keep: int
     on_saved: Callable[[Path], None]
     on_problem: Callable[[str], None]
@@ -104,15 +102,29 @@ class CheckpointSaver:
         self._kept, self._saved_step = list(folders), step
         self.latest = folders[-1] if folders else None
 
-    def is_due(self, step: int) -> bool:
-        """Return whether to write a checkpoint after this step."""
-        elapsed = self.clock() - self._saved_at
-        if self._best_effort.failing and elapsed >= _RETRY_SECONDS:
-            return True
-        return self.is_due_by_steps(step) or 0 < self.every_minutes * 60 <= elapsed
+    def checkpoint_name(
+        self, step: int, *, ended_epoch: int | None = None, requested: bool = False
+    ) -> str | None:
+        """Return the name of the checkpoint to write after a step, or None if none is due.
 
-    def is_due_by_steps(self, step: int) -> bool:
-        """Return whether a checkpoint is due by the number of steps alone."""
+        Within an epoch, a checkpoint is also due if it is `requested`, as after a validation.
+        """
+        if ended_epoch is not None:
+            is_due = self.epochs <= self.every_epochs or ended_epoch % self.every_epochs == 0
+            return f"epoch-{ended_epoch}" if is_due else None
+        return f"step-{step}" if requested or self._is_due_by_steps(step) else None
+
+    def requests(self, step: int, *, halved: bool) -> bool:
+        """Return whether to request a checkpoint, for a reason that only this worker knows.
+
+        After `halved` micro-batches, a run must resume with the same size.
+        """
+        elapsed = self.clock() - self._saved_at
+        retries = self._best_effort.failing and elapsed >= _RETRY_SECONDS
+        own = halved or retries or 0 < self.every_minutes * 60 <= elapsed
+        return own and not self._is_due_by_steps(step)
+
+    def _is_due_by_steps(self, step: int) -> bool:
         return self.every_steps is not None and step - self._saved_step >= self.every_steps
 
     def try_save(self, name: str, content: CheckpointContent) -> None:

@@ -36,7 +36,7 @@ _OWN = {METRICS, ABOUT}
 # Large folders that never contain runs.
 _SKIPPED = ("node_modules", "site-packages", "__pycache__", "proc", "sys", "dev")
 # The largest number in a run's JSON files.
-_LARGEST = 2**63
+_MAX_INT = 2**63
 
 T = TypeVar("T")
 
@@ -232,7 +232,7 @@ def number(values: Mapping[str, Any], *names: str) -> float | None:
     """Return the finite number under nested keys; None if there is no such number."""
     value = _at(values, names)
     # Rejects NaN and infinity too.
-    return float(value) if type(value) in (int, float) and abs(value) < _LARGEST else None
+    return float(value) if type(value) in (int, float) and abs(value) < _MAX_INT else None
 
 
 def whole(values: Mapping[str, Any], *names: str) -> int | None:

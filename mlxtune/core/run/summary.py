@@ -18,7 +18,7 @@ from mlxtune.config.objective_config import REWARDED, default_rate
 from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import CANNOT_TELL, HELPED, HURT, Evaluation
 from mlxtune.core.evaluation.verdict_text import verdict_lines
-from mlxtune.core.formatting import duration, loss_text, pluralise, sentence
+from mlxtune.core.formatting import duration, loss_text, pluralize, sentence
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.metrics import TrainingMetrics
 from mlxtune.core.run.run_folder import previous_number
@@ -135,7 +135,7 @@ class RunView:
     @property
     def steps(self) -> str:
         if self.finished:
-            epochs = f" in {pluralise(self.epoch, 'epoch')}" if self.epoch else ""
+            epochs = f" in {pluralize(self.epoch, 'epoch')}" if self.epoch else ""
             return f"{self.step:,}{epochs}{', early' * (self.status == 'stopped early')}"
         total = f"/{self.total_steps:,}" if self.total_steps else ""
         return f"{self.step:,}{total} {self.status}"
@@ -143,7 +143,7 @@ class RunView:
     @property
     def course(self) -> str:
         took = f" in {duration(self.seconds)}" if self.seconds else ""
-        return f"{pluralise(self.step, 'step')}{took}"
+        return f"{pluralize(self.step, 'step')}{took}"
 
     @property
     def speed(self) -> str:
@@ -168,9 +168,9 @@ class RunView:
         ended = "stopped early" if self.status == "stopped early" else "finished"
         if not self.improved:
             return Verdict("uncertain", f"The run {ended}. {sentence(NOT_BETTER)}")
-        chosen = f" {sentence(f'{self.best_place} was the best')}" if self.best_place else ""
+        note = f" {sentence(f'{self.best_place} was the best')}" if self.best_place else ""
         adapter = " Its adapter:" if self.adapter else ""
-        return Verdict("good", f"The run {ended}.{chosen}{adapter}", self.adapter)
+        return Verdict("good", f"The run {ended}.{note}{adapter}", self.adapter)
 
     @property
     def measure(self) -> str:
@@ -195,7 +195,7 @@ class RunView:
             verb = "is at" if self.status == "running" else "stopped at"
             losses = f"; {self.measure} {shown(before)} before, {shown(best)} at best"
             return f"{model} on {data} {verb} step {self.step:,}{total}{losses * validated}"
-        trained = pluralise(self.epoch, "epoch") if self.epoch else pluralise(self.step, "step")
+        trained = pluralize(self.epoch, "epoch") if self.epoch else pluralize(self.step, "step")
         if before is not None and best is not None:
             if not self.improved:
                 losses = f"{shown(before)} before, {shown(best)} at best"
@@ -287,7 +287,7 @@ def _speed(run: Run, name: str, seconds: float) -> float | None:
 
 def _adapter(run: Run) -> str:
     if previous_number(run.folder.name) is not None:
-        # The next run has written another adapter over this run's.
+        # A later run has overwritten this run's adapter.
         best = run.folder / BEST / ADAPTER
         return str(best) if best.exists() else ""
     adapter = get_str(run.result, "adapter")

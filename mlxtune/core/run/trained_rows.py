@@ -1,6 +1,6 @@
 """The rows that a run trained on, recorded so that `eval` finds them in any file."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -9,23 +9,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import CorpusRows, HashOf
+from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.held_out import RunRows
+from mlxtune.core.data.near_copies import TextHash
 from mlxtune.core.files.reading import file_hash, read_json, read_own
-from mlxtune.core.run.checkpoint import MANIFEST
+from mlxtune.core.run.checkpoint import MANIFEST, METADATA, RECORDS, checkpoint_folders
 from mlxtune.core.run.run_folder import RESULT, TRAINED_ROWS
-from mlxtune.core.run.stored_run import get_str, run_folder_at
+from mlxtune.core.run.stored_run import get_mapping, get_str, run_folder_at
 from mlxtune.errors import OutputError
 
 NO_ROWS: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
 
 
-def identities_of(rows: CorpusRows, text_hash: HashOf | None = None) -> npt.NDArray[np.uint64]:
+def identities_of(rows: CorpusRows, text_hash: TextHash | None = None) -> npt.NDArray[np.uint64]:
     """Return the hashes of rows and answers; an answer's hash is the same under any objective.
 
-    With `text_hash`, the hashes of the answers' texts are added, by which near copies are found.
+    With `text_hash`, the hashes of the answers' texts are added, by which near copies are found,
+    also of a part of a conversation.
     """
-    near = NO_ROWS if text_hash is None else rows.hash_answers(text_hash)[1]
+    near = NO_ROWS if text_hash is None else rows.hash_texts(text_hash)
     return np.union1d(np.union1d(rows.identities, rows.answers[1]), near)
 
 
@@ -52,13 +54,31 @@ def _identities(path: Path) -> npt.NDArray[np.uint64]:
 
 
 def read_trained_rows(run: Path, warn: Callable[[str], None]) -> npt.NDArray[np.uint64]:
-    """Return the identities that a run recorded; warn and return none if they are unreadable."""
-    path = run / TRAINED_ROWS
+    """Return the identities that a run recorded; warn and return none if they are unreadable.
+
+    Warns too if the file is not the one whose hash the run's checkpoints have, or if no checkpoint
+    is left that could confirm it.
+    """
+    path, not_left_out = run / TRAINED_ROWS, "so rows that were also trained on are not left out"
     try:
-        return _identities(path)
+        identities, actual = _identities(path), file_hash(path)
     except (OSError, ValueError):
-        warn(f"{path} is missing or damaged, so rows that were also trained on are not left out")
-    return NO_ROWS
+        warn(f"{path} is missing or damaged, {not_left_out}")
+        return NO_ROWS
+    expected = {hashes.get(TRAINED_ROWS) for hashes in _hashes_in_checkpoints(run)}
+    if expected and actual not in expected:
+        warn(f"{path} has another hash than the run's checkpoints record, {not_left_out}")
+        return NO_ROWS
+    if not expected:
+        warn(f"{path}: no checkpoint is left to confirm it, so more rows may have been trained on")
+    return identities
+
+
+def _hashes_in_checkpoints(run: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the hashes in each checkpoint of the files that the run wrote before its first step."""
+    for folder in checkpoint_folders(run):
+        with suppress(OSError, ValueError):
+            yield get_mapping(read_json(folder / METADATA), RECORDS)
 
 
 def record_of(rows: RunRows, val_split: float, seed: int, val_rows: int) -> dict[str, Any]:

@@ -8,17 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlxtune.core.files.ours import is_ours
 from mlxtune.core.files.reading import read_json, read_own
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.files.remembered import MARK
+from mlxtune.core.formatting import pluralize
 from mlxtune.core.objectives.preference_rows import check_references
-from mlxtune.core.run import cross_checks
+from mlxtune.core.run import checkpoint_checks, cross_checks
 from mlxtune.core.run.checkpoint import (
     BEST,
+    MANIFEST,
     METRICS,
-    RECORDS,
     Checkpoint,
     checkpoint_folders,
     find_checkpoints,
+    is_named_checkpoint,
 )
 from mlxtune.core.run.metrics import ValidationRecord
 from mlxtune.core.run.progress import Progress
@@ -78,12 +81,16 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
     verification = Verification(str(run), step=newest.step if newest else 0)
     finished = (run / RESULT).exists()
     for each in sorted(good, key=lambda each: each.step):
-        check = partial(cross_checks.check_checkpoint, each, good[0])
+        check = partial(checkpoint_checks.check_checkpoint, each, good[0])
         verification.attempt(each.folder.name, check)
     for folder, problem in sorted(bad.items()):
         verification.add(folder.name, problem, "")
+    named = {path for path in run.iterdir() if is_named_checkpoint(path)}
+    for folder in sorted(named - set(checkpoint_folders(run))):
+        verification.add(folder.name, f"is no checkpoint: it has no {MANIFEST}", "")
     if not good and not bad:
         verification.add("checkpoints", "none found", "")
+    verification.attempt(MARK, partial(_check_mark, run))
     progress = None
     try:
         content = read_own(run / METRICS)
@@ -96,16 +103,14 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
             verification.attempt("best step", partial(_check_best, progress.best, good))
     ended = newest if finished else None
     verification.attempt(LEDGER, partial(cross_checks.check_ledger, run, ended, progress))
-    if newest is not None and (run / ABOUT).exists():
+    if newest is not None:
         check = partial(cross_checks.check_about, run, newest, finished=finished)
         verification.attempt(ABOUT, check)
-    if newest is not None and get_mapping(newest.metadata, RECORDS):
-        at_end = finished and cross_checks.is_last(newest, progress)
+        at_end = finished and checkpoint_checks.is_last(newest, progress)
         check = partial(cross_checks.check_recorded, run, newest, ended=at_end)
         verification.attempt("files before the first step", check)
     _verify_result(verification, run, progress, good)
-    if os.path.lexists(run / TRAINED_ROWS):  # earlier versions wrote none
-        verification.attempt(TRAINED_ROWS, partial(_check_trained_rows, run, newest))
+    verification.attempt(TRAINED_ROWS, partial(_check_trained_rows, run, newest))
     options = get_mapping(good[0].metadata, "config") if good else {}
     if os.path.lexists(run / REFERENCE) or options.get("objective") in ("dpo", "kto"):
         verification.attempt(REFERENCE, partial(check_references, run / REFERENCE))
@@ -116,20 +121,26 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
 def _verify_evaluation(
     verification: Verification, run: Path, progress: Progress | None, options: Mapping[str, Any]
 ) -> None:
-    """Check the evaluation, which a run without validation or an interrupted one does not have."""
-    result: Mapping[str, Any] = {}
+    """Check the evaluation, which runs without validation and interrupted runs lack."""
+    result: Mapping[str, Any] | None = None
     with suppress(OSError, ValueError):  # another check reports the error
         result = read_json(run / RESULT)
-    if os.path.lexists(run / EVALUATION) or EVALUATION_HASH in result:
+    if os.path.lexists(run / EVALUATION) or EVALUATION_HASH in (result or {}):
 
         def check() -> str:
             cross_checks.check_evaluation_hash(run, result)
             return cross_checks.check_evaluation(run, progress, options)
 
         verification.attempt(EVALUATION, check)
-    elif result and progress is not None and progress.validations:
+    elif result is not None and progress is not None and progress.validations:
         none = "none: the run has no verdict; mlxtune eval gives one"
         verification.add(EVALUATION, None, none)
+
+
+def _check_mark(run: Path) -> str:
+    if not is_ours(run / MARK):
+        raise ValueError("is missing, so other commands do not take the folder for a run's")
+    return "the folder is a run's"
 
 
 def _check_trained_rows(run: Path, newest: Checkpoint | None) -> str:
@@ -155,9 +166,9 @@ def _check_metrics(
             raise ValueError(
                 f"ends at step {progress.step}, before the newest checkpoint, at step {newest.step}"
             )
-        cross_checks.check_copy(content, newest, finished=finished)
+        checkpoint_checks.check_copy(content, newest, finished=finished)
     cross_checks.check_records(progress)
-    taken = f"{pluralise(progress.step, 'step')}, {pluralise(len(epochs), 'epoch')}"
+    taken = f"{pluralize(progress.step, 'step')}, {pluralize(len(epochs), 'epoch')}"
     return f"{taken}, none missing or duplicated"
 
 
@@ -180,8 +191,11 @@ def _verify_result(
         return
     except OSError:
         again = "resume it with mlxtune train --resume"
-        ended = progress is not None and good and cross_checks.is_complete(good[0], progress)
-        missing = f"all steps are taken, but there is no {RESULT}: " if ended else ""
+        missing = ""
+        if progress is not None and good and checkpoint_checks.has_ended(good[0], progress):
+            missing = f"its last step is taken, but there is no {RESULT}: "
+            check = partial(checkpoint_checks.check_adapter_without_result, run, progress, good)
+            verification.attempt("adapter", check)
         rest = again if checkpoint_folders(run) else "start it again"
         verification.add("end", None, f"unfinished: {missing}{rest}")
         return
@@ -190,4 +204,4 @@ def _verify_result(
         verification.add(RESULT, None, f"{result.get('steps')} steps")
     else:
         verification.attempt(RESULT, partial(cross_checks.check_result, result, progress, good))
-    verification.attempt("adapter", partial(cross_checks.check_adapter, run, result, good))
+    verification.attempt("adapter", partial(checkpoint_checks.check_adapter, run, result, good))

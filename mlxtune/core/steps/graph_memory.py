@@ -1,9 +1,9 @@
-"""The memory of a step that runs in MLX's own graph, in array entries; see `MemoryUse`."""
+"""The memory of a step in MLX's own graph, see `MemoryUse`, and of an evaluation."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 
-from mlxtune.core.steps.memory_in_flight import QueuedWork
+from mlxtune.core.steps.memory_in_flight import GraphLimits, QueuedWork
 from mlxtune.core.steps.memory_terms import (
     BatchLoad,
     Entries,
@@ -15,7 +15,7 @@ from mlxtune.core.steps.memory_terms import (
 
 # The largest and smallest number of vocabulary rows in a block of the head, and the largest number
 # of logits in a block.
-_VOCABULARY_BLOCK, _FEWEST, _BLOCK_LOGITS = 4096, 512, 1 << 21
+_VOCABULARY_BLOCK, _MIN_VOCABULARY_BLOCK, _BLOCK_LOGITS = 4096, 512, 1 << 21
 # The numbers of blocks in memory, of cast weights and of logits, and the maximum number of copies
 # of all logits.
 _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 5, 9, 2
@@ -39,6 +39,9 @@ _MIXED, _MIXED_COPIES = 4, 5
 # and packed examples: kernels; bytes allocated and freed, for each byte that the layer keeps; array
 # entries read, for each entry allocated; and how often each weight is read.
 _KERNELS, _FREED, _READ, _WEIGHTS_READ = 106, 3.5, 2, 2
+# A batch of an evaluation: the numbers of copies of a layer's outputs, of attention's scores if
+# they are kept, and of a chunk's logits, and the number of kernels in a layer's forward pass.
+_OUTPUTS, _SCORES, _FORWARD_LOGITS, _FORWARD_KERNELS = 4, 2, 5, 35
 # The head, with its gradient: kernels for each chunk or block, and copies of all logits that it
 # allocates in 16 bits (in blocks, `_LINEAR_LOGITS`).
 _HEAD_KERNELS, _HEAD_LOGITS = 14, 3
@@ -46,7 +49,7 @@ _HEAD_KERNELS, _HEAD_LOGITS = 14, 3
 
 def vocabulary_block(positions: int) -> int:
     """Return the number of vocabulary rows in a block of a linear head, in MLX's own graph."""
-    return max(_FEWEST, min(_VOCABULARY_BLOCK, _BLOCK_LOGITS // max(positions, 1)))
+    return max(_MIN_VOCABULARY_BLOCK, min(_VOCABULARY_BLOCK, _BLOCK_LOGITS // max(positions, 1)))
 
 
 def in_flight(shapes: ModelShapes, load: BatchLoad) -> int:
@@ -138,3 +141,39 @@ class GraphMemory:
     def holds_logits(self, shapes: ModelShapes) -> bool:
         """Return whether the head holds logits: it is 16-bit, or is not a single product."""
         return shapes.itemsize != 4 or not shapes.plain_head
+
+
+@dataclass(frozen=True)
+class EvaluationMemory:
+    """The sizes of a loaded model that decide the memory of its evaluation's batches.
+
+    An evaluation keeps nothing for a backward pass, and runs all layers, perhaps of a model
+    without LoRA. `widest_layer` is the summed output width of a layer's products. With `in_blocks`,
+    the head computes logits in blocks of the vocabulary. `graphs` is None if the device queues no
+    graphs. The estimate depends only on sizes, so that the batches are always the same.
+    """
+
+    layers: int
+    widest_layer: int
+    heads: int
+    vocab: int
+    itemsize: int
+    in_blocks: bool
+    graphs: GraphLimits | None
+
+    def estimate(self, load: BatchLoad, loss_chunk: int) -> int:
+        """Estimate how many bytes a padded batch takes, with attention's scores kept."""
+        tokens = max(load.tokens, load.examples * load.width)
+        entries = _OUTPUTS * self.widest_layer * tokens + _SCORES * self.heads * load.scores
+        logits = loss_chunk * self.vocab
+        if self.in_blocks:
+            logits = min(logits, load.positions * vocabulary_block(load.positions))
+        return 4 * _FORWARD_LOGITS * logits + max(self.itemsize * entries, self._queued(entries))
+
+    def _queued(self, entries: int) -> int:
+        """Return the bytes that queued operations hold of layers that allocate `entries` each."""
+        if self.graphs is None:
+            return 0
+        allocated = self.layers * self.itemsize * entries
+        work = QueuedWork(_FORWARD_KERNELS * self.layers, allocated, _READ * self.layers * entries)
+        return self.graphs.in_flight(work)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 # The fewest and the most graphs that hold temporaries: the graph that the host encodes, with one
 # that the device computes, or with the ten at which MLX waits.
-_FEWEST, _MOST = 2, 11
+_MIN_LAYERS, _MAX_LAYERS = 2, 11
 # The number of queued operations for each MB that an operation allocates on average: the larger the
 # operations, the further the device falls behind the host. Fitted to peaks of training steps on an
 # H200 (docs/measured/h200-memory.json).
@@ -42,5 +42,7 @@ class GraphLimits:
             return 0
         each, read = work.allocated / work.operations, work.read / work.operations
         graph = max(min(self.operations, self.read / max(read, 1)), 1)
-        queued = min(max(_FEWEST * graph, _QUEUED * each / _MB), _MOST * graph, work.operations)
+        queued = min(
+            max(_MIN_LAYERS * graph, _QUEUED * each / _MB), _MAX_LAYERS * graph, work.operations
+        )
         return int(queued * each)

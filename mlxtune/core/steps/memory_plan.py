@@ -31,7 +31,7 @@ _CHUNKS = (256, 64, 16)
 # prefer them to recomputing layers.
 _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
 # Never suggest a --max-seq-len below this.
-_SHORTEST = 16
+_MIN_LENGTH = 16
 # The number of bits of a weight with --quantize 4, and the number of weights that share a scale and
 # a bias.
 _BITS, _QUANTIZATION_GROUP = 4, 64
@@ -84,14 +84,14 @@ def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predi
 
 def sample_steps(steps: Iterable[StepLengths]) -> list[StepLengths]:
     """Return the first steps, or part of a large step, as a sample for the choice of a plan."""
-    chosen: list[StepLengths] = []
+    selected: list[StepLengths] = []
     count = 0
     for step in steps:
-        chosen.append(step if chosen else step.only(range(len(step))[:_SAMPLED]))
+        selected.append(step if selected else step.only(range(len(step))[:_SAMPLED]))
         count += len(step)
         if count >= _SAMPLED:
             break
-    return chosen
+    return selected
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _plans(
     work: Workload,
     base: Execution,
     limit: int,
-    checkpointing: Sequence[bool],
+    recompute_choices: Sequence[bool],
 ) -> Iterator[MemoryPlan]:
     chunks, unmeasured = _chunks(shapes, base), replace(shapes, measured=None)
     for tokens in _candidates(work):
@@ -136,7 +136,7 @@ def _plans(
         forward = sum(micro_batch.tokens for micro_batch, _ in micro_batches)
         padding = sum(micro_batch.padding(step.forward) for micro_batch, step in micro_batches)
         tokens_of_data = sum(sum(step.tokens) for step in work.steps)
-        for recompute, (smaller, chunk) in product(checkpointing, enumerate(chunks)):
+        for recompute, (smaller, chunk) in product(recompute_choices, enumerate(chunks)):
             execution = replace(sized, recompute=recompute, loss_chunk=chunk)
             peaks = [predict(shapes, execution, load) for load in loads]
             estimates = [predict(unmeasured, execution, load).total for load in loads]
@@ -160,7 +160,7 @@ def choose(
     base: Execution,
     *,
     limit: int,
-    checkpointing: Sequence[bool],
+    recompute_choices: Sequence[bool],
     tolerance: float,
 ) -> MemoryPlan | None:
     """Choose the plan for a workload, or return None if no plan fits.
@@ -169,10 +169,10 @@ def choose(
     of the peak to spare; measurements correct this prediction. Among the fitting plans that are at
     most `tolerance` (a fraction) slower than the fastest, the one with the least memory wins. That
     ranking uses the estimate from sizes alone: measurements vary a little between runs, and another
-    plan would round differently. `checkpointing` lists the allowed values of `recompute`.
+    plan would round differently. `recompute_choices` lists the allowed values of `recompute`.
     Deterministic for given arguments.
     """
-    plans = list(_plans(shapes, work, base, limit, checkpointing))
+    plans = list(_plans(shapes, work, base, limit, recompute_choices))
     for bound in (limit / (1 + MARGIN), limit):
         if fitting := [plan for plan in plans if plan.peak.total <= bound]:
             enough = min(plan.time for plan in fitting) * (1 + tolerance)
@@ -190,7 +190,7 @@ def least(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predict
 
 
 def longest(
-    shapes: ModelShapes, base: Execution, limit: int, most: int, checkpointing: Sequence[bool]
+    shapes: ModelShapes, base: Execution, limit: int, most: int, recompute_choices: Sequence[bool]
 ) -> int:
     """Return the length of the longest example that fits if all its tokens are supervised.
 
@@ -200,7 +200,7 @@ def longest(
 
     def needs(tokens: int) -> int:
         work = Workload((), (BatchLoad.single(tokens, tokens),))
-        return min(plan.peak.total for plan in _plans(shapes, work, base, limit, checkpointing))
+        return min(plan.peak.total for plan in _plans(shapes, work, base, limit, recompute_choices))
 
     return _most(needs, most, int(limit / (1 + MARGIN)))
 
@@ -242,7 +242,7 @@ def remedies(
     def fewer(layers: int) -> int:
         return least(shapes.with_layers(layers), execution, load).total
 
-    if (tokens := _most(shorter, load.width, limit)) >= _SHORTEST:
+    if (tokens := _most(shorter, load.width, limit)) >= _MIN_LENGTH:
         changes.append(f"--max-seq-len {tokens}")
     if layers := _most(fewer, shapes.layers, limit):
         changes.append(f"--num-layers {layers}")

@@ -37,7 +37,7 @@ class MicroBatch:
     def padding(self, lengths: Sequence[int]) -> int:
         """Return the number of padding tokens; `lengths` are those of all examples of the step."""
         without_padding = sum(lengths[i] for i in self.examples)
-        # A sequence runs fewer tokens than its examples have if they share prefixes.
+        # Shared prefixes run once, so a sequence may have fewer tokens than its examples.
         return max(self.tokens - self.added - without_padding, 0) + self.added
 
 
@@ -76,18 +76,18 @@ def padded_micro_batches(lengths: Sequence[int], max_tokens: int, fixed: int) ->
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     micro_batches: list[MicroBatch] = []
     for begin in range(0, len(order), AT_ONCE):
-        chosen = order[begin : begin + AT_ONCE]
+        selected = order[begin : begin + AT_ONCE]
 
-        def costs(start: int, chosen: Sequence[int] = chosen) -> Iterator[int]:
-            width = lengths[chosen[start]]
-            for count in range(1, len(chosen) - start + 1):
+        def costs(start: int, selected: Sequence[int] = selected) -> Iterator[int]:
+            width = lengths[selected[start]]
+            for count in range(1, len(selected) - start + 1):
                 if count > 1 and count * width > max_tokens:
                     return
                 yield fixed + count * width
 
-        for part in cheapest_division(len(chosen), costs):
-            width = lengths[chosen[part.start]]
-            members = tuple(chosen[i] for i in part)
+        for part in cheapest_division(len(selected), costs):
+            width = lengths[selected[part.start]]
+            members = tuple(selected[i] for i in part)
             micro_batches.append(MicroBatch(members, width, len(part) * width))
     return sorted(micro_batches, key=lambda each: (-each.tokens, each.examples))
 

@@ -110,9 +110,9 @@ class StepLengths:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def only(self, chosen: Sequence[int]) -> StepLengths:
+    def only(self, selected: Sequence[int]) -> StepLengths:
         """Return the lengths of the examples with these indices, which ascend."""
-        index_of = {i: index for index, i in enumerate(chosen)}
+        index_of = {i: index for index, i in enumerate(selected)}
         order, shared, common = list[int](), list[int](), 0
         for i, before in zip(self.order, self.shared, strict=True):
             common = min(common, before)
@@ -122,7 +122,7 @@ class StepLengths:
                 common = self.forward[i]
         columns = (self.tokens, self.forward, self.supervised, self.row_ids)
         tokens, forward, supervised, row_ids = (
-            tuple(column[i] for i in chosen) for column in columns
+            tuple(column[i] for i in selected) for column in columns
         )
         return StepLengths(tokens, forward, supervised, row_ids, tuple(order), tuple(shared))
 
@@ -138,10 +138,12 @@ def packed_micro_batches(
     """
     forward, micro_batches = lengths.forward, list[MicroBatch]()
     for start in range(0, len(lengths), AT_ONCE):
-        chosen, shared = (each[start : start + AT_ONCE] for each in (lengths.order, lengths.shared))
-        packer = _SequencePacker([forward[i] for i in chosen], shared[1:], max_tokens)
+        selected, shared = (
+            each[start : start + AT_ONCE] for each in (lengths.order, lengths.shared)
+        )
+        packer = _SequencePacker([forward[i] for i in selected], shared[1:], max_tokens)
         for sequence in packer.least(fixed):
-            members = tuple(chosen[index] for index in sequence)
+            members = tuple(selected[index] for index in sequence)
             tokens, longest = packer.tokens(sequence), max(forward[i] for i in members)
             added = rounding.padding(tokens, max_tokens)
             width = rounding.rounded_width(max(longest, packer.shortest(sequence) + added))
@@ -165,15 +167,15 @@ def _common_tokens(a: _Ints, b: _Ints) -> int:
 class _SequencePacker:
     """Distributes examples over sequences. Examples are named by their index in the sorted order.
 
-    `lengths` has the length of each example, and `neighbours` the length of its common prefix with
+    `lengths` has the length of each example, and `neighbors` the length of its common prefix with
     the next example.
     """
 
-    def __init__(self, lengths: list[int], neighbours: Sequence[int], max_tokens: int) -> None:
+    def __init__(self, lengths: list[int], neighbors: Sequence[int], max_tokens: int) -> None:
         self._lengths = lengths
         self._max_tokens = max_tokens
         # The number of tokens that examples i and j > i share, as [i][j - i - 1].
-        self._shared = [list(accumulate(neighbours[i:], min)) for i in range(len(lengths))]
+        self._shared = [list(accumulate(neighbors[i:], min)) for i in range(len(lengths))]
 
     def least(self, fixed: int) -> list[list[int]]:
         """Return the cheapest distribution: for each sequence, its examples in order.
@@ -184,8 +186,8 @@ class _SequencePacker:
         """
         options = [self._divide_in_order(fixed)]
         beyond = sum(max(length - self._max_tokens, 0) for length in self._lengths)
-        fewest = -(-(self.tokens(range(len(self._lengths))) - beyond) // self._max_tokens)
-        for count in range(max(fewest, 1), len(options[0]) + 1):
+        min_count = -(-(self.tokens(range(len(self._lengths))) - beyond) // self._max_tokens)
+        for count in range(max(min_count, 1), len(options[0]) + 1):
             filled = (self._fill(count, sharing_first=first) for first in (True, False))
             options += [sequences for sequences in filled if sequences is not None]
         return min(

@@ -10,7 +10,7 @@ A sequence and its examples side by side, where each `.` is padding that no toke
 from dataclasses import dataclass
 
 # The maximum padding of a sequence, as a fraction of its tokens, and the smallest multiple to try.
-_MOST_PADDING, _LEAST_MULTIPLE = 0.03, 8
+_MAX_PADDING, _MIN_MULTIPLE = 0.03, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Rounding:
         padding. A sequence never grows beyond `max_tokens`.
         """
         multiple = self.length
-        while multiple >= _LEAST_MULTIPLE:
+        while multiple >= _MIN_MULTIPLE:
             added = -tokens % multiple
-            if added <= _MOST_PADDING * tokens and (not added or tokens + added <= max_tokens):
+            if added <= _MAX_PADDING * tokens and (not added or tokens + added <= max_tokens):
                 return added
             multiple //= 2
         return 0

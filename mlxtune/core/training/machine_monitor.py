@@ -17,8 +17,8 @@ _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class Request:
-    """The machine's request to a run: less memory, at a `pressure` above normal, or a `pause`."""
+class MachineDemand:
+    """The machine's demand on a run: less memory, at a `pressure` above normal, or a `pause`."""
 
     pressure: Pressure
     pause: bool
@@ -47,10 +47,10 @@ class MachineMonitor:
         # The highest pressure since it was last normal.
         self._demanded = Pressure.NORMAL
 
-    def check(self, step: int) -> Request | None:
-        """Read the machine's conditions after a step, report changes, and return any request.
+    def check(self, step: int) -> MachineDemand | None:
+        """Read the machine's conditions after a step, report changes, and return any demand.
 
-        Each level of pressure leads to one request until the pressure is normal again: small Macs
+        Each level of pressure leads to one demand until the pressure is normal again: small Macs
         are often at the warning level, and clearing the cache at each reading would make it
         useless.
         """
@@ -67,20 +67,20 @@ class MachineMonitor:
         self._demanded = Pressure.NORMAL if pressure is Pressure.NORMAL else max(demanded, pressure)
         if pressure <= demanded:
             pressure = Pressure.NORMAL
-        request = Request(pressure, self._pauses())
-        return request if request.pause or pressure > Pressure.NORMAL else None
+        demand = MachineDemand(pressure, self._pauses())
+        return demand if demand.pause or pressure > Pressure.NORMAL else None
 
     def respond(
-        self, request: Request, pipeline: Pipeline, examples: Sequence[Example], step: int
+        self, demand: MachineDemand, pipeline: Pipeline, examples: Sequence[Example], step: int
     ) -> bool:
-        """Release memory and wait for mains power, each if requested; no step may be running.
+        """Release memory and wait for mains power, as demanded; no step may be running.
 
         `examples` are the examples of the next step. Return whether micro-batches were halved.
         """
         halved = False
-        if request.pressure > Pressure.NORMAL:
-            halved = self._relieve(request.pressure, pipeline, examples, step)
-        if request.pause:
+        if demand.pressure > Pressure.NORMAL:
+            halved = self._relieve(demand.pressure, pipeline, examples, step)
+        if demand.pause:
             self.observer.on_problem(
                 f"on battery: paused after step {step} until plugged in; Ctrl-C stops the run"
             )

@@ -12,26 +12,28 @@ from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.encode import Example
 from mlxtune.core.run.metrics import FileLoss, InstructBatchResult, StepRecord
 from mlxtune.core.run.saving import Snapshot
-from mlxtune.core.training.requests import Requests
+from mlxtune.core.training.requests import NO_REQUESTS, Requests
+from mlxtune.errors import NonFiniteLossError
 
 
-class PendingStep(Protocol):
-    """An optimizer step in progress."""
+@dataclass(frozen=True)
+class StepOutcome:
+    """The outcome of an optimizer step: its result, or the reason why it changed nothing.
 
-    @property
-    def ended(self) -> float:
-        """The `time.perf_counter` at the step's completion."""
+    `started` and `ended` are the `time.perf_counter` at the step's start and end, and `agreed` has
+    the requests that several workers sent with the step.
+    """
 
-    @property
-    def agreed(self) -> Requests:
-        """The requests that several workers sent with the step, once it has ended."""
+    value: InstructBatchResult | NonFiniteLossError
+    started: float
+    ended: float
+    agreed: Requests = NO_REQUESTS
 
     def result(self) -> InstructBatchResult:
-        """Wait for the step and return its result.
-
-        Raises NonFiniteLossError if the step changed nothing, as its loss or gradient is not
-        finite.
-        """
+        """Return the result. Raises NonFiniteLossError if a number of the step is not finite."""
+        if isinstance(self.value, NonFiniteLossError):
+            raise self.value
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -69,16 +71,6 @@ class Step:
         )
 
 
-@dataclass(frozen=True)
-class RunningStep:
-    """A step in progress, with the `time.perf_counter` at its start, and its first metrics."""
-
-    step: Step
-    started: float
-    pending: PendingStep
-    metrics: Mapping[str, float]
-
-
 class Pipeline(Protocol):
     """A model with its LoRA matrices and an optimizer."""
 
@@ -97,11 +89,15 @@ class Pipeline(Protocol):
         step: int,
         learning_rate: float,
         requests: Requests,
-    ) -> PendingStep:
-        """Start one optimizer step on all examples, after the previously started step.
+    ) -> object:
+        """Start one optimizer step on all examples, once the previously started step has ended.
 
-        Several workers exchange their `requests` with the step.
+        Returns a handle of the step, for `wait`. Several workers exchange their `requests` with the
+        step.
         """
+
+    def wait(self, step: Any) -> StepOutcome:
+        """Wait for a started step, if it has not ended yet, and return its outcome."""
 
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
         """Release memory that is only cached.

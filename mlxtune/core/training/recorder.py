@@ -18,7 +18,7 @@ from mlxtune.core.run.extension import extended
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult
 from mlxtune.core.run.progress import MetricsFile, Progress, Record
 from mlxtune.core.run.run_folder import ResumePoint
-from mlxtune.core.run.saving import CheckpointContent, CheckpointSaver, saves_epoch
+from mlxtune.core.run.saving import CheckpointContent, CheckpointSaver
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.pipeline import Pipeline
 from mlxtune.errors import (
@@ -35,8 +35,8 @@ from mlxtune.errors import (
 class RunRecorder:
     """Adds records to the `progress` of a run, and writes metrics.jsonl and checkpoints.
 
-    `rate` returns the learning rate of a step. `about` holds the entries of a checkpoint's metadata
-    that no step changes; resuming adds the run's extensions.
+    `schedule` returns the learning rate of a step. `metadata` has the entries of each checkpoint's
+    metadata that no step changes; resuming adds the run's extensions.
     """
 
     pipeline: Pipeline
@@ -45,8 +45,8 @@ class RunRecorder:
     observer: TrainingObserver
     steps_per_epoch: int
     total_steps: int
-    rate: Callable[[int], float]
-    about: Mapping[str, Any]
+    schedule: Callable[[int], float]
+    metadata: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         self._folder = Path(self.config.checkpoint_dir)
@@ -55,20 +55,22 @@ class RunRecorder:
             self._folder,
             every_steps=self.config.save_steps,
             every_minutes=self.config.save_minutes,
+            epochs=self.config.epochs,
+            every_epochs=self.config.save_every,
             keep=self.config.keep,
             on_saved=self.observer.on_checkpoint,
             on_problem=self.observer.on_problem,
         )
         self.start()
 
-    def keep_hashes(self, records: Mapping[str, Any]) -> None:
-        """Put the hashes of records into the checkpoints, for `mlxtune verify`."""
+    def keep_hashes(self, files: Mapping[str, Any]) -> None:
+        """Put the hashes of files into the checkpoints, for `mlxtune verify`."""
         hashes = {
-            name: sha256(record if isinstance(record, bytes) else as_json(record)).hexdigest()
-            for name, record in records.items()
+            name: sha256(content if isinstance(content, bytes) else as_json(content)).hexdigest()
+            for name, content in files.items()
         }
         if hashes:
-            self.about = {**self.about, RECORDS: hashes}
+            self.metadata = {**self.metadata, RECORDS: hashes}
 
     def start(self) -> None:
         self._started = self._epoch_started = time.perf_counter()
@@ -80,7 +82,7 @@ class RunRecorder:
         if the checkpoint does not fit the pipeline.
         """
         progress, checkpoint = self.progress, point.checkpoint
-        self.about = {**self.about, **extended(checkpoint.metadata, self.total_steps)}
+        self.metadata = {**self.metadata, **extended(checkpoint.metadata, self.total_steps)}
         self.pipeline.restore(checkpoint.folder)
         run_folder.reopen(self._folder)
         for record in point.progress:
@@ -103,20 +105,21 @@ class RunRecorder:
             self.observer.on_epoch(metrics, self._is_best())
         # A killed run that is resumed at the end of an epoch may lack checkpoints of the epoch.
         metrics = self.progress.epochs[-1]
-        saved = saves_epoch(epoch, self.config.epochs, self.config.save_every)
-        self._save(metrics, f"epoch-{epoch}" if saved else None)
+        self._save(metrics, self.saver.checkpoint_name(self.progress.step, ended_epoch=epoch))
         self._epoch_started = time.perf_counter()
 
     def save_validated(self, val_loss: float | None) -> None:
-        self._save(self._epoch_metrics(val_loss), f"step-{self.progress.step}")
+        name = self.saver.checkpoint_name(self.progress.step, requested=True)
+        self._save(self._epoch_metrics(val_loss), name)
 
-    def save_step(self) -> None:
-        self.saver.try_save(f"step-{self.progress.step}", self._checkpoint())
+    def save_step(self, name: str) -> None:
+        self.saver.try_save(name, self._checkpoint())
 
     def save_and_interrupt(self) -> NoReturn:
         """Save the run's state, and end the run early. Raises TrainingInterrupted."""
         step = self.progress.step
-        saved = self.saver.save(f"step-{step}", self._checkpoint()) if step else None
+        name = self.saver.checkpoint_name(step, requested=True)
+        saved = self.saver.save(name, self._checkpoint()) if step and name else None
         raise TrainingInterrupted(saved, step)
 
     def finish(
@@ -155,7 +158,7 @@ class RunRecorder:
     def _epoch_metrics(self, val_loss: float | None) -> InstructEpochMetrics:
         step, time_ms = self.progress.step, _milliseconds_since(self._epoch_started)
         epoch = math.ceil(step / self.steps_per_epoch)
-        return self.progress.epoch_metrics(epoch, val_loss, self.rate(step), time_ms)
+        return self.progress.epoch_metrics(epoch, val_loss, self.schedule(step), time_ms)
 
     def _save(self, metrics: InstructEpochMetrics, name: str | None) -> None:
         """Write `best/` if the last validation is the best, and the named checkpoint."""
@@ -178,7 +181,7 @@ class RunRecorder:
             "best_step": best.step if best else None,
             "best_val_loss": best.val_loss if best else None,
             **self.pipeline.describe(),
-            **self.about,
+            **self.metadata,
         }
         lines = partial(progress.lines, 0, len(progress))
         return CheckpointContent(self.pipeline.snapshot(), metadata, lines)

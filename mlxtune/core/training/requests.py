@@ -21,16 +21,17 @@ NO_REQUESTS = Requests()
 class RequestExchange:
     """Makes several workers act on requests after the same step; one worker acts at once.
 
-    Requests made after step n has started:
+    The way of requests that are made after step n has started:
 
-        n      `swap` takes them from this worker, and puts them into `sent`
-        n + 1  starts with `sent`, and sums all workers' requests with its gradients
-        n + 2  starts, so n + 1 has ended: `receive` takes its sums, and `swap` returns them
+        running  host of a worker                                   device
+        n        `swap` takes the worker's requests as `sent`       computes n
+        n + 1    starts n + 1 with `sent`                           sums all workers' requests
+        n + 2    `receive` takes the sums, and `swap` returns them  computes n + 2
     """
 
     def __init__(self, group_size: int) -> None:
         self._alone = group_size == 1
-        # The requests that the next step sends, and those that have come back with earlier steps.
+        # The requests to send with the next step, and the requests received with earlier steps.
         self.sent = self._received = NO_REQUESTS
         self._waits_to_save = False
 
@@ -45,5 +46,5 @@ class RequestExchange:
         return agreed
 
     def receive(self, requests: Requests) -> None:
-        """Take all workers' requests, which came with a step that has ended."""
+        """Take the requests of all workers, received with a finished step."""
         self._received = self._received.merged(requests)

@@ -19,7 +19,7 @@ def count_steps(config: InstructTrainingConfig, rows: int, updates: int = 1) -> 
 
 
 def make_schedule(
-    name: str, *, peak: float, total_steps: int, warmup_fraction: float, lr_min: float
+    name: str, *, peak_rate: float, total_steps: int, warmup_fraction: float, lr_min: float
 ) -> Schedule:
     """Return the named schedule over a run of `total_steps`.
 
@@ -31,7 +31,7 @@ def make_schedule(
     warmup_steps = int(warmup_fraction * total_steps)
 
     def warmup(step: int) -> float:
-        return peak * min(step / warmup_steps, 1.0) if warmup_steps else peak
+        return peak_rate * min(step / warmup_steps, 1.0) if warmup_steps else peak_rate
 
     def warmup_cosine(step: int) -> float:
         # Without a warm-up the first step is at the peak, so that a run of one step trains.
@@ -39,10 +39,10 @@ def make_schedule(
         if step <= peak_step:
             return warmup(step)
         progress = min((step - peak_step) / (total_steps - peak_step), 1.0)
-        return lr_min + (peak - lr_min) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return lr_min + (peak_rate - lr_min) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     schedules = {
-        "constant": lambda step: peak,
+        "constant": lambda step: peak_rate,
         "linear-warmup": warmup,
         "warmup-cosine": warmup_cosine,
     }

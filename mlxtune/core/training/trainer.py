@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from mlxtune.core.run.saving import Snapshot
 from mlxtune.core.steps import order
 from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import RunStart, TrainingObserver
-from mlxtune.core.training.pipeline import Pipeline, RowSource, RunningStep, Step, StepSource
+from mlxtune.core.training.pipeline import Pipeline, RowSource, Step, StepSource
 from mlxtune.core.training.recorder import RunRecorder
 from mlxtune.core.training.requests import RequestExchange, Requests
 from mlxtune.core.training.schedule import count_steps, make_schedule
@@ -52,15 +52,21 @@ _MAX_SKIPPED_IN_A_ROW = 3
 class InstructTrainer:
     """Trains a pipeline on a corpus.
 
-    With `validation`, no rows are held out: the run trains on the whole corpus, and evaluates the
-    examples of `validation`, if there are any. `corpus` may also be `RunRows`, whose validation
-    rows are already chosen. `run_config` is saved in each checkpoint. The run stops once
-    `should_stop`, called after each step and during validation, returns true, or after step
-    `stop_after`. Several workers stop and save together, after a step. The pipeline minimises
-    `objective`; the reference's log-probabilities are kept in the run's folder and in `cache`.
-    `source` supplies the examples of the steps, by default those of the rows.
-    `progress` has the records of the run so far, and `best_folder` the checkpoint of the best
-    validation.
+        pipeline      minimises `objective`
+        corpus        the examples, or `RunRows`, whose validation rows are already selected
+        validation    examples to evaluate, perhaps none; no rows of `corpus` are then held out
+        run_config    the options to save in each checkpoint; default: `config`
+        observer      receives the run's events
+        should_stop   called after each step and during validation; the run stops once it is true
+        stop_after    the step after which the run stops
+        profiler      times the phases of some steps
+        monitor       answers the machine's memory pressure, battery, heat and sleep
+        objective     decides the examples of a row and, for preferences, the need of a reference
+        cache         keeps the reference's log-probabilities, besides the run's folder
+        source        supplies the examples of the steps; default: those of the rows
+
+    Several workers stop and save together, after a step. `progress` has the records of the run so
+    far, and `best_folder` the checkpoint of the best validation.
 
     Raises ValueError when the corpus is empty or too small to hold rows out.
     """
@@ -77,7 +83,7 @@ class InstructTrainer:
         should_stop: Callable[[], bool] = lambda: False,
         stop_after: int | None = None,
         profiler: StepProfiler | None = None,
-        surroundings: MachineMonitor | None = None,
+        monitor: MachineMonitor | None = None,
         objective: StepObjective = SFT,
         cache: Path | None = None,
         source: StepSource | None = None,
@@ -95,11 +101,10 @@ class InstructTrainer:
         self.steps_per_epoch, self.total_steps = count_steps(
             config, len(order.rows_of_epoch(self.train_rows, config.seed, 1)), self._source.updates
         )
-        requested_rate = config.lr
-        self.learning_rate = pipeline.learning_rate if requested_rate is None else requested_rate
+        self.learning_rate = pipeline.learning_rate if config.lr is None else config.lr
         self._schedule = make_schedule(
             config.schedule,
-            peak=self.learning_rate,
+            peak_rate=self.learning_rate,
             total_steps=self.total_steps,
             warmup_fraction=config.warmup_fraction,
             lr_min=config.lr_min,
@@ -111,7 +116,7 @@ class InstructTrainer:
         self._stop_after = stop_after
         self._requests = RequestExchange(pipeline.group_size)
         self._profiler = profiler
-        self._surroundings = surroundings or MachineMonitor()
+        self._monitor = monitor or MachineMonitor()
         self.progress = Progress()
         self._recorder = RunRecorder(
             pipeline,
@@ -120,14 +125,15 @@ class InstructTrainer:
             self._observer,
             steps_per_epoch=self.steps_per_epoch,
             total_steps=self.total_steps,
-            rate=self._schedule,
-            about={
+            schedule=self._schedule,
+            metadata={
                 **self.data_hashes(),
                 "seed": config.seed,
                 "config": dict(run_config) if run_config is not None else asdict(config),
             },
         )
-        self._running: RunningStep | None = None
+        # The step that is running, with the pipeline's handle and its first metrics.
+        self._running: tuple[Step, object, Mapping[str, float]] | None = None
         self._step_ended = time.perf_counter()
 
     @property
@@ -166,14 +172,14 @@ class InstructTrainer:
 
     def train(
         self,
-        records: Mapping[str, Any] | None = None,
+        files: Mapping[str, Any] | None = None,
         *,
         resume: ResumePoint | None = None,
         write_adapter: Callable[[InstructTrainResult], None] | None = None,
     ) -> InstructTrainResult:
         """Take all steps, or the steps after the checkpoint to resume from.
 
-        `records` are JSON values or bytes by file name, written to the run's folder. An interrupt
+        `files` are JSON values or bytes by file name, written to the run's folder. An interrupt
         before the first step removes these files. `write_adapter` writes the adapter of the run's
         result, before the last checkpoints are written.
 
@@ -186,7 +192,7 @@ class InstructTrainer:
         previous = None if resume else run_folder.archive_previous_run(self._folder)
         try:
             with self._discarding_unstarted(resume), self._recorder.naming_checkpoint():
-                self._begin(records or {}, resume, previous)
+                self._begin(files or {}, resume, previous)
                 over = self._validate_and_end_epoch(self.progress.step)
                 if self._stop_after == 0:
                     self._recorder.save_and_interrupt()
@@ -194,23 +200,20 @@ class InstructTrainer:
                 while not over:
                     step = next(remaining)
                     halved = self._respond_to_machine(step)
-                    started = time.perf_counter()
                     data = self._source.draw(self.train_rows, step, self._on_drawn)
                     with self._profiler.step(step.number) if self._profiler else nullcontext():
-                        pending = self.pipeline.start_batch(
+                        handle = self.pipeline.start_batch(
                             data.examples,
                             step=step.number,
                             learning_rate=step.learning_rate,
                             requests=self._requests.sent,
                         )
                         if self._profiler:
-                            # While a step is profiled, no other step may run. The step's error is
-                            # reported when its result is recorded.
-                            with suppress(NonFiniteLossError):
-                                pending.result()
+                            # While a step is profiled, no other step may run.
+                            self.pipeline.wait(handle)
                     # A step's results are read while the device computes the next step.
                     self._record_running_step()
-                    self._running = RunningStep(step, started, pending, data.metrics)
+                    self._running = step, handle, data.metrics
                     self._stop_or_save(step, halved)
                     over = self._validate_and_end_epoch(step.number)
                 result = self._recorder.finish(self.progress.step < self.total_steps, write_adapter)
@@ -220,15 +223,15 @@ class InstructTrainer:
         return result
 
     def _begin(
-        self, records: Mapping[str, Any], resume: ResumePoint | None, previous: Path | None
+        self, files: Mapping[str, Any], resume: ResumePoint | None, previous: Path | None
     ) -> None:
-        """Write the run's records, compute the reference, and restore a run that stopped."""
-        for name, record in records.items():
-            if isinstance(record, bytes):
-                write_file(self._folder / name, [record])
+        """Write the run's files, compute the reference, and restore a run that stopped."""
+        for name, content in files.items():
+            if isinstance(content, bytes):
+                write_file(self._folder / name, [content])
             else:
-                write_json(self._folder / name, record)
-        self._recorder.keep_hashes(records)
+                write_json(self._folder / name, content)
+        self._recorder.keep_hashes(files)
         self._recorder.start()
         self._load_reference_logps(resume)
         if resume is not None:
@@ -261,9 +264,11 @@ class InstructTrainer:
         find them.
         """
         if self.objective.needs_reference:
-            both = (self.train_rows, self.val_rows)
+            train, val = self.train_rows, self.val_rows
+            assert isinstance(train, PreferenceRows)
+            assert isinstance(val, PreferenceRows)
             self.train_rows, self.val_rows = preference_rows.with_reference_logps(
-                [PreferenceRows.of(rows, self.objective) for rows in both],
+                [train, val],
                 self.pipeline.reference(),
                 self._folder / run_folder.REFERENCE,
                 self._cache,
@@ -284,8 +289,8 @@ class InstructTrainer:
         in_order = partial(order.steps_of, self.train_rows, config.batch_size, config.order)
         steps_of_epoch = lru_cache(1)(partial(in_order, config.seed))
         for number in range(self.progress.step, self.total_steps):
-            epoch, place = divmod(number, self.steps_per_epoch)
-            rows = steps_of_epoch(epoch + 1)[place // self._source.updates]
+            epoch, index = divmod(number, self.steps_per_epoch)
+            rows = steps_of_epoch(epoch + 1)[index // self._source.updates]
             yield Step(number + 1, epoch + 1, self._schedule(number + 1), rows)
 
     def _on_drawn(self, done: int, total: int) -> None:
@@ -300,28 +305,27 @@ class InstructTrainer:
         Return whether micro-batches were halved.
         """
         done = step.number - 1
-        if (demand := self._surroundings.check(done)) is None:
+        if (demand := self._monitor.check(done)) is None:
             return False
         self._record_running_step()
         examples = self._source.draw(self.train_rows, step, self._on_drawn).examples
-        halved = self._surroundings.respond(demand, self.pipeline, examples, done)
+        halved = self._monitor.respond(demand, self.pipeline, examples, done)
         self._stop_if_asked()
         return halved
 
     def _stop_or_save(self, step: Step, halved: bool) -> None:
         """Stop or save after a step that has started, if asked to or if a checkpoint is due."""
         saver = self._recorder.saver
-        due = saver.is_due_by_steps(step.number)
-        # Save after halving, so that a resumed run continues with the halved micro-batches.
-        own = Requests(self._should_stop(), not due and (halved or saver.is_due(step.number)))
+        own = Requests(self._should_stop(), saver.requests(step.number, halved=halved))
         agreed = self._requests.swap(own)
-        stopping, saving = agreed.stop or step.number == self._stop_after, agreed.save or due
-        if stopping or saving or self._profiler:
+        stopping = agreed.stop or step.number == self._stop_after
+        name = saver.checkpoint_name(step.number, requested=agreed.save)
+        if stopping or name or self._profiler:
             self._record_running_step()
         if stopping:
             self._recorder.save_and_interrupt()
-        if saving and not self._validates_within(step.number):
-            self._recorder.save_step()
+        if name and not self._validates_within(step.number):
+            self._recorder.save_step(name)
 
     def _stop_if_asked(self) -> None:
         """Stop between two steps, if asked to; several workers stop only together, after a step."""
@@ -330,35 +334,43 @@ class InstructTrainer:
 
     def _validates_within(self, step: int) -> bool:
         """Return whether the run validates after a step only because of --val-steps."""
-        every, within = self.config.val_steps, step % self.steps_per_epoch and self.val_rows
-        return bool(every and within and step % every == 0) and step < self.total_steps
+        every = self.config.val_steps
+        if every is None or not self.val_rows or self._ends_epoch(step):
+            return False
+        return step % every == 0
+
+    def _ends_epoch(self, step: int) -> bool:
+        return step % self.steps_per_epoch == 0 or step >= self.total_steps
 
     def _validate_and_end_epoch(self, step: int) -> bool:
         """Validate after a step if it is time, and end the epoch that ends there, if any.
 
         Return whether the run is over. A new run validates before its first step.
         """
-        within = self._validates_within(step)
-        if not (within or step % self.steps_per_epoch == 0 or step == self.total_steps):
+        within, ends_epoch = self._validates_within(step), self._ends_epoch(step)
+        if not (within or ends_epoch):
             return False
         self._record_running_step()
-        if within:
-            self._recorder.save_validated(self._validate())
-            if not self._is_out_of_patience():
-                return False
         epoch = math.ceil(step / self.steps_per_epoch)
-        if step and all(record.epoch != epoch for record in self.progress.steps[-1:]):
+        if ends_epoch:
+            self._check_epoch(epoch)
+        val_loss = self._validate()
+        if within:
+            self._recorder.save_validated(val_loss)
+        out_of_patience = self.progress.validations_since_best >= self.config.patience
+        if within and out_of_patience:
+            self._check_epoch(epoch)
+        if step and (ends_epoch or out_of_patience):
+            self._recorder.end_epoch(epoch, val_loss)
+        return step >= self.total_steps or out_of_patience
+
+    def _check_epoch(self, epoch: int) -> None:
+        """Raise NonFiniteLossError if no step of an epoch was applied; none is before the first."""
+        steps = self.progress.steps
+        if epoch and (not steps or steps[-1].epoch != epoch):
             raise NonFiniteLossError(
                 f"no step of epoch {epoch} had a finite loss and gradient: lower --lr"
             )
-        val_loss = self._validate()
-        if step:
-            self._recorder.end_epoch(epoch, val_loss)
-        return step >= self.total_steps or self._is_out_of_patience()
-
-    def _is_out_of_patience(self) -> bool:
-        waited = self.progress.validations_since_best
-        return waited >= self.config.patience
 
     def _record_running_step(self) -> None:
         """Wait for the step that is running, if any, and record it.
@@ -366,12 +378,14 @@ class InstructTrainer:
         Called once the next step has started and, earlier, before anything that needs the result
         or an idle device.
         """
-        taken, self._running = self._running, None
-        if taken is None:
+        running, self._running = self._running, None
+        if running is None:
             return
-        step = taken.step
+        step, handle, metrics = running
+        outcome = self.pipeline.wait(handle)
+        self._requests.receive(outcome.agreed)
         try:
-            result = taken.pending.result()
+            result = outcome.result()
         except NonFiniteLossError as error:
             rows = [self.train_rows.where(i) for i in step.row_indices]
             if self._profiler:
@@ -380,11 +394,9 @@ class InstructTrainer:
             skipped = SkippedStep(step.number, step.epoch, step.learning_rate, problem, rows)
             self._skip(skipped, error)
             return
-        finally:
-            self._requests.receive(taken.pending.agreed)
         # The step may have waited for the previous step.
-        started, self._step_ended = max(taken.started, self._step_ended), taken.pending.ended
-        record = step.record(result, self._step_ended - started, taken.metrics)
+        started, self._step_ended = max(outcome.started, self._step_ended), outcome.ended
+        record = step.record(result, self._step_ended - started, metrics)
         self._recorder.add(record)
         self._observer.on_step(record)
         if self._profiler:

@@ -135,11 +135,11 @@ def decimate(values: Sequence[float], points: int = _POINTS) -> list[int]:
     finite = np.flatnonzero(np.isfinite(every))
     if len(finite) <= points:
         return list(map(int, finite))
-    chosen = {int(finite[0]), int(finite[-1])}
+    selected = {int(finite[0]), int(finite[-1])}
     for part in np.array_split(finite, max(1, (points - 2) // 2)):
-        chosen.add(int(part[every[part].argmin()]))
-        chosen.add(int(part[every[part].argmax()]))
-    return sorted(chosen)
+        selected.add(int(part[every[part].argmin()]))
+        selected.add(int(part[every[part].argmax()]))
+    return sorted(selected)
 
 
 def _path(series: Series, x_axis: Axis, y_axis: Axis) -> str:

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.writing import as_output_error
-from mlxtune.core.formatting import byte_size, duration, loss_text, pluralise, signed_loss
+from mlxtune.core.formatting import byte_size, duration, loss_text, pluralize, signed_loss
 from mlxtune.errors import OutputError
 from mlxtune.views import visible
 from mlxtune.views.parts import SIGNS, STYLES, ledger_sums
@@ -96,7 +96,7 @@ def _environment(package: str) -> Environment:
     environment.filters |= {
         "answer": visible.without_template_tokens,
         "bytes": lambda size: None if size is None else byte_size(size),
-        "count": pluralise,
+        "count": pluralize,
         "duration": lambda seconds: None if seconds is None else duration(seconds),
         "loss": loss_text,
         "multiline": _multiline,

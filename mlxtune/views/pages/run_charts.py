@@ -9,7 +9,7 @@ from pathlib import PurePath
 import numpy as np
 
 from mlxtune.config.objective_config import REWARDED
-from mlxtune.core.formatting import byte_size, loss_text, pluralise
+from mlxtune.core.formatting import byte_size, loss_text, pluralize
 from mlxtune.core.run.extension import extensions_of
 from mlxtune.core.run.stored_run import Run, number
 from mlxtune.core.run.summary import RunView
@@ -17,10 +17,10 @@ from mlxtune.views.pages.axis import spans_much
 from mlxtune.views.pages.charts import Chart, Series
 
 # The numbers of colours and of dash patterns for runs: more runs repeat the colours with dashes.
-COLOURS, _DASHES = 8, 3
+COLORS, _DASHES = 8, 3
 # A level is drawn if the highest value is between _NEAR times and 1 / _NEAR² times the level.
 _NEAR = 0.4
-_MOST_EPOCHS = 24
+_MAX_EPOCHS = 24
 # On a logarithmic scale, values below this fraction of the lowest curve's highest are left out.
 _IN_SIGHT = 0.01
 _LOSS_UNIT = "nats per supervised token"
@@ -140,7 +140,7 @@ def loss_chart(run: Run, view: RunView) -> Chart:
     both = pairwise(zip(steps, run.column("epoch"), strict=True))
     ends = [step for (step, epoch), (_, following) in both if epoch != following]
     negative = ", negative mean reward" if view.objective in REWARDED else ""
-    description = f"Loss over {pluralise(view.step, 'step')}"
+    description = f"Loss over {pluralize(view.step, 'step')}"
     if losses:
         description += (
             f": training {loss_text(losses[0])} at first, {loss_text(losses[-1])} at last"
@@ -157,7 +157,7 @@ def loss_chart(run: Run, view: RunView) -> Chart:
             *_validation_by_file(run),
         ],
         description=description,
-        verticals=ends if len(ends) <= _MOST_EPOCHS else (),
+        verticals=ends if len(ends) <= _MAX_EPOCHS else (),
         skipped=[each.step for each in run.progress.skipped],
         large=True,
     )
@@ -184,7 +184,7 @@ def comparison_charts(runs: Sequence[Run], views: Sequence[RunView]) -> list[Cha
                         named, _within_sight(curves) if wide else curves, strict=True
                     )
                 ],
-                f"{measure.title} of {pluralise(len(runs), 'run')}, step by step",
+                f"{measure.title} of {pluralize(len(runs), 'run')}, step by step",
                 from_zero=measure.from_zero and not wide,
                 large=measure is loss,
                 log=wide,
@@ -210,8 +210,8 @@ def _smoothed(measure: _StepMeasure, run: Run) -> Sequence[float]:
 
 def style_of(index: int) -> str:
     """Return the CSS classes for the colour and dash pattern of the nth run on the page."""
-    dashes = index // COLOURS % _DASHES
-    return f"c{index % COLOURS}" + (f" d{dashes}" if dashes else "")
+    dashes = index // COLORS % _DASHES
+    return f"c{index % COLORS}" + (f" d{dashes}" if dashes else "")
 
 
 def _validation(name: str, style: str, run: Run, index: int | None = None) -> Series:

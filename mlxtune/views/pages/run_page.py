@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from mlxtune.core.evaluation.outcome import Evaluation, RewardChange
 from mlxtune.core.files.writing import write_file
-from mlxtune.core.formatting import join_few, loss_text, minute_of, pluralise, signed_loss
+from mlxtune.core.formatting import join_few, loss_text, minute_of, pluralize, signed_loss
 from mlxtune.core.run.run_folder import REPORT
 from mlxtune.core.run.stored_run import Run, get_mapping, get_str, number, read_run
 from mlxtune.core.run.summary import (
@@ -34,7 +34,7 @@ PAGE = PageType(
     scripts=("chart.js", "run_page.js"),
 )
 # The maximum numbers of skipped steps on a page, of rows of a skipped step, and of epochs.
-_MOST_SKIPPED, _MOST_ROWS, _MOST_EPOCHS = 100, 8, 200
+_MAX_SKIPPED, _MAX_ROWS, _MAX_EPOCHS = 100, 8, 200
 
 
 _INCOMPARABLE = Verdict(
@@ -88,10 +88,10 @@ def _run_context(run: Run, view: RunView) -> dict[str, Any]:
         "view": view,
         "figures": run_figures(view),
         "header": _settings(run, view),
-        "epochs": run.progress.epochs[-_MOST_EPOCHS:],
+        "epochs": run.progress.epochs[-_MAX_EPOCHS:],
         "skipped": [
-            (step.step, step.reason, join_few(step.rows, _MOST_ROWS))
-            for step in run.progress.skipped[:_MOST_SKIPPED]
+            (step.step, step.reason, join_few(step.rows, _MAX_ROWS))
+            for step in run.progress.skipped[:_MAX_SKIPPED]
         ],
         "predicted": predicted_fractions(run),
         "measured": measured_fractions(run),
@@ -158,7 +158,7 @@ def _figures(evaluation: Evaluation) -> dict[str, str]:
             **figures,
         }
     if generated := evaluation.generated:
-        answers, match = pluralise(generated.rows, "answer"), generated.exact_match
+        answers, match = pluralize(generated.rows, "answer"), generated.exact_match
         figures[f"of {answers} exact before"] = f"{match.base:,}"
         if match.adapted is not None:
             figures[f"of {answers} exact after"] = f"{match.adapted:,}"
@@ -240,7 +240,7 @@ def _judgement(run: Run) -> tuple[str, str]:
 def comparison_headline(views: Sequence[RunView], comparable: bool) -> str:
     """Return a headline, which names the best run if all were validated on the same rows."""
     validated = [view for view in views if view.best_val_loss is not None]
-    runs = pluralise(len(views), "run")
+    runs = pluralize(len(views), "run")
     if not validated:
         return f"{runs} side by side"
     if not comparable:

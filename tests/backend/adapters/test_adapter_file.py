@@ -47,6 +47,22 @@ def test_file_replaced_by_tensors_of_the_same_shapes_is_read(tmp_path: Path) -> 
     assert all((np.array(tensor) == 7.0).all() for tensor in adapter.read_tensors().values())
 
 
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (b"xxxx", "values beyond 1e\\+12 in layers.0.q_proj.lora_[ab]: it is damaged: copy"),
+        (b"\xff\xff\xff\xff", "NaN or infinite values in layers.0.q_proj.lora_[ab]"),
+    ],
+)
+def test_damaged_bytes_of_a_float_are_an_error(tmp_path: Path, damage: bytes, problem: str) -> None:
+    adapter = AdapterFile(write(tmp_path / "adapters.safetensors", rank=2, value=1.0))
+    with adapter.path.open("r+b") as file:
+        file.seek(-8, 2)
+        file.write(damage)
+    with pytest.raises(ModelError, match=problem):
+        adapter.read_tensors()
+
+
 def test_removed_file_is_an_error(tmp_path: Path) -> None:
     adapter = AdapterFile(write(tmp_path / "adapters.safetensors", rank=2, value=1.0))
     assert adapter.tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from mlxtune.backend.adapters.certificate import (
     fraction_lost,
     try_in_order,
 )
+from mlxtune.backend.adapters.storage import Storage
 from mlxtune.core.files.output_folder import hashes
 from mlxtune.errors import OutputError
 from tests.paths import DOCS
@@ -55,7 +56,7 @@ def test_difference_and_divergence_match_the_formula() -> None:
 def test_rounding_that_may_hide_the_adapter_is_reported() -> None:
     sure, coarse = (replace(certificate(compared(0)), effect=effect) for effect in (1.0, 1e-6))
     assert not any("may hide" in line for line in sure.lines())
-    assert "logits alone prove little: --dtype float32" in " ".join(coarse.lines())
+    assert "logits alone prove little: use --dtype float32" in " ".join(coarse.lines())
 
 
 def test_differences_beyond_rounding_fail() -> None:
@@ -69,20 +70,18 @@ def test_differences_beyond_rounding_fail() -> None:
 
 
 @pytest.mark.parametrize("tolerance", [1e-3, None])
-def test_logits_that_are_no_numbers_never_pass(tolerance: float | None) -> None:
+def test_nan_logits_fail(tolerance: float | None) -> None:
     found = compared(math.nan)
     assert certificate(found, tolerance).problems
 
 
 @pytest.mark.parametrize(("effect", "tolerance"), [(math.inf, 1e-3), (2.0, math.inf)])
-def test_adapter_that_gives_no_numbers_itself_is_not_certified(
-    effect: float, tolerance: float
-) -> None:
+def test_adapter_with_nan_logits_is_not_certified(effect: float, tolerance: float) -> None:
     found = Certificate("peft", "float32", tolerance, effect, compared(0.0), {})
     assert found.problems == ["the logits of the trained model itself are not finite"]
 
 
-def test_weights_that_are_off_do_not_pass_whatever_the_logits() -> None:
+def test_wrong_weights_fail_even_if_logits_match() -> None:
     bad = WeightCheck(3, 2, 0.5, ("q_proj.weight is off", "k_proj.weight is off"))
     failed = certificate(compared(0.0), None, bad)
     assert not failed.as_dict()["passed"]
@@ -90,7 +89,7 @@ def test_weights_that_are_off_do_not_pass_whatever_the_logits() -> None:
         check(failed, Path("out"))
 
 
-def test_quantised_weights_are_judged_by_themselves_alone() -> None:
+def test_quantized_weights_are_judged_by_themselves_alone() -> None:
     assert not certificate(compared(0.5), None, WeightCheck(3, 2, 0.1)).problems
 
 
@@ -101,7 +100,7 @@ def test_documentation_lists_the_keys_of_the_json() -> None:
     documented = [key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)]
     whole = replace(
         certificate(compared(1e-4), weights=WeightCheck(3, 2, 0.1)),
-        retention=Retention("loss", "nats", 2.0, 1.0, ()),
+        retention=tried({"as the base": 2.0}),
         quantized="Q4_K_M",
     )
     assert sorted(documented) == sorted(whole.as_dict())
@@ -117,7 +116,13 @@ def test_every_file_is_hashed_by_its_path(tmp_path: Path) -> None:
     }
 
 
-STORAGES = ["as the base", "in 6 bits", "in 8 bits", "plain"]
+STORAGES = [
+    Storage("as the base", 4),
+    Storage("by GPTQ", 4, gptq=True),
+    Storage("in 6 bits", 6),
+    Storage("in 8 bits", 8),
+    Storage("plain", None),
+]
 
 
 @pytest.mark.parametrize(
@@ -141,25 +146,28 @@ def test_fraction_lost_is_of_the_gain(
     assert fraction_lost(base, trained, value) == pytest.approx(lost)
 
 
-def tried(values: dict[str, float], storages: list[str] = STORAGES) -> Retention:
+def tried(values: dict[str, float | None], storages: list[Storage] = STORAGES) -> Retention:
     asked = []
 
-    def value_of(storage: str) -> float:
-        asked.append(storage)
-        return values[storage]
+    def value_of(storage: Storage) -> float | None:
+        asked.append(storage.name)
+        return values[storage.name]
 
     found = try_in_order("Loss on 9 validation rows", "nats", 3.0, 2.0, storages, value_of)
-    assert asked == [each.storage for each in found.tried]
+    assert [name for name in asked if values[name] is not None] == [
+        each.storage for each in found.tried
+    ]
     return found
 
 
-def test_storage_of_the_base_is_kept_where_it_loses_at_most_a_tenth() -> None:
-    assert tried({"as the base": 2.09}).chosen.storage == "as the base"
+def test_storage_of_the_base_is_kept_where_it_loses_at_most_three_hundredths() -> None:
+    assert tried({"as the base": 2.03}).selected.storage == "as the base"
 
 
-def test_first_storage_that_keeps_nine_tenths_is_chosen_and_no_other_is_measured() -> None:
-    found = tried({"as the base": 2.5, "in 6 bits": 2.11, "in 8 bits": 2.01})
-    assert found.chosen.storage == "in 8 bits"
+def test_first_storage_that_keeps_enough_is_chosen_and_no_other_is_measured() -> None:
+    values = {"as the base": 2.5, "by GPTQ": 2.1, "in 6 bits": 2.04, "in 8 bits": 2.01}
+    found = tried(values)
+    assert found.selected.storage == "in 8 bits"
     assert found.line() == (
         "Loss on 9 validation rows: 3 nats without the adapter, 2 with it, "
         "2.01 stored in 8 bits (1% of the gain lost); "
@@ -167,12 +175,27 @@ def test_first_storage_that_keeps_nine_tenths_is_chosen_and_no_other_is_measured
     )
 
 
-def test_last_storage_is_chosen_whatever_it_loses() -> None:
-    found = tried(dict.fromkeys(STORAGES, 2.9))
-    assert found.chosen.storage == "plain"
-    assert asdict(found)["tried"][-1] == {
-        "storage": "plain",
-        "value": 2.9,
-        "lost": pytest.approx(0.9),
+def test_certificate_has_bits_method_and_gain_kept() -> None:
+    found = tried({"as the base": 2.5, "by GPTQ": 2.01}).as_dict()
+    assert found["bits"] == 4
+    assert found["method"] == "gptq"
+    assert found["kept"] == pytest.approx(0.99)
+    assert found["tried"][0] == {
+        "storage": "as the base",
+        "bits": 4,
+        "method": "nearest",
+        "value": 2.5,
+        "lost": pytest.approx(0.5),
     }
-    assert tried({"as the base": 2.9}, ["as the base"]).chosen.storage == "as the base"
+
+
+def test_storage_without_a_value_is_left_out() -> None:
+    found = tried({"as the base": 2.5, "by GPTQ": None, "in 6 bits": 2.01})
+    assert found.selected.storage == "in 6 bits"
+
+
+def test_storage_that_loses_least_is_chosen_where_none_keeps_enough() -> None:
+    values = {"as the base": 2.9, "by GPTQ": 2.3}
+    assert tried(values, STORAGES[:2]).selected.storage == "by GPTQ"
+    assert tried({**values, "by GPTQ": 2.95}, STORAGES[:2]).selected.storage == "as the base"
+    assert tried({"as the base": 2.9}, STORAGES[:1]).selected.storage == "as the base"

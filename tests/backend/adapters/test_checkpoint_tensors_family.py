@@ -28,6 +28,7 @@ from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 from tests.backend.conftest import random_examples
 from tests.models import write_model
+from tests.slow import slow_except
 
 TOKENS = mx.array([[5, 17, 3, 99, 250, 31, 8, 77, 120, 6, 14]])
 FAMILY: dict[str, dict[str, Any]] = {
@@ -63,7 +64,7 @@ def near(found: mx.array, expected: mx.array) -> bool:
     return mx.abs(found - expected).max().item() < 2e-5 * mx.abs(expected).max().item()
 
 
-@pytest.mark.parametrize("member", FAMILY)
+@pytest.mark.parametrize("member", slow_except(FAMILY, "PiSSA with ranks", "DoRA with ranks"))
 def test_others_compute_what_was_trained(folder: Path, tmp_path: Path, member: str) -> None:
     pipeline = trained(folder, **FAMILY[member])
     pipeline.write(tmp_path / "adapters.safetensors")
@@ -207,7 +208,7 @@ def test_same_run_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
         assert "parameters.safetensors" in written[0]
 
 
-def test_pissa_takes_the_largest_singular_vectors_of_the_dequantised_weight(folder: Path) -> None:
+def test_pissa_takes_the_largest_singular_vectors_of_the_dequantized_weight(folder: Path) -> None:
     config = InstructConfig(lora_rank=4, lora_alpha=8.0, init="pissa")
     pipeline = InstructPipeline(load_base(folder, "float32").model, config)
     for module in adapted_modules(pipeline.model).values():
@@ -244,7 +245,7 @@ def test_target_rank_of_no_target_is_an_error(folder: Path) -> None:
         InstructPipeline(load_base(folder, "float32").model, config)
 
 
-def test_summary_lists_what_is_used(folder: Path) -> None:
+def test_description_of_lora_lists_the_options_in_use(folder: Path) -> None:
     said = trained(folder, **FAMILY["DoRA with ranks"]).lora.describe()
     assert "rank 4 (v_proj 5), alpha 8 (scale 4 = alpha / √rank)" in said
     assert said.endswith("; DoRA; B learns 4 times as fast as A")

@@ -62,7 +62,7 @@ def test_products_equal_numpys(monkeypatch: pytest.MonkeyPatch, worth: int) -> N
     np.testing.assert_allclose(out, a[0] @ b[0], rtol=1e-6)
 
 
-def test_numpys_products_take_one_thread_while_a_model_is_prepared() -> None:
+def test_numpy_matmul_uses_one_thread_while_a_model_is_prepared() -> None:
     threadpoolctl = pytest.importorskip("threadpoolctl", reason="is of the extra cpu")
 
     def threads() -> list[int]:

@@ -45,7 +45,7 @@ def test_logits_stay_the_same(architecture: str, quantize: int | None) -> None:
 
 
 @pytest.mark.parametrize("architecture", USES)
-def test_parts_that_have_a_faster_way_take_it(
+def test_modules_use_their_faster_implementation(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = set()
@@ -80,7 +80,7 @@ def test_no_class_is_changed() -> None:
     assert all(isinstance(part, kinds[name]) for name, part in one.named_modules())
 
 
-def test_done_twice_is_done_once() -> None:
+def test_repeated_make_fast_has_no_effect() -> None:
     model = model_of("gemma2")
     make_fast(model)
     kinds = [type(part) for _, part in model.named_modules()]
@@ -93,7 +93,7 @@ def test_done_twice_is_done_once() -> None:
 
 
 @pytest.mark.parametrize("quantize", [None, 4])
-def test_undone_it_computes_as_it_was_loaded(quantize: int | None) -> None:
+def test_undoing_restores_the_loaded_model(quantize: int | None) -> None:
     model = model_of("gemma2", quantize)
     expected, kinds = model(TOKENS), [type(part) for _, part in model.named_modules()]
     undo = make_fast(model)

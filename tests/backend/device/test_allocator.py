@@ -156,7 +156,7 @@ def test_cache_is_cleared_under_pressure_only(
     monkeypatch.setattr(allocator.mx, "get_active_memory", lambda: active)
     monkeypatch.setattr(allocator.mx, "get_cache_memory", lambda: cached)
     monkeypatch.setattr(allocator.mx, "clear_cache", lambda: calls.append(None))
-    allocator.relieve_pressure()
+    allocator.clear_cache_near_limit()
     assert len(calls) == cleared
 
 
@@ -173,7 +173,7 @@ def test_peak_stays_the_highest_after_a_reset() -> None:
     assert allocator.peak_bytes() == highest
 
 
-def test_only_what_was_used_since_the_start_is_judged() -> None:
+def test_only_memory_used_since_the_start_is_judged() -> None:
     allocator.set_limits((mx.get_active_memory() + 10_000_000) / allocator.GB)
     mx.eval(mx.zeros(3_000_000))
     assert allocator.last_peak_bytes() > mx.get_memory_limit()

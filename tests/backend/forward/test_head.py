@@ -1,4 +1,4 @@
-"""Splitting a model into trunk and head, and the head's loss."""
+"""Splitting a model into backbone and head, and the head's loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward import head
 from mlxtune.backend.forward.forward import Forward
-from mlxtune.backend.forward.head import TrunkAndHead
+from mlxtune.backend.forward.head import BackboneAndHead
 from mlxtune.backend.forward.loss import trained_head
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.forward.packed_mixers import Mixers
@@ -45,10 +45,10 @@ def model_of(
 
 @pytest.mark.parametrize("quantize", [None, 4])
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma2", "gemma3_text"])
-def test_head_after_trunk_is_the_model(architecture: str, quantize: int | None) -> None:
+def test_head_after_backbone_is_the_model(architecture: str, quantize: int | None) -> None:
     model = model_of(architecture, quantize)
     names = [name for name, _ in tree_flatten(model.parameters())]
-    split = TrunkAndHead(model)
+    split = BackboneAndHead(model)
     assert split.is_separable
     hidden = split.hidden(TOKENS)
     assert hidden.shape == (2, 4, 64)
@@ -73,7 +73,7 @@ def test_head_that_is_one_product_is_known(
     architecture: str, overrides: tuple[tuple[str, Any], ...], plain_product: bool
 ) -> None:
     model = model_of(architecture, None, overrides)
-    split = TrunkAndHead(model)
+    split = BackboneAndHead(model)
     assert split.is_separable
     assert (split.weight is not None) == plain_product
     if split.weight is not None:
@@ -81,17 +81,17 @@ def test_head_that_is_one_product_is_known(
         assert_close(hidden @ split.weight.T, model(TOKENS), 1e-5)
 
 
-def test_quantised_head_is_no_plain_product() -> None:
+def test_quantized_head_is_not_a_plain_product() -> None:
     folder = model_folder("llama", 4)
     native = load_base(folder, "float32", BaseOptions(quantized_compute="quantized")).model
-    assert TrunkAndHead(native).weight is None
+    assert BackboneAndHead(native).weight is None
 
 
-def test_dequantised_head_is_one_product_whose_rows_are_unpacked() -> None:
+def test_dequantized_head_is_one_product_whose_rows_are_unpacked() -> None:
     for architecture in ("llama", "qwen3"):  # a separate head, and a tied one
         folder = model_folder(architecture, 4)
         model = load_base(folder, "float32", BaseOptions(quantized_compute=DEQUANTIZED)).model
-        split = TrunkAndHead(model)
+        split = BackboneAndHead(model)
         assert isinstance(split.weight, QuantizedHead)
         assert_close(split.hidden(TOKENS) @ split.weight[:].T, model(TOKENS), 1e-5)
 
@@ -100,11 +100,11 @@ def test_soft_cap_that_small_logits_hide_is_seen() -> None:
     """These weights' logits are too small for soft-capping to show in a comparison."""
     model = model_of("gemma2")
     model.final_logit_softcapping = 3000.0
-    assert TrunkAndHead(model).weight is None
+    assert BackboneAndHead(model).weight is None
 
 
 class Renamed(nn.Module):  # type: ignore[misc]
-    """A model whose trunk has a different name."""
+    """A model whose backbone has a different name."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -120,16 +120,16 @@ class Renamed(nn.Module):  # type: ignore[misc]
         return list(self.backbone.layers)
 
 
-def test_trunk_is_found_by_its_layers() -> None:
+def test_backbone_is_found_by_its_layers() -> None:
     model = Renamed(model_of("qwen3"))
-    split = TrunkAndHead(model)
+    split = BackboneAndHead(model)
     assert split.is_separable
     assert split.weight is not None
     assert_close(split.logits(split.hidden(TOKENS)[0]), model(TOKENS)[0], 1e-6)
 
 
 class Wrapped(nn.Module):  # type: ignore[misc]
-    """A model whose trunk returns more than hidden states."""
+    """A model whose backbone returns more than hidden states."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -156,11 +156,11 @@ class _Pair(nn.Module):  # type: ignore[misc]
 
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("how", [Execution(MLX), Execution(CPU)], ids=["mlx", "cpu"])
-def test_model_without_a_known_trunk_splits_after_the_last_norm_or_runs_whole(
+def test_model_without_a_known_backbone_splits_after_the_last_norm_or_runs_whole(
     how: Execution, norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not norm:
-        monkeypatch.setattr(head, "_stack", lambda trunk: None)
+        monkeypatch.setattr(head, "_stack", lambda backbone: None)
 
     class Loaded:
         def __init__(self, folder: Path, dtype: str, _: Any) -> None:
@@ -176,13 +176,13 @@ def test_model_without_a_known_trunk_splits_after_the_last_norm_or_runs_whole(
 def test_head_runs_only_on_supervised_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = pipeline("gemma2", Execution(MLX, loss_chunk=5), tokens=10_000)
     counts: list[int] = []
-    plain = TrunkAndHead.logits
+    plain = BackboneAndHead.logits
 
-    def counted(self: TrunkAndHead, hidden: mx.array) -> mx.array:
+    def counted(self: BackboneAndHead, hidden: mx.array) -> mx.array:
         counts.append(len(hidden))
         return plain(self, hidden)
 
-    monkeypatch.setattr(TrunkAndHead, "logits", counted)
+    monkeypatch.setattr(BackboneAndHead, "logits", counted)
     found = computed(fast, fixed_step())
     assert sum(counts) == found.tokens
     assert max(counts) == 5
@@ -271,7 +271,7 @@ def test_packing_that_fails_by_segments_is_tried_without(
     only_segments: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("qwen3")
-    parts, mixers = TrunkAndHead(model), Mixers(model, by_segments=True)
+    parts, mixers = BackboneAndHead(model), Mixers(model, by_segments=True)
     hidden = parts.hidden
 
     def failing(*given: Any) -> mx.array:

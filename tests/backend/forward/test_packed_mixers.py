@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlxtune.backend.cpu import CPU
-from mlxtune.backend.forward.head import TrunkAndHead
+from mlxtune.backend.forward.head import BackboneAndHead
 from mlxtune.backend.forward.operations import MLX, Operations
 from mlxtune.backend.forward.packed_mixers import Mixers
 from mlxtune.backend.models.loading import load_base
@@ -44,7 +44,7 @@ def test_hidden_states_of_a_sequence_equal_each_examples(architecture: str, tmp_
     config = ARCHITECTURES[architecture] if architecture in HYBRIDS else {}
     folder = write_model(tmp_path / "m", architecture, **config)
     model = load_base(folder, "float32").model
-    split = TrunkAndHead(model)
+    split = BackboneAndHead(model)
     before = [name for name, _ in model.named_modules()]
     alone = [split.hidden(mx.array([text]))[0] for text in TEXTS]
     mixers = Mixers(model, by_segments=False)
@@ -57,7 +57,7 @@ def test_hidden_states_of_a_sequence_equal_each_examples(architecture: str, tmp_
     assert_close(split.hidden(mx.array([TEXTS[0]]))[0], alone[0], 0)
 
 
-@pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
+@pytest.mark.parametrize("operations", [slow(MLX), CPU], ids=["mlx", "cpu"])
 @pytest.mark.parametrize("prefix", [70, slow(0)])
 def test_gated_delta_rule_restarts_with_each_example(
     prefix: int, operations: Operations, tmp_path: Any
@@ -95,10 +95,12 @@ def test_examples_of_a_sequence_compute_as_if_alone(
     assert fast.forward.execution.packs
     found, alone = computed(fast, examples), [computed(plain, [example]) for example in examples]
     assert found.forward_tokens == 20 + 2 + 4 + 8
-    shares = [each.tokens / found.tokens for each in alone]
-    loss = sum(share * each.loss for share, each in zip(shares, alone, strict=True))
+    fractions = [each.tokens / found.tokens for each in alone]
+    loss = sum(fraction * each.loss for fraction, each in zip(fractions, alone, strict=True))
     gradients = {
-        name: sum(share * each.gradients[name] for share, each in zip(shares, alone, strict=True))
+        name: sum(
+            fraction * each.gradients[name] for fraction, each in zip(fractions, alone, strict=True)
+        )
         for name in found.gradients
     }
     assert_same(found, replace(found, loss=loss, gradients=gradients))

@@ -19,7 +19,7 @@ from mlxtune.backend.models import packed
 from mlxtune.backend.models.loading import load_base
 from mlxtune.core.steps.execution import Execution
 from tests.backend.step.executions import model_folder
-from tests.slow import slow
+from tests.slow import long, slow
 
 # The relative step between adjacent numbers of each dtype.
 LAST_BIT = {"bfloat16": 2**-7, "float16": 2**-10}
@@ -59,7 +59,7 @@ def replace_attention(
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention)
 
 
-@pytest.mark.parametrize("depth", [24, slow(64)])
+@pytest.mark.parametrize("depth", [24, long(64)])
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 def test_deep_model_packs_though_the_last_bit_of_attention_is_random(
     dtype: str, depth: int, texts: Texts, monkeypatch: pytest.MonkeyPatch
@@ -77,16 +77,16 @@ def test_deep_model_packs_though_the_last_bit_of_attention_is_random(
 class Positions(nn.Module):  # type: ignore[misc]
     """Adds positions in the packed sequence to embeddings, scaled to a fraction of their size."""
 
-    def __init__(self, embed: nn.Module, share: float) -> None:
+    def __init__(self, embed: nn.Module, fraction: float) -> None:
         super().__init__()
-        self.embed, self.share = embed, share
+        self.embed, self.fraction = embed, fraction
 
     def __call__(self, tokens: mx.array) -> mx.array:
         embedded = self.embed(tokens)
         size = mx.sqrt(2 * embedded.astype(mx.float32).square().mean())
         frequencies = mx.exp(mx.linspace(0, -4, embedded.shape[-1]))
         angles = mx.arange(tokens.shape[1])[:, None] * frequencies
-        return embedded + (self.share * size * mx.sin(angles)).astype(embedded.dtype)
+        return embedded + (self.fraction * size * mx.sin(angles)).astype(embedded.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return self.embed.as_linear(x)

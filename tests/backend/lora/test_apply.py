@@ -63,7 +63,7 @@ def test_untrained_adapter_leaves_the_model_as_it_is() -> None:
     assert mx.array_equal(lora_linear(linear)(x), linear(x))
 
 
-def test_quantised_layer_has_the_shapes_of_the_layer_it_was() -> None:
+def test_quantized_layer_has_the_shapes_of_the_layer_it_was() -> None:
     layer = lora_linear(nn.Linear(64, 32).to_quantized(group_size=32, bits=4))
     assert layer.lora_a.shape == (64, 4)
     assert layer.lora_b.shape == (4, 32)

@@ -13,6 +13,7 @@ from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from mlxtune.backend.lora.lora_layers import DropoutKeys, LoRAExperts, LoRALinear
 from tests.backend.cpu.compared import assert_same_function, random
+from tests.backend.limits import frees_arrays_above
 from tests.backend.switched import indices
 from tests.long.counts import launches
 
@@ -111,11 +112,8 @@ def test_copies_of_matrices_are_not_kept_for_the_backward_pass() -> None:
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    limit = mx.set_memory_limit(before)
-    try:
+    with frees_arrays_above(before):
         mx.eval(mx.grad(loss)(trained))
-    finally:
-        mx.set_memory_limit(limit)
     copies = 2 * 60 * rank * width * 4
     assert mx.get_peak_memory() - before < count / 2 * copies
 

@@ -38,6 +38,18 @@ def test_some_parameters_are_replaced_also_behind_an_intercepted_module(model: n
     restore()
 
 
+def test_replaced_parameters_return_after_an_error_too(model: nn.Module) -> None:
+    parameters, weight = TrainedParameters(model), mx.ones((2, 3))
+    before = parameters.values()
+    with (
+        pytest.raises(ValueError, match="inside"),
+        parameters.replaced({"layers.1.weight": weight}),
+    ):
+        assert parameters.values()["layers.1.weight"] is weight
+        raise ValueError("inside")
+    assert all(parameters.values()[name] is value for name, value in before.items())
+
+
 def test_name_of_another_parameter_is_an_error(model: nn.Module) -> None:
     with pytest.raises(KeyError, match=r"norm\.weight"):
         TrainedParameters(model).assign({"norm.weight": mx.ones(2)})

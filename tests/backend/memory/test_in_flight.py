@@ -29,7 +29,7 @@ from tests.backend.queued import queued
 from tests.long.memory_table import MODELS, holes_allowed, on_a_gpu, write_headers
 from tests.models import write_model
 from tests.paths import DOCS, SHARED
-from tests.slow import slow
+from tests.slow import long, slow
 
 H200: dict[str, Any] = json.loads((DOCS / "measured" / "h200-memory.json").read_text())
 INFO = {"device_name": H200["device"], "architecture": "sm_90", "total_memory": 150 * 10**9}
@@ -44,7 +44,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def planned(folder: Path, case: Mapping[str, Any]) -> tuple[ModelShapes, Execution]:
+def shapes_and_execution(folder: Path, case: Mapping[str, Any]) -> tuple[ModelShapes, Execution]:
     """Return a case's shapes and execution on the H200, from the headers of empty files."""
     write_headers(folder, MODELS[case["model"]], 16)
     config = InstructConfig(lora_rank=H200["rank"], targets=tuple(H200["targets"]))
@@ -60,7 +60,7 @@ def planned(folder: Path, case: Mapping[str, Any]) -> tuple[ModelShapes, Executi
 def test_predicted_peak_on_an_h200_is_near_the_measured(
     tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    shapes, execution = planned(tmp_path, case)
+    shapes, execution = shapes_and_execution(tmp_path, case)
     loads = [BatchLoad(*micro_batch) for micro_batch in case["micro_batches"]]
     predicted = max(predict(shapes, execution, load).total for load in loads)
     for peak in case["peaks"]:
@@ -68,14 +68,14 @@ def test_predicted_peak_on_an_h200_is_near_the_measured(
 
 
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize("case", [slow(case) for case in STEPS], ids=IDS)
+@pytest.mark.parametrize("case", [slow(STEPS[0]), *map(long, STEPS[1:])], ids=IDS)
 def test_micro_batches_of_the_measured_steps_come_from_their_data(
     tmp_path: Path, case: dict[str, Any]
 ) -> None:
     data = SHARED / "chat" / case["data"]
     if not data.exists():
         pytest.skip(f"needs {data}, which is not part of the repository")
-    _, execution = planned(tmp_path, case)
+    _, execution = shapes_and_execution(tmp_path, case)
     for file in (SHARED / "tokenizers" / "qwen3").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     options = {"batch_size": case["rows"], "max_seq_len": case["max_seq_len"], "val_split": 0.0}

@@ -281,7 +281,7 @@ def check_architecture(
 
 
 @pytest.mark.parametrize("architecture", long_except(["qwen3", "llama", "gemma3_text"], "qwen3"))
-def test_bytes_of_quantised_weights_are_known_before_they_are_read(
+def test_bytes_of_quantized_weights_are_known_before_they_are_read(
     tmp_path: Path, architecture: str
 ) -> None:
     folder = write_model(tmp_path / "model", architecture, dtype="bfloat16")
@@ -295,15 +295,15 @@ def test_bytes_of_quantised_weights_are_known_before_they_are_read(
         assert predicted.stored_itemsize == 0
 
 
-def test_advice_knows_what_quantising_would_take(tmp_path: Path) -> None:
+def test_advice_knows_what_quantizing_would_take(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE)
     config, load, way = InstructConfig(lora_rank=8), BatchLoad.single(512, 100), Execution(CPU)
     shapes = model_shapes(open_base(folder, "float32"), config, KernelMemory())
     advice = remedies(shapes, way, load, 1, may_checkpoint=False)[-1]
-    quantised = model_shapes(
+    quantized = model_shapes(
         open_base(folder, "float32", BaseOptions(quantize="4")), config, KernelMemory()
     )
-    needed = least(replace(shapes, weights=quantised.weights), way, load).total
+    needed = least(replace(shapes, weights=quantized.weights), way, load).total
     assert advice.startswith(f"--quantize 4 (about {byte_size(needed)}")
 
 
@@ -314,7 +314,7 @@ MEASURED = ("4", "nvfp4", "nf4")
     ("quantize", "kernels"),
     [(slow if each == ("4", False) else long)(*each) for each in product(MEASURED, (True, False))],
 )
-def test_predicted_peak_on_a_quantised_base_is_near_the_measured(
+def test_predicted_peak_on_a_quantized_base_is_near_the_measured(
     tmp_path: Path, kernels: bool, quantize: str
 ) -> None:
     folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE)

@@ -19,9 +19,9 @@ def test_gathered_rows_and_gradient_match_indexing(dtype: mx.Dtype, width: int) 
     array = mx.random.normal((6, width), key=mx.random.key(0)).astype(dtype)
     # Sums of these are exact, in any order.
     cotangent = mx.round(8 * mx.random.normal((6, width), key=mx.random.key(1))).astype(dtype)
-    chosen = Gather(PLACES, 6)
+    selected = Gather(PLACES, 6)
     for _ in range(2):
-        found = mx.vjp(chosen.gather, [array], [cotangent])
+        found = mx.vjp(selected.gather, [array], [cotangent])
         expected = mx.vjp(lambda x: x[mx.array(PLACES)], [array], [cotangent])
         for one, other in zip(found, expected, strict=True):
             assert one[0].dtype == dtype
@@ -37,6 +37,6 @@ def test_row_that_does_not_exist_is_zero() -> None:
 def test_gradient_takes_two_launches_if_no_row_is_chosen_twice() -> None:
     array, cotangent = mx.ones((6, 8)), mx.ones((3, 8))
     mx.eval(array, cotangent)
-    chosen = Gather(PLACES[:2], 6)
-    (gradient,) = mx.vjp(chosen.gather, [array], [cotangent[:2]])[1]
+    selected = Gather(PLACES[:2], 6)
+    (gradient,) = mx.vjp(selected.gather, [array], [cotangent[:2]])[1]
     assert dict(launches(gradient)) == {"Gather": 1, "Select": 1}

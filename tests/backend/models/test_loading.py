@@ -55,7 +55,7 @@ def test_named_dtype_is_used(tmp_path: Path) -> None:
     assert dtypes(base) == {mx.float16}
 
 
-def test_quantised_weights_stay_as_they_are(tmp_path: Path) -> None:
+def test_quantized_weights_stay_as_they_are(tmp_path: Path) -> None:
     base = load_base(write_model(tmp_path, "llama", quantize=4), "auto")
     parameters = dict(tree_flatten(base.model.parameters()))
     weight = parameters["model.layers.0.self_attn.q_proj.weight"]
@@ -64,7 +64,7 @@ def test_quantised_weights_stay_as_they_are(tmp_path: Path) -> None:
     assert "quantised (4-bit" in base.describe()
 
 
-def test_vocabulary_of_per_layer_inputs_is_no_count_of_layers(tmp_path: Path) -> None:
+def test_per_layer_vocabulary_is_not_read_as_a_layer_count(tmp_path: Path) -> None:
     """Gemma 3n and the small Gemma 4 have this key, with 262,144 entries."""
     folder = write_model(tmp_path, "llama", vocab_size_per_layer_input=262_144)
     assert load_base(folder, "float32").num_layers == 2
@@ -133,7 +133,7 @@ def test_repository_name_is_downloaded_with_or_without_weights(
 
 
 @pytest.mark.parametrize("name", ["missing", "./owner/name", "a/b/c", "/owner"])
-def test_path_that_is_no_repository_name_is_not_downloaded(
+def test_invalid_repository_name_is_not_downloaded(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mlx_lm_utils, "snapshot_download", lambda *_, **__: pytest.fail("asked"))

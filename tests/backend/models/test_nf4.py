@@ -33,7 +33,7 @@ def test_levels_are_quantiles_of_the_normal_distribution() -> None:
     np.testing.assert_allclose(nf4.LEVELS, levels, atol=1e-6)
 
 
-def test_weight_is_quantised_to_the_nearest_levels() -> None:
+def test_weight_is_quantized_to_the_nearest_levels() -> None:
     codes, scales = nf4.quantize(mx.array(WEIGHT))
     expected, expected_scales, weight = reference()
     # A byte holds two codes, the first in its high half.
@@ -48,7 +48,7 @@ def test_block_of_zeros_stays_zero() -> None:
     assert not np.array(nf4.dequantize(codes, scales)).any()
 
 
-def test_scales_are_quantised_around_their_mean() -> None:
+def test_scales_are_quantized_around_their_mean() -> None:
     scales = np.random.default_rng(1).uniform(0.03, 0.07, (40, 10)).astype(np.float32)
     codes, nested, mean = nf4.quantize_scales(mx.array(scales))
     assert (codes.dtype, codes.shape, nested.shape) == (mx.uint8, (40, 10), (2,))

@@ -123,10 +123,10 @@ def test_mask_of_a_sequence_is_the_mask_of_its_padded_examples(
 
 
 def test_rows_hold_what_each_token_sees_and_places_lead_back() -> None:
-    rows, places = np.array(FOREST.padded_indices), np.array(FOREST.places)
+    rows, flat_indices = np.array(FOREST.padded_indices), np.array(FOREST.flat_indices)
     assert rows.shape == (4, FOREST.longest)
-    assert rows.reshape(-1)[places].tolist() == list(range(TOKENS))
-    for token, place in enumerate(places.tolist()):
+    assert rows.reshape(-1)[flat_indices].tolist() == list(range(TOKENS))
+    for token, place in enumerate(flat_indices.tolist()):
         row, column = divmod(place, FOREST.longest)
         assert sorted(rows[row, : column + 1]) == np.flatnonzero(seen()[token]).tolist()
         assert column == FOREST.positions[token]
@@ -149,15 +149,15 @@ def test_backward_pass_uses_the_layout_of_its_forward_pass() -> None:
 def test_indices_of_tokens_side_by_side_are_listed() -> None:
     rows = np.array(FOREST.padded_indices)
     real = np.array(FOREST.real)
-    starts, places = map(np.array, FOREST.every_index)
+    starts, flat_indices = map(np.array, FOREST.every_index)
     owners = np.array(FOREST.owners)
     for token in range(TOKENS):
-        found = places[starts[token] : starts[token + 1]]
+        found = flat_indices[starts[token] : starts[token + 1]]
         assert found.tolist() == np.flatnonzero((rows == token) & real).tolist()
         # One of the places is read back.
         (place,) = np.flatnonzero(owners == token)
-        assert place == FOREST.places[token].item()
+        assert place == FOREST.flat_indices[token].item()
         assert place in found
-    assert starts[-1] == real.sum() == len(places)
+    assert starts[-1] == real.sum() == len(flat_indices)
     assert (owners[~real.reshape(-1)] == -1).all()
     assert FOREST.token_positions.tolist() == FOREST.positions.tolist()

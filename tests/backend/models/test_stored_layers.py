@@ -34,6 +34,7 @@ from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from tests.backend.conftest import fill_lora_b
+from tests.backend.limits import frees_arrays_above
 from tests.backend.step.executions import PLAIN, model_folder
 from tests.experts import EXPERTS
 from tests.models import write_model
@@ -90,7 +91,7 @@ def close(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
         *(slow("llama", name) for name in FORMATS if name != "mxfp4"),
     ],
 )
-def test_lora_learns_what_it_learns_on_the_dequantised_weights(
+def test_lora_learns_what_it_learns_on_the_dequantized_weights(
     architecture: str, name: str
 ) -> None:
     folder = model_folder(architecture)
@@ -121,7 +122,7 @@ def test_embeddings_are_given_in_the_compute_dtype(tmp_path: Path, compute: str)
         assert base.quantized_compute == compute
 
 
-def test_auto_is_dequantised_on_the_cpu_alone(
+def test_auto_is_dequantized_on_the_cpu_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path / "model", "llama")
@@ -167,7 +168,7 @@ def half(size: int) -> nn.Linear:
     return linear
 
 
-@pytest.mark.parametrize("kind", [DequantizedLinear, StoredLinear])
+@pytest.mark.parametrize("kind", [slow(DequantizedLinear), StoredLinear])
 def test_matrices_made_for_a_product_are_not_kept(kind: type) -> None:
     size, layers = 256, 256
     quantized = kind is DequantizedLinear
@@ -188,13 +189,8 @@ def test_matrices_made_for_a_product_are_not_kept(kind: type) -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    # Over its limit, MLX waits for a GPU to free the arrays of 100 operations (on a large CUDA
-    # device; fewer on others) before it starts more.
-    limit = mx.set_memory_limit(before)
-    try:
+    with frees_arrays_above(before):
         mx.eval(mx.value_and_grad(run)(x))
-    finally:
-        mx.set_memory_limit(limit)
     # Less than half of the 256 matrices are unpacked at the same time.
     assert mx.get_peak_memory() - before < layers / 2 * 4 * size**2
 
@@ -353,7 +349,7 @@ def test_form_that_raises_is_not_taken(base: nn.Module, monkeypatch: pytest.Monk
     assert "quantized: not available" in found.describe()
 
 
-def test_model_without_quantised_layers_has_no_choice(tmp_path: Path) -> None:
+def test_model_without_quantized_layers_has_no_choice(tmp_path: Path) -> None:
     model = open_base(write_model(tmp_path / "plain", "llama"), "float32").model
     assert time_products(model, mx.float32, 8) is None
 

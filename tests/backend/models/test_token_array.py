@@ -30,7 +30,7 @@ from mlxtune.core.steps.pack import pack
 from mlxtune.errors import ModelError
 from tests.backend.text.test_generate import Bytes
 from tests.models import VOCAB_SIZE, write_model
-from tests.sources import PACKAGE, tree_of
+from tests.sources import PACKAGE, nodes_of
 
 GREEDY = Sampling(max_new_tokens=2)
 
@@ -118,7 +118,7 @@ def test_tokens_become_an_array_in_one_place() -> None:
     found = {
         (str(path.relative_to(PACKAGE)), argument)
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
         if node.func.attr == "array" and ast.unparse(node.func) == "mx.array"
         for argument in [ast.unparse(node.args[0])]

@@ -133,7 +133,7 @@ def computed(by: InstructPipeline, examples: list[Example]) -> Step:
     """Compute a step without an update, and return its results."""
     result = by.loss_and_gradients(examples, step=3)
     gradients = gradients_of(result.gradients)
-    return Step(result.loss, gradients, result.tokens, result.forward_tokens)
+    return Step(result.loss, gradients, result.tokens, result.counts.forward_tokens)
 
 
 def assert_same(found: Step, expected: Step) -> None:

@@ -127,9 +127,12 @@ def check_decisions(workers: Workers) -> None:
     last, exchange = workers.world_size - 1, RequestExchange(workers.world_size)
     decided = []
     for step in range(1, 6):
-        started = pipeline.start_batch(fixed_step(), step=step, requests=exchange.sent)
-        started.result()
-        exchange.receive(started.agreed)
+        started = pipeline.start_batch(
+            fixed_step(), step=step, learning_rate=1e-2, requests=exchange.sent
+        )
+        outcome = pipeline.wait(started)
+        outcome.result()
+        exchange.receive(outcome.agreed)
         stop, save = step >= 2 and workers.rank == last, step == 1 and workers.rank == 0
         decided.append(exchange.swap(Requests(stop, save)))
     assert decided == [(False, False), (False, True), (True, False), (True, False), (True, False)]

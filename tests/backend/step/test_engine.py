@@ -1,6 +1,9 @@
 """The states of a step; steps that start ahead equal steps that start after the one before."""
 
+import inspect
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -9,9 +12,12 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.engine import Engine
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.runner import GraphRunner
+from mlxtune.backend.text.generate import Sampling
+from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import MemoryLimitError, NonFiniteLossError
 from tests.backend.step.executions import PACKED, SPLIT, fixed_step, fresh, model_folder
@@ -29,10 +35,10 @@ def ahead(pipeline: InstructPipeline) -> list[float]:
     for step, examples in enumerate(STEPS, 1):
         started = pipeline.start_batch(examples, step=step, learning_rate=1e-2)
         if pending:
-            losses.append(pending.result().avg_loss)
+            losses.append(pipeline.wait(pending).result().avg_loss)
         pending = started
     assert pending
-    return [*losses, pending.result().avg_loss]
+    return [*losses, pipeline.wait(pending).result().avg_loss]
 
 
 def in_turn(pipeline: InstructPipeline) -> list[float]:
@@ -48,7 +54,7 @@ def test_step_is_built_then_launched_then_committed(monkeypatch: pytest.MonkeyPa
     for name in ("eval", "async_eval"):
         real = getattr(mx, name)
         monkeypatch.setattr(mx, name, lambda *given, real=real: (calls.append(0), real(*given))[1])
-    step = engine.new_step(STEPS[0], rate=1e-2)
+    step = engine.new_step(STEPS[0], learning_rate=1e-2)
     assert step.number == 1
     assert step.built is None
 
@@ -59,15 +65,15 @@ def test_step_is_built_then_launched_then_committed(monkeypatch: pytest.MonkeyPa
 
     engine.launch(step)
     assert engine.launched is step
-    assert engine.new_step(STEPS[1], rate=1e-2).number == 2
+    assert engine.new_step(STEPS[1], learning_rate=1e-2).number == 2
     assert calls
-    assert (engine.committed_steps, step.ended) == (0, 0)
+    assert (engine.committed_steps, step.outcome) == (0, None)
 
-    result = step.result()
-    assert step.result() is result, "a committed step is not taken again"
+    outcome = engine.wait(step)
+    assert engine.wait(step) is outcome, "a committed step is not taken again"
     assert engine.launched is step.built is None
     assert engine.committed_steps == 1
-    assert step.ended > 0
+    assert outcome.ended > 0
     assert adapter(pipeline) != before
 
 
@@ -134,18 +140,18 @@ def test_time_of_a_step_ends_before_the_next_one_is_computed(
     )
     first = pipeline.start_batch(STEPS[0], step=1, learning_rate=1e-2)
     second = pipeline.start_batch(STEPS[1], step=2, learning_rate=1e-2)
-    second.result()
-    assert started[0] < first.ended <= started[1] < second.ended
+    ended = [pipeline.wait(step).ended for step in (first, second)]
+    assert started[0] < ended[0] <= started[1] < ended[1]
 
 
-def test_non_finite_step_is_undone_and_the_next_one_stands() -> None:
+def test_non_finite_step_is_undone_and_the_next_is_kept() -> None:
     one, other = (fresh(model_folder("qwen3"), PACKED, 10_000) for _ in range(2))
     first = one.start_batch(STEPS[0], step=1, learning_rate=float("inf"))
     second = one.start_batch(STEPS[1], step=2, learning_rate=1e-2)
     with pytest.raises(NonFiniteLossError, match="step 1"):
-        first.result()
+        one.wait(first).result()
     wanted = other.train_batch(STEPS[1], step=2, learning_rate=1e-2)
-    assert second.result().avg_loss == wanted.avg_loss
+    assert one.wait(second).result().avg_loss == wanted.avg_loss
     assert adapter(one) == adapter(other)
 
 
@@ -165,7 +171,7 @@ def test_out_of_memory_retries_a_step_and_rebuilds_the_next(
     monkeypatch.setattr(mx, "eval", failing)
     with pytest.warns(UserWarning, match="micro-batches"):
         second = one.start_batch(STEPS[1], step=2, learning_rate=1e-2)
-    losses = [each.result().avg_loss for each in (first, second)]
+    losses = [one.wait(each).result().avg_loss for each in (first, second)]
     assert losses == pytest.approx(in_turn(other)[:2], rel=1e-5)
 
 
@@ -180,5 +186,50 @@ def test_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(mx, "eval", failing)
         with pytest.raises(MemoryLimitError):
-            pending.result()
+            pipeline.wait(pending)
     assert adapter(pipeline) == before
+
+
+# The methods that read or change the model or the optimizer, and the others.
+IDLE: dict[str, Callable[[InstructPipeline, Path], object]] = {
+    "adapter_hash": lambda pipeline, _: pipeline.adapter_hash(),
+    "evaluate": lambda pipeline, _: pipeline.evaluate(STEPS[0]),
+    "load": InstructPipeline.load,
+    "logps": lambda pipeline, _: pipeline.logps(STEPS[0]),
+    "loss_and_gradients": lambda pipeline, _: pipeline.loss_and_gradients(STEPS[0]),
+    "restore": InstructPipeline.restore,
+    "sample": lambda pipeline, _: pipeline.sample([], Sampling(1), frozenset()),
+    "snapshot": lambda pipeline, _: pipeline.snapshot(),
+    "token_logps": lambda pipeline, _: pipeline.token_logps(STEPS[0]),
+    "write": lambda pipeline, folder: pipeline.write(folder / "out" / ADAPTER),
+}
+RUNNING = {
+    *("describe", "measure", "reference", "relieve_memory", "run_as", "start_batch"),
+    *("step_inputs", "train_batch", "train_step", "wait"),
+}
+
+
+def test_every_method_either_ends_the_running_step_or_lets_it_run(tmp_path: Path) -> None:
+    methods = {name for name, each in vars(InstructPipeline).items() if inspect.isfunction(each)}
+    assert {name for name in methods if not name.startswith("_")} == RUNNING | set(IDLE)
+    pipeline = fresh(model_folder("qwen3"), PACKED, 10_000)
+    pipeline.snapshot()(tmp_path)
+    for name, call in IDLE.items():
+        step = pipeline.start_batch(STEPS[0], step=1, learning_rate=1e-2)
+        call(pipeline, tmp_path)
+        assert step.outcome is not None, name
+        assert pipeline._engine.launched is None
+
+
+def test_pipeline_without_values_is_of_no_use_until_it_is_restored(tmp_path: Path) -> None:
+    made = fresh(model_folder("qwen3"))
+    made.snapshot()(tmp_path)
+    uses = {name: call for name, call in IDLE.items() if name not in ("load", "restore")}
+    for fill in (InstructPipeline.load, InstructPipeline.restore):
+        model = load_base(model_folder("qwen3"), "float32").model
+        pipeline = InstructPipeline(model, made.config, fresh=False)
+        for use in (*uses.values(), lambda made, _: made.train_batch(STEPS[0])):
+            with pytest.raises(AssertionError, match="restored before its use"):
+                use(pipeline, tmp_path)
+        fill(pipeline, tmp_path)
+        pipeline.train_batch(STEPS[0])

@@ -9,7 +9,7 @@ import pytest
 from mlxtune.errors import ModelError
 from tests.long.architectures import ARCHITECTURES
 from tests.long.check_architectures import check
-from tests.slow import slow_except
+from tests.slow import long, slow
 
 # For each architecture: (its head can be separated, its examples can be packed).
 SOME = {
@@ -19,15 +19,21 @@ SOME = {
     "deepseek_v3": (True, True),  # a mask with a gradient
     "hunyuan": (True, True),  # layers that pass on keys and values
     "lfm2": (True, True),  # layers without attention
-    "nemotron_h": (True, True),  # a trunk with a different name, state spaces
+    "nemotron_h": (True, True),  # a backbone with a different name, state spaces
     "kimi_linear": (True, True),  # an unpacked cache
     "olmo_hybrid": (True, True),  # a layer's class selects its mask
-    # The head is within the trunk, and the model itself changes projections' weights.
+    # The head is within the backbone, and the model itself changes projections' weights.
     "gemma3n": (True, False),
 }
+QUICK, FURTHER = ["gpt_oss", "nemotron_h"], ("mistral3", "deepseek_v3", "lfm2", "gemma3n")
 
 
-@pytest.mark.parametrize("name", slow_except(SOME, "gpt_oss", "deepseek_v3", "lfm2", "nemotron_h"))
+@pytest.mark.parametrize(
+    "name",
+    QUICK
+    + [slow(name) for name in SOME if name in FURTHER]
+    + [long(name) for name in SOME if name not in (*QUICK, *FURTHER)],
+)
 def test_everything_on_equals_the_plain_path(name: str, tmp_path: Path) -> None:
     result = check(name, tmp_path / "m")
     assert result.loss <= 1e-5

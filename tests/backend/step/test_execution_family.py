@@ -52,7 +52,7 @@ def test_step_equals_the_plain_one(member: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", [slow("packed with recompute"), slow("cpu kernels"), "all"])
 @pytest.mark.parametrize("member", ["DoRA", "PiSSA"])
-def test_quantised_step_equals_the_plain_one(member: str, way: str) -> None:
+def test_quantized_step_equals_the_plain_one(member: str, way: str) -> None:
     options = FAMILY[member]
     fast = pipeline("qwen2", WAYS[way], tokens=10_000, quantize=4, **options)
     assert_same(computed(fast, fixed_step()), plain_step("qwen2", quantize=4, **options))
@@ -66,7 +66,7 @@ def test_dora_on_some_targets_equals_the_plain_one(targets: tuple[str, ...]) -> 
         assert_same(computed(fast, fixed_step()), plain_step("qwen2", **options))
 
 
-def test_weight_is_dequantised_for_its_norm_and_no_copy_is_kept() -> None:
+def test_weight_is_dequantized_for_its_norm_and_no_copy_is_kept() -> None:
     made = pipeline("qwen2", quantize=4, dora=True)
     for name, module in adapted_modules(made.model).items():
         linear = module.linear

@@ -28,7 +28,7 @@ from tests.backend.step.executions import (
     model_folder,
 )
 from tests.models import write_model
-from tests.slow import slow_except
+from tests.slow import slow, slow_except
 
 ALL = WAYS["all"]
 TOKENS = mx.array([[5, 9, 200, 33, 7, 7, 1, 64, 12, 90]])
@@ -40,7 +40,7 @@ def same_bytes(one: Step, other: Step) -> bool:
     )
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["qwen3", slow("gemma3_text")])
 def test_other_models_in_the_process_stay_as_they_are(architecture: str) -> None:
     folder = model_folder(architecture)
     other = fresh(folder)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors.numpy
 
-from mlxtune.backend.adapters import checkpoint_tensors, initialise
+from mlxtune.backend.adapters import checkpoint_tensors, initialize
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models.loading import load_base
@@ -64,7 +64,7 @@ def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
     first.snapshot()(tmp_path)
 
     # The initial matrices must be read from the checkpoint: computing them would fail.
-    monkeypatch.setattr(initialise, "principal_svd", None)
+    monkeypatch.setattr(initialize, "principal_svd", None)
     again = pipeline(folder, how, fresh=False, **options)
     again.restore(tmp_path)
     assert take(again, range(STOP + 1, STEPS + 1)) == expected[STOP:]

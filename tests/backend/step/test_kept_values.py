@@ -14,16 +14,16 @@ from mlxtune.core.data.encode import Example
 from tests.slow import long, slow
 
 
-def kept(layers: int, tokens: int, share: float) -> int:
+def kept(layers: int, tokens: int, fraction: float) -> int:
     """Return the bytes that a forward pass keeps for its backward pass.
 
-    The model has the shape of Qwen3 0.6B in float32, with widths scaled by `share`.
+    The model has the shape of Qwen3 0.6B in float32, with widths scaled by `fraction`.
     """
     shape = {
-        "hidden_size": int(1024 * share),
-        "intermediate_size": int(3072 * share),
-        "num_attention_heads": int(16 * share),
-        "num_key_value_heads": int(8 * share),
+        "hidden_size": int(1024 * fraction),
+        "intermediate_size": int(3072 * fraction),
+        "num_attention_heads": int(16 * fraction),
+        "num_key_value_heads": int(8 * fraction),
         "num_hidden_layers": layers,
     }
     fixed = {"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e6}
@@ -52,18 +52,20 @@ def kept(layers: int, tokens: int, share: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("share", "tokens", "most"),
+    ("fraction", "tokens", "most"),
     [
         # Relative to its width, a narrow model keeps more: LoRA's arrays do not shrink.
         slow(1 / 4, (256, 512), 4_500),
         long(1, (128, 256), 16_600),
     ],
 )
-def test_layer_keeps_few_values_a_token(share: float, tokens: tuple[int, int], most: int) -> None:
+def test_layer_keeps_few_values_a_token(
+    fraction: float, tokens: tuple[int, int], most: int
+) -> None:
     few, many = tokens
     # The lower of two measurements: timing decides which buffers MLX reuses.
     least = {
-        (layers, n): min(kept(layers, n, share) for _ in range(2))
+        (layers, n): min(kept(layers, n, fraction) for _ in range(2))
         for layers in (2, 6)
         for n in tokens
     }

@@ -16,13 +16,13 @@ import safetensors
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import allocator
-from mlxtune.backend.forward.head import TrunkAndHead
+from mlxtune.backend.forward.head import BackboneAndHead
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.run.checkpoint import OPTIMIZER
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import GpuError, MemoryLimitError
 from tests.backend.conftest import MakePipeline, random_examples
-from tests.paths import ROOT
+from tests.sources import PACKAGE, nodes_of
 
 EXAMPLES = random_examples(6)
 # Messages of MLX on Metal.
@@ -68,14 +68,14 @@ def adapters(pipeline: InstructPipeline) -> dict[str, Any]:
 
 def fail(monkeypatch: pytest.MonkeyPatch, *texts: str, times: int = 1) -> None:
     """Make the second micro-batch and the following ones fail, with these texts in turn."""
-    whole, calls, errors = TrunkAndHead.hidden, iter(range(10**9)), iter(texts * times)
+    whole, calls, errors = BackboneAndHead.hidden, iter(range(10**9)), iter(texts * times)
 
-    def failing(self: TrunkAndHead, *args: Any, **options: Any) -> mx.array:
+    def failing(self: BackboneAndHead, *args: Any, **options: Any) -> mx.array:
         if next(calls) and (text := next(errors, "")):
             raise RuntimeError(text)
         return whole(self, *args, **options)
 
-    monkeypatch.setattr(TrunkAndHead, "hidden", failing)
+    monkeypatch.setattr(BackboneAndHead, "hidden", failing)
 
 
 def test_out_of_memory_equals_a_run_with_the_halved_limit(
@@ -123,24 +123,32 @@ def test_out_of_memory_in_an_evaluation_keeps_the_limit_of_training(
         assert file.metadata()["micro_batch_tokens"] == str(LARGE)
 
 
-def test_limit_of_micro_batches_has_one_writer() -> None:
-    """The forward's execution holds it; only an evaluation has a limit of its own."""
-    writers = [
-        path.relative_to(ROOT / "mlxtune").as_posix()
-        for path in (ROOT / "mlxtune" / "backend").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.keyword) and node.arg == "micro_batch_tokens"
-    ]
-    assert sorted(writers) == ["backend/forward/forward.py", "backend/step/micro_batches.py"]
+def test_only_the_engine_changes_the_limit_of_micro_batches() -> None:
+    """An execution's limit is only where the limit of `MicroBatches` starts."""
+    found = {
+        (path.name, node.attr, type(node.ctx))
+        for path in (PACKAGE / "backend").rglob("*.py")
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute)
+        and (node.attr == "micro_batch_tokens" or isinstance(node.ctx, ast.Store))
+        and node.attr in ("max_tokens", "micro_batch_tokens", "execution")
+    }
+    assert found == {
+        ("engine.py", "max_tokens", ast.Store),
+        ("engine.py", "micro_batch_tokens", ast.Load),
+        ("evaluator.py", "micro_batch_tokens", ast.Load),
+        ("forward.py", "execution", ast.Store),
+    }
 
 
-def test_halved_limit_is_the_executions(make: Any) -> None:
+def test_size_of_micro_batches_is_half_of_the_largest_until_an_execution_sets_it(make: Any) -> None:
     pipeline, _ = make(80)
-    tokens = pipeline.relieve_memory(EXAMPLES)
-    execution = pipeline.forward.execution
-    assert tokens == execution.micro_batch_tokens == pipeline._engine.batches.max_tokens < 80
-    pipeline.run_as(replace(execution, micro_batch_tokens=20))
-    assert pipeline._engine.batches.max_tokens == 20
+    batches = pipeline._engine.batches
+    half = batches.half(batches.lengths(EXAMPLES))
+    assert batches.max_tokens == 80, "the caller sets it"
+    assert pipeline.relieve_memory(EXAMPLES) == half == batches.max_tokens < 80
+    pipeline.run_as(replace(pipeline.forward.execution, micro_batch_tokens=20))
+    assert batches.max_tokens == 20
 
 
 def test_out_of_memory_with_single_examples_is_an_error_that_changes_nothing(
@@ -157,13 +165,13 @@ def test_out_of_memory_with_single_examples_is_an_error_that_changes_nothing(
 
 def test_requested_halving_equals_a_run_with_the_halved_limit(make: Any) -> None:
     halved, warnings = make(80)
-    started = halved.start_batch(EXAMPLES)
+    started = halved.start_batch(EXAMPLES, learning_rate=halved.learning_rate)
     tokens = halved.relieve_memory(EXAMPLES)
     assert tokens == halved._engine.batches.max_tokens <= 40
     # The step that was already started keeps its micro-batches.
     whole, _ = make(80)
-    assert started.result() == whole.train_batch(EXAMPLES)
-    whole._engine.batches.limit(tokens)
+    assert halved.wait(started).result() == whole.train_batch(EXAMPLES)
+    whole._engine.batches.max_tokens = tokens
     assert halved.train_batch(EXAMPLES) == whole.train_batch(EXAMPLES)
     expected = adapters(whole)
     for name, value in adapters(halved).items():
@@ -186,7 +194,7 @@ def test_other_errors_pass_through(make: Any, monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("[matmul] shapes")
 
     pipeline, warnings = make(80)
-    monkeypatch.setattr(TrunkAndHead, "hidden", broken)
+    monkeypatch.setattr(BackboneAndHead, "hidden", broken)
     with pytest.raises(RuntimeError, match="shapes"):
         pipeline.train_batch(EXAMPLES)
     assert warnings == []
@@ -323,7 +331,7 @@ def test_step_counts_its_micro_batches_and_their_padding(
 ) -> None:
     pipeline, _ = make(LARGE)
     for tokens in (LARGE, 40):
-        pipeline._engine.batches.limit(tokens)
+        pipeline._engine.batches.max_tokens = tokens
         batches = [batch for _, batch in pipeline._engine.batches.iterate(EXAMPLES)]
         micro_batches = [
             micro_batch for micro_batch, _ in pipeline._engine.batches.iterate(EXAMPLES)
@@ -345,25 +353,25 @@ def test_step_reports_its_own_memory_peak(
     large = mx.zeros((100_000_000,), mx.uint8)
     mx.eval(large)
     del large
-    pipeline._engine.batches.limit(1)
+    pipeline._engine.batches.max_tokens = 1
     alone = pipeline.train_batch(EXAMPLES).memory - before
     assert 0 < alone < wide < 50_000_000
     assert allocator.peak_bytes() - before >= 50_000_000, "that of the run is kept"
 
 
 def test_plan_is_cached_until_the_limit_changes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (pipeline, _), planned, plan = make(LARGE), list[int](), Execution.micro_batches
+    (pipeline, _), limits, plan = make(LARGE), list[int](), Execution.micro_batches
 
     def counted(self: Execution, lengths: Any) -> Any:
-        planned.append(self.micro_batch_tokens)
+        limits.append(self.micro_batch_tokens)
         return plan(self, lengths)
 
     monkeypatch.setattr(Execution, "micro_batches", counted)
     batches = pipeline._engine.batches
     first = batches.divided(batches.lengths(EXAMPLES))
     assert batches.divided(batches.lengths(EXAMPLES)) == first
-    assert len(planned) == 1
-    batches.limit(batches.max_tokens // 2)
+    assert len(limits) == 1
+    batches.max_tokens = batches.max_tokens // 2
     batches.divided(batches.lengths(EXAMPLES))
     batches.divided(batches.lengths(EXAMPLES[:1]))
-    assert len(planned) == 3
+    assert len(limits) == 3

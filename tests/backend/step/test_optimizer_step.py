@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from mlxtune.backend.step.optimizer_step import StepGradients
 from mlxtune.backend.step.step_loss import StepLoss
+from mlxtune.backend.workers.workers import StepCounts
+from mlxtune.core.training.requests import Requests
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,27 @@ def test_gradients_without_micro_batches_are_zeros() -> None:
 
 def test_sums_over_workers_replace_a_workers_sums_and_are_computed_by_the_graph() -> None:
     total = sums_of((1.0, [1.0]))
-    loss, gradients, counts, values = mx.array(3.0), [mx.array([5.0])], mx.zeros(5), [mx.ones(1)]
+    sums = StepCounts(7, 70, 6, 0, 2)
+    loss, gradients, counts = mx.array(3.0), [mx.array([5.0])], sums.to_array(1.0)
+    values = [mx.ones(1)]
     total.merge(loss, gradients, counts, values)
-    assert (total.loss, total.gradients, total.counts) == (loss, gradients, counts)
+    assert (total.loss, total.gradients, total.summed_counts) == (loss, gradients, counts)
     assert total.values == values
     assert total.graph.arrays == (loss, gradients, counts, values)
+    assert (total.counts, total.all_counts()) == (StepCounts(1, 10, 1), sums)
+    assert sums.requests == Requests(stop=False, save=True)
+
+
+@pytest.mark.parametrize("requests", [*itertools.product([False, True], repeat=2)])
+def test_counts_that_workers_share_add_up_to_one_workers_and_requests_are_kept(
+    requests: tuple[bool, bool],
+) -> None:
+    counts = StepCounts(3, 100, 7)
+    # Only one of four workers requests something.
+    own, others = counts.requesting(Requests(*requests)).to_array(0.25), counts.to_array(0.25)
+    total = StepCounts.from_array(own + 3 * others)
+    assert total[:3] == counts[:3]
+    assert total.requests == Requests(*requests)
 
 
 def test_loss_that_forward_passes_have_shown_replaces_the_sum() -> None:

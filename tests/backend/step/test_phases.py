@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import allocator
-from mlxtune.backend.forward.head import TrunkAndHead
+from mlxtune.backend.forward.head import BackboneAndHead
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.run.profile import PhaseTimer, StepProfile
 from tests.backend.step.executions import PLAIN, SPLIT, WAYS, fixed_step, fresh, model_folder
@@ -30,7 +30,7 @@ def bits(pipeline: InstructPipeline) -> dict[str, bytes]:
     return {k: np.array(v).tobytes() for k, v in tree_flatten(pipeline.model.parameters())}
 
 
-@pytest.mark.parametrize("way", long_except(WAYS, "split head", "all"))
+@pytest.mark.parametrize("way", long_except(WAYS, "all"))
 def test_profiled_run_gives_the_same_bits(way: str) -> None:
     options: dict[str, Any] = {"tokens": 60, "dropout": 0.1}
     plain, profiled = (fresh(model_folder("qwen3"), WAYS[way], **options) for _ in range(2))
@@ -133,16 +133,16 @@ def test_micro_batches_are_halved_in_a_profiled_step_as_in_any_other(
     heard: list[str] = []
     pipeline._engine.runner._warn = heard.append
     whole, errors = (
-        TrunkAndHead.hidden,
+        BackboneAndHead.hidden,
         iter([RuntimeError("[malloc] Unable to allocate 9 bytes.")]),
     )
 
-    def failing(self: TrunkAndHead, *args: Any) -> Any:
+    def failing(self: BackboneAndHead, *args: Any) -> Any:
         for error in errors:
             raise error
         return whole(self, *args)
 
-    monkeypatch.setattr(TrunkAndHead, "hidden", failing)
+    monkeypatch.setattr(BackboneAndHead, "hidden", failing)
     profiled_step(pipeline, 1)
     assert pipeline._engine.batches.max_tokens < 10_000
     assert len(heard) == 1

@@ -141,7 +141,7 @@ def test_examples_that_predict_nothing_are_an_error(make_pipeline: MakePipeline)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
-def test_first_token_counts_for_nothing_as_nothing_predicts_it(
+def test_first_token_is_not_counted_as_predicted(
     make_pipeline: MakePipeline, tmp_path: Path, micro_batch_tokens: int
 ) -> None:
     """Rows of `text` without BOS supervise their first token."""
@@ -184,7 +184,7 @@ def test_splitting_a_step_changes_neither_loss_nor_gradient(
     expected = whole.loss_and_gradients(examples, step=3)
     found = split.loss_and_gradients(examples[::-1], step=3)
 
-    assert found.micro_batches > expected.micro_batches
+    assert found.counts.micro_batches > expected.counts.micro_batches
     assert found.loss == pytest.approx(expected.loss, rel=1e-5)
     assert found.tokens == expected.tokens
     assert_same_gradients(
@@ -258,8 +258,8 @@ def test_validation_after_a_step_runs_the_model_in_evaluation_mode(
     examples = random_examples(3)
     pipeline = make_pipeline("qwen3")
     expected = pipeline.evaluate(examples).avg_loss
-    trunk = pipeline.model.model
-    trunk.norm = nn.Sequential(trunk.norm, nn.Dropout(0.5))
+    backbone = pipeline.model.model
+    backbone.norm = nn.Sequential(backbone.norm, nn.Dropout(0.5))
 
     pipeline.loss_and_gradients(examples)
 

@@ -35,7 +35,7 @@ def trained(pipeline: InstructPipeline) -> list[bytes]:
 
 @pytest.mark.parametrize("name", ["packed", "packed with recompute", "split head"])
 @pytest.mark.parametrize("seconds", [slow(0.01), 1.0])
-def test_stages_change_no_byte(name: str, seconds: float) -> None:
+def test_stages_give_identical_bytes(name: str, seconds: float) -> None:
     whole, staged = (fresh(model_folder("qwen3"), WAYS[name], 10_000) for _ in range(2))
     staged._engine.runner.seconds_per_token = seconds
     assert staged._engine.runner.stages_for(1000) > 1

@@ -70,7 +70,7 @@ def formula(
     name: str, objective: Objective, examples: list[Example], logps: list[mx.array], kl: float
 ) -> mx.array:
     """Return the loss by the papers' formulas."""
-    beta = objective.options.strength
+    beta = objective.options.effective_beta
 
     def nls(x: mx.array) -> mx.array:
         return mx.log1p(mx.exp(-x))

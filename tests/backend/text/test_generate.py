@@ -28,6 +28,7 @@ from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.errors import MemoryLimitError, ModelError
 from tests.models import sums, write_chat, write_model
+from tests.slow import slow
 
 GREEDY = Sampling(max_new_tokens=24)
 
@@ -232,7 +233,7 @@ def test_template_that_rewrites_earlier_turns_runs_from_there(folder: Path, chan
     assert list(second.tokens) == greedy(folder, anew, 5)
 
 
-@pytest.mark.parametrize("count", [3, 12, 20])
+@pytest.mark.parametrize("count", [3, 12, slow(20)])
 def test_same_or_shorter_prompt_after_a_window_was_passed(folder: Path, count: int) -> None:
     made = generator(folder)
     made.answer(Prompt((7, 8, 9, 20), None), Sampling(max_new_tokens=count))
@@ -311,7 +312,7 @@ def test_drawing_starts_no_compiler_and_leaves_compiling_on(tmp_path: Path) -> N
     assert compiles == "compiles"
 
 
-def test_logits_that_are_no_numbers_end_in_one_line(folder: Path) -> None:
+def test_nan_logits_end_in_one_line(folder: Path) -> None:
     model = load_base(folder, "float32").model
     model.model.norm.weight = model.model.norm.weight * float("nan")
     with pytest.raises(ModelError, match="the model's logits are not finite numbers"):
@@ -319,7 +320,7 @@ def test_logits_that_are_no_numbers_end_in_one_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 24])
-def test_logits_of_one_prompt_in_a_batch_that_are_no_numbers_end_in_one_line(
+def test_nan_logits_of_one_prompt_in_a_batch_end_in_one_line(
     folder: Path, max_new_tokens: int
 ) -> None:
     model = load_base(folder, "float32").model

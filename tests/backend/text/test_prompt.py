@@ -13,16 +13,16 @@ from mlxtune.core.data.prompt import TurnEnds, last_turn, parse_content, prompt_
 from mlxtune.errors import DataError
 from mlxtune.session.dataset import load_dataset
 from mlxtune.session.reader import Reader
-from tests.backend.text.turns import TEMPLATES, Folder, turns_of, write_folders
+from tests.backend.text.turns import TEMPLATES, Folders, turns_of
 from tests.models import CHATML, THINKING, write_chat, write_tokenizer
-from tests.slow import long_except
+from tests.slow import long_except, slow
 
 ROWS = 12
 
 
 @pytest.fixture(scope="module")
-def folders(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Folder]:
-    return write_folders(shared, tmp_path_factory.mktemp("folders"))
+def folders(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(shared, tmp_path_factory.mktemp("folders"))
 
 
 def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) -> int:
@@ -56,10 +56,10 @@ def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) 
     return seen
 
 
-@pytest.mark.parametrize("file", ["gsm8k_train.jsonl", "lf_glaive_toolcall_en.jsonl"])
+@pytest.mark.parametrize("file", [slow("gsm8k_train.jsonl"), "lf_glaive_toolcall_en.jsonl"])
 @pytest.mark.parametrize("name", long_except(TEMPLATES, "qwen3.jinja"))
 def test_models_own_templates_on_real_chats(
-    shared: Path, folders: dict[str, Folder], tmp_path: Path, name: str, file: str
+    shared: Path, folders: Folders, tmp_path: Path, name: str, file: str
 ) -> None:
     folder, source = folders[name], shared / "chat" / file
     lines = source.read_text(encoding="utf-8").splitlines()
@@ -75,7 +75,7 @@ def test_models_own_templates_on_real_chats(
 
 
 @pytest.mark.parametrize("source", [CHATML, THINKING, None], ids=["chatml", "thinking", "built-in"])
-@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("bos", [slow(False), True])
 def test_tiny_templates_and_the_built_in_ones(
     tmp_path: Path, source: str | None, bos: bool
 ) -> None:
@@ -96,7 +96,7 @@ def test_tiny_templates_and_the_built_in_ones(
         assert check_file(tmp_path / "model", data, template=template) >= 3
 
 
-def test_end_that_is_no_token_is_a_text(tmp_path: Path, shared: Path) -> None:
+def test_end_text_without_a_token_is_matched_as_text(tmp_path: Path, shared: Path) -> None:
     model = shared / "models" / "stories260k"
     config = DataConfig(str(model), "none", turns="last", template="gemma")  # type: ignore[arg-type]
     content = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -141,7 +141,7 @@ def test_file_that_holds_no_conversation_is_named_with_its_line(content: bytes, 
         ([{"role": "user", "content": "\ud800"}], "text contains half a surrogate pair"),
     ],
 )
-def test_conversation_that_cannot_be_answered_says_why(
+def test_unanswerable_conversation_names_the_reason(
     tmp_path: Path, messages: Any, said: str
 ) -> None:
     write_tokenizer(tmp_path)

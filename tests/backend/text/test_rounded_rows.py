@@ -17,12 +17,12 @@ from mlxtune.core.steps.pack import StepLengths
 from mlxtune.session.dataset import load_dataset
 from mlxtune.session.reader import Reader
 from tests.core.steps.shapes import GRAPH_OPERATIONS
+from tests.slow import long, slow
 
 ROWS = {"wikisql_train": 128, "lf_alpaca_en_demo": 512}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", [slow("wikisql_train"), long("lf_alpaca_en_demo")])
 def test_rounded_lines_of_real_rows_have_at_most_3_percent_more_tokens(
     rows: str, shared: Path, tmp_path: Path
 ) -> None:

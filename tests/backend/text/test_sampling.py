@@ -22,8 +22,8 @@ from tests.experts import EXPERTS
 from tests.models import VOCAB_SIZE, write_model
 from tests.slow import slow_except
 
-LONGEST = 12
-GREEDY, RANDOM = (Sampling(max_new_tokens=LONGEST, temperature=t) for t in (0.0, 1.0))
+MAX_TOKENS = 12
+GREEDY, RANDOM = (Sampling(max_new_tokens=MAX_TOKENS, temperature=t) for t in (0.0, 1.0))
 # Frequent enough that answers have different lengths.
 ENDS = frozenset(range(0, VOCAB_SIZE, 9))
 _RNG = np.random.default_rng(4)
@@ -86,7 +86,7 @@ def test_answers_keep_their_tokens_and_log_probabilities(model: nn.Module) -> No
         *before, last = answer.tokens
         assert not ENDS & set(before)
         assert answer.finished == (last in ENDS)
-        assert answer.finished or len(answer.tokens) == LONGEST
+        assert answer.finished or len(answer.tokens) == MAX_TOKENS
         logps = logits_of(model, [*request.prompt, *before])[len(request.prompt) - 1 :]
         expected = logps[np.arange(len(answer.tokens)), answer.tokens]
         assert answer.logps == pytest.approx(expected.tolist(), abs=1e-4)
@@ -105,7 +105,7 @@ def test_greedy_answers_equal_those_of_mlx_lm(model: nn.Module) -> None:
         model,
         Tokenizer(),
         [list(prompt) for prompt in PROMPTS],
-        max_tokens=LONGEST,
+        max_tokens=MAX_TOKENS,
         return_token_ids=True,
         return_logprobs=True,
     )

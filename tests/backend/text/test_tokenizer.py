@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from mlxtune.backend.text.tokenizer import (
     load_tokenizer,
 )
 from mlxtune.errors import ModelError
+from tests.backend.text.turns import load_once
 from tests.models import write_model, write_tokenizer
 from tests.paths import DATA, SHARED
 
@@ -95,10 +95,6 @@ def hard_texts() -> list[str]:
     if vectors.is_file():
         several += vectors.read_bytes().decode().split("\n__ggml_vocab_test__\n")
     return [unicodedata.normalize("NFC", text) for text in (*TEXTS, *several)]
-
-
-# Loading the real vocabulary takes more than a second.
-load_once = functools.cache(load_tokenizer)
 
 
 @pytest.fixture(params=["qwen3", "stories260k", "tok512", "demo-gemma3", "demo-qwen3", "tiny"])
@@ -254,7 +250,7 @@ def test_folder_without_a_tokenizer_is_an_error_that_names_it(
         load_tokenizer(tmp_path)
 
 
-def test_gemmas_turns_stand_between_control_tokens_of_a_tokenizer_model() -> None:
+def test_gemma_turns_are_between_control_tokens_of_a_tokenizer_model() -> None:
     tokenizer = load_tokenizer(DATA / "demo-gemma3")
     text = "<start_of_turn>user\nHi <b>you</b><end_of_turn>\n"
     (encoded,) = tokenizer.encode_batch([text])

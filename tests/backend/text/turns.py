@@ -119,7 +119,7 @@ class Folder:
 
     @property
     def ours(self) -> ModelTokenizer:
-        return _load(self.source)
+        return load_once(self.source)
 
     @property
     def theirs(self) -> Any:
@@ -146,21 +146,30 @@ class Folder:
         return list(ids)
 
 
-_load = functools.cache(load_tokenizer)
+# Loading a real vocabulary takes more than a second.
+load_once = functools.cache(load_tokenizer)
 _load_theirs = functools.cache(AutoTokenizer.from_pretrained)
 
 
-def write_folders(shared: Path, parent: Path) -> dict[str, Folder]:
-    """Write a folder below `parent` for each template; return them by template."""
-    qwen, gemma = shared / "tokenizers" / "qwen3", parent / "gemma-tokenizer"
-    _write_gemma_tokenizer(qwen, gemma)
-    folders = {}
-    for template in TEMPLATES.values():
-        source, path = gemma if template.is_gemma else qwen, parent / template.file
+class Folders(dict[str, Folder]):
+    """The folders of templates below `parent`, by the template's file; written when first used."""
+
+    def __init__(self, shared: Path, parent: Path) -> None:
+        self._shared, self._parent = shared, parent
+
+    def __missing__(self, file: str) -> Folder:
+        template, path = TEMPLATES[file], self._parent / file
+        source = self._gemma if template.is_gemma else self._shared / "tokenizers" / "qwen3"
         shutil.copytree(source, path)
-        shutil.copy(shared / "templates" / template.file, path / "chat_template.jinja")
-        folders[template.file] = Folder(path, template, source)
-    return folders
+        shutil.copy(self._shared / "templates" / file, path / "chat_template.jinja")
+        self[file] = Folder(path, template, source)
+        return self[file]
+
+    @functools.cached_property
+    def _gemma(self) -> Path:
+        folder = self._parent / "gemma-tokenizer"
+        _write_gemma_tokenizer(self._shared / "tokenizers" / "qwen3", folder)
+        return folder
 
 
 def _write_gemma_tokenizer(qwen: Path, folder: Path) -> None:

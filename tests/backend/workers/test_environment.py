@@ -94,7 +94,7 @@ def test_launch_is_detected_by_its_variables(
 
 
 @pytest.mark.parametrize("text", ["x", "", "-1", "1 ", "٣", "9" * 20])
-def test_rank_that_is_no_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_numeric_rank_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_RANK", text)
     with pytest.raises(ConfigError, match=r"MLX_RANK: .* is not the number of a worker"):
         launched_worker()

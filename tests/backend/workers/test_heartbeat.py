@@ -50,7 +50,7 @@ def test_a_worker_whose_connection_ends_is_lost(closing: list[Callable[[], None]
     assert (lost, first.lost) == ([3], 3)
 
 
-def test_a_worker_that_says_that_it_fails_is_lost(closing: list[Callable[[], None]]) -> None:
+def test_worker_that_reports_a_failure_is_lost(closing: list[Callable[[], None]]) -> None:
     lost: list[int] = []
     first, other = connected(lost)
     closing += [first.close, other.close]
@@ -59,7 +59,7 @@ def test_a_worker_that_says_that_it_fails_is_lost(closing: list[Callable[[], Non
     assert (lost, first.failed) == ([3], True)
 
 
-def test_a_worker_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_worker_reports_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = connected([])
     other.settimeout(60)
     closing = threading.Thread(target=first.close, kwargs={"failed": True})
@@ -115,7 +115,7 @@ def test_workers_exchange_heartbeats_and_disconnect_cleanly(
     assert not lost
 
 
-def test_a_goodbye_is_not_overtaken_by_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_message_arrives_before_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = connected([])
     other.settimeout(60)
     # Leave the worker's message unread, so that closing could send a reset.
@@ -172,7 +172,7 @@ def test_stranger_cannot_replace_a_worker(said: bytes, hang_up: bool) -> None:
 
 
 def test_many_strangers_keep_no_worker_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "_MOST_WAITING", 8)
+    monkeypatch.setattr(heartbeat, "_MAX_WAITING", 8)
     first = Heartbeat([].append, TOKEN)
     server = Heartbeat.listen("127.0.0.1")
     strangers = [socket.create_connection(server.getsockname()) for _ in range(40)]

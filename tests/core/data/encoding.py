@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from mlxtune.core.data.cache import encode_file
-from mlxtune.core.data.conversation import Conversation, Message
+from mlxtune.core.data.conversation import Conversation, Message, Row
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.data.encode import EncodedRows, Encoder, Example, OffsetEncoding, Row, Tokenizer
+from mlxtune.core.data.encode import EncodedRows, Encoder, Example, OffsetEncoding, Tokenizer
 from mlxtune.core.data.encoded_file import EncodedFile
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import RowTally, SkippedRows

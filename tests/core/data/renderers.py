@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from mlxtune.core.data.conversation import Conversation, parse_conversation, to_json
+from mlxtune.core.data.conversation import Conversation, to_json
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.sources.messages import parse_conversation
 from mlxtune.core.data.template import Rendered, Rendering
 
 Messages = Sequence[Mapping[str, Any]]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
+from mlxtune.config.data_config import parse_fields
 from mlxtune.core.data.conversation import Conversation, Document
-from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.problems import SkippedRows
+from mlxtune.core.data.sources.recognition import read_rows
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello!"}
@@ -41,6 +44,12 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
 WRAPPED = {"type": "function", "function": TOOL}
+
+
+def options_in(text: str) -> dict[str, str]:
+    """Return the fields of the --field options in a message."""
+    found = re.findall(r"--field (\w+=(?:'[^']*'|[^\s',)]+))", text)
+    return parse_fields([shlex.split(each)[0] for each in found])
 
 
 def read(

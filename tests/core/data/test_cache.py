@@ -163,7 +163,7 @@ def test_without_a_cache_nothing_is_left_behind(
 
 
 @pytest.mark.parametrize("where", ["file", "below_a_file", "dangling", "too_long"])
-def test_cache_that_is_no_folder_does_not_stop_the_encoding(tmp_path: Path, where: str) -> None:
+def test_encoding_works_if_the_cache_is_not_a_folder(tmp_path: Path, where: str) -> None:
     (tmp_path / "file").write_text("kept")
     (tmp_path / "dangling").symlink_to(tmp_path / "file" / "none")
     cache = {"below_a_file": tmp_path / "file" / "a" / "b", "too_long": tmp_path / ("x" * 300)}
@@ -261,15 +261,19 @@ def test_two_writers_of_one_entry_both_get_what_they_encoded(tmp_path: Path) -> 
     assert names_in(tmp_path) == ["key"]
 
 
-def test_entry_that_another_process_wrote_meanwhile_is_not_in_the_way(tmp_path: Path) -> None:
+def test_concurrently_written_entry_is_accepted(tmp_path: Path) -> None:
     class Overtaken(Encoding):
         def __call__(self, skipped: SkippedRows, told: RowTally) -> Iterator[EncodedRows]:
             yield from super().__call__(skipped, told)
             encode(tmp_path, Encoding())
+            self.stored = (tmp_path / "key").stat().st_ino
 
-    assert content(encode(tmp_path, Overtaken())) == EXPECTED
+    overtaken = Overtaken()
+    assert content(encode(tmp_path, overtaken)) == EXPECTED
     assert content(encode(tmp_path, Encoding())) == EXPECTED
     assert names_in(tmp_path) == ["key"]
+    # The entry of the first stays: a third process may be reading it.
+    assert (tmp_path / "key").stat().st_ino == overtaken.stored
 
 
 def test_least_recently_used_entries_go_first_and_never_the_new_one(
@@ -290,7 +294,7 @@ def test_least_recently_used_entries_go_first_and_never_the_new_one(
     assert names_in(tmp_path) == ["e"]
 
 
-def test_files_that_are_no_entries_are_left_alone(
+def test_foreign_files_in_the_cache_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_module, "MAX_BYTES", 1)

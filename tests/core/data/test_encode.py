@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from mlxtune.core.data import problems
-from mlxtune.core.data.conversation import Conversation, Document, Message, Pair
-from mlxtune.core.data.encode import Encoder, Row
+from mlxtune.core.data.conversation import Conversation, Document, Message, Pair, Row
+from mlxtune.core.data.encode import Encoder
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import RowTally, SkippedRows
 from mlxtune.core.data.template import PendingRendering, Rendered, Rendering, render_qwen3
@@ -62,7 +62,7 @@ def test_every_assistant_turn_is_supervised_and_later_user_turns_are_not() -> No
     ]
 
 
-def test_bos_is_added_once_and_never_twice_nor_where_there_is_none() -> None:
+def test_bos_is_added_exactly_once_if_defined() -> None:
     conversation = converse(("user", "Hi"), ("assistant", "Hello"))
     (rendered,) = render_qwen3(conversation).texts
 
@@ -88,7 +88,7 @@ def test_bos_is_added_once_and_never_twice_nor_where_there_is_none() -> None:
         assert [tokenizer.decode(run) for run in supervised_runs(example)] == ["Hello<|im_end|>"]
 
 
-def test_answer_is_tokenised_separately_if_a_token_would_cross_its_edge() -> None:
+def test_answer_is_tokenized_separately_if_a_token_would_cross_its_edge() -> None:
     tokenizer = merged_newlines()
 
     (merged, apart), _, _ = encode(

@@ -11,19 +11,12 @@ import pytest
 
 from mlxtune.core.data import encode as encode_module
 from mlxtune.core.data import problems
-from mlxtune.core.data.conversation import (
-    CHOSEN,
-    REJECTED,
-    Conversation,
-    Document,
-    Message,
-    Pair,
-    parse_conversation,
-)
+from mlxtune.core.data.conversation import CHOSEN, REJECTED, Conversation, Document, Message, Pair
 from mlxtune.core.data.encode import Encoder, OffsetEncoding
 from mlxtune.core.data.encoded_file import ExampleArrays
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
 from mlxtune.core.data.prompt import text_prompt
+from mlxtune.core.data.sources.messages import parse_conversation
 from mlxtune.core.data.template import Rendered, Rendering, Template, render_qwen3
 from mlxtune.errors import DataError
 from tests.core.data.encoding import (
@@ -56,7 +49,7 @@ def test_every_token_of_a_document_is_supervised_with_the_end_of_text() -> None:
     assert (ledger.tokens, ledger.tokens_supervised, ledger.tokens_context) == (7, 6, 1)
 
 
-def test_first_token_of_all_carries_no_loss_since_nothing_predicts_it() -> None:
+def test_first_token_has_no_loss() -> None:
     (example,), ledger, _ = encode(words(eos="<|endoftext|>"), Document(1, "One two."))
 
     assert example.assistant_mask.tolist() == [0, 1, 1, 1, 1]
@@ -128,12 +121,15 @@ def test_control_token_in_the_content_of_any_turn_is_noted_once_a_row() -> None:
         Document(10, "<|im_start|>user\nHi<|im_end|>"),
     )
 
-    assert found.counts == Counter({problems.CONTROL_TOKEN: 4, problems.RENDERED_CHAT: 1})
+    assert found.counts == Counter(
+        {problems.CONTROL_TOKEN: 4, problems.RENDERED_CHAT: 1, problems.UNANSWERED: 1}
+    )
     assert found.places == {
         problems.CONTROL_TOKEN: [
             *((3, "<|im_end|>"), (5, "<bos>"), (8, "<bos>"), (9, "<|endoftext|>")),
         ],
         problems.RENDERED_CHAT: [(10, "<|im_start|>")],
+        problems.UNANSWERED: [(8, "message 3")],
     }
 
 
@@ -215,7 +211,7 @@ def test_answer_alone_gets_no_leading_space_of_a_text(merging: str) -> None:
     assert [tokenizer.vocabulary[i] for i in run] == ["\n\n", "c", "<|im_end|>"]
 
 
-def test_turns_stay_one_example_where_what_begins_a_text_is_tokenised_otherwise() -> None:
+def test_turns_stay_one_example_where_what_begins_a_text_is_tokenized_otherwise() -> None:
     tokenizer = SpacingTokenizer(rf"{CONTROL}|\n|\w+|.", control_tokens=CONTROL_TOKENS)
     conversation = converse(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
 
@@ -239,7 +235,7 @@ def test_row_whose_prompts_take_minutes_to_encode_is_skipped(
     real = tokenizer.encode_batch
     monkeypatch.setattr(tokenizer, "encode_batch", lambda each: texts.extend(each) or real(each))
     turns = [("user", "Hi"), ("assistant", "H")] * 100
-    monkeypatch.setattr(encode_module, "_MOST_PROMPTS", 5000)
+    monkeypatch.setattr(encode_module, "_MAX_PROMPTS", 5000)
     few, _, _ = encode(tokenizer, converse(*turns[:4]))
     _, _, skipped = encode(tokenizer, converse(*turns))
 
@@ -329,7 +325,7 @@ def test_thousands_of_rows_are_encoded_in_order_and_as_if_alone() -> None:
 
 
 def test_row_of_very_long_text_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode_module, "_MOST_CHARACTERS", 100)
+    monkeypatch.setattr(encode_module, "_MAX_CHARS", 100)
     rows = [Document(1, "a " * 51), Document(2, "a " * 50)]
     file = encoded_file(words(eos="<|endoftext|>"), render_qwen3, rows)
 

@@ -24,14 +24,15 @@ from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import EncodedRows, Encoder, Example
 from mlxtune.core.data.encoded_file import EncodedFile
-from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
+from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.core.data.template import TEMPLATES, Rendering, Template
+from tests.core.data import renderers
 from tests.core.data.encoding import NO_LIMIT, TOKENIZERS, SmallTokenizer
 from tests.core.data.own_characters import ENDS, owners, rows, texts
 from tests.core.data.renderers import REFUSED, RENDERERS, Messages, Render, Renderer
-from tests.slow import slow_except
+from tests.slow import long_except, slow_except
 
 
 def encode_lines(
@@ -254,7 +255,7 @@ MODEL_OPTIONS = OPTIONS | {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(sorted(RENDERERS), sorted(RENDERERS)[0]))
+@pytest.mark.parametrize("name", long_except(sorted(RENDERERS), sorted(RENDERERS)[0]))
 @given(**MODEL_OPTIONS)
 def test_rows_in_a_models_template(name: str, **options: Any) -> None:
     check_model_template(*RENDERERS[name], **options)
@@ -293,7 +294,7 @@ JINJA = [
 ]
 
 
-@pytest.mark.parametrize("name", slow_except(JINJA, "qwen3", "gemma3"))
+@pytest.mark.parametrize("name", slow_except(JINJA, "qwen3"))
 def test_rows_in_a_real_template(shared: Path, name: str) -> None:
     found = jinja(shared / "templates" / f"{name}.jinja")
 
@@ -302,6 +303,26 @@ def test_rows_in_a_real_template(shared: Path, name: str) -> None:
         check_model_template(*found, **options)
 
     check()
+
+
+@pytest.mark.parametrize("name", JINJA)
+def test_real_template_writes_its_tags_around_a_result_once(shared: Path, name: str) -> None:
+    render, source = jinja(shared / "templates" / f"{name}.jinja")
+    template = ModelTemplate(Renderer(render), ENDS, source)
+
+    def rendered(result: str) -> str:
+        call = {"name": "add", "arguments": {}}
+        turns = [("user", "a"), {"role": "assistant", "content": "b", "tool_calls": [call]}]
+        row = renderers.converse(*turns, ("tool", result), ("assistant", "c"))
+        found = template(row)
+        assert problems.DROPPED_TEXT not in found.notes
+        return found.texts[-1].text
+
+    tag = "<tool_response>"
+    if tag not in source:
+        pytest.skip(f"{name} writes no tags around results")
+    assert rendered(f"{tag}\n1\n</tool_response>") == rendered("1")
+    assert rendered("1").count(tag) == 1
 
 
 @given(

@@ -67,7 +67,7 @@ def test_validation_row_that_trains_too_is_found_and_copies_within_validation_ar
     )
 
 
-def test_near_copy_of_a_training_row_is_a_leak_that_says_so() -> None:
+def test_near_copy_of_a_training_row_is_reported_as_a_leak() -> None:
     train, validation = [encoded("a.jsonl", [5, 6])], [encoded("v.jsonl", [7, 15, 6])]
     corpora = [Corpus([file.arrays.truncate() for file in part]) for part in (train, validation)]
     rows = RunRows(corpora[0].select(), corpora[1].select())
@@ -125,7 +125,66 @@ def test_duplicates_and_leaks_match_a_row_comparison(
     assert places == {kind: tuple(places[:5]) for kind, places in expected.items() if places}
 
 
-def test_nothing_is_found_where_all_rows_differ_or_there_are_none() -> None:
+def answered(name: str, *rows: Sequence[int]) -> EncodedFile:
+    """Encode a prompt of two tokens, an answer of two tokens, and another turn, for each row."""
+    mask = np.array([0, 0, 1, 1, 0, 1], np.uint8)
+    examples = [
+        Example(number, np.array(row, np.int32), mask) for number, row in enumerate(rows, start=1)
+    ]
+    return EncodedFile(ExampleArrays.of(examples), SkippedRows(Path(name)), RowTally())
+
+
+def test_prompt_with_another_answer_is_noted() -> None:
+    one, other = (1, 5, 7, 7, 2, 8), (1, 5, 7, 9, 2, 8)
+    files = [
+        answered("a.jsonl", one, (1, 6, 7, 9, 2, 8), other),
+        answered("b.jsonl", other, (1, 5, 7, 7, 3, 9)),
+    ]
+
+    found = {each.kind: each for each in find(files)}
+
+    assert found.pop(problems.DUPLICATE).rows == 1
+    assert [*found] == [problems.ANOTHER_ANSWER]
+    note = found[problems.ANOTHER_ANSWER]
+    assert (note.level, note.rows) == ("note", 2)
+    assert note.places == (
+        Place("a.jsonl", 3, "same prompt as a.jsonl:1"),
+        Place("b.jsonl", 1, "same prompt as a.jsonl:1"),
+    )
+
+
+def test_near_copy_of_an_answer_is_the_same_answer() -> None:
+    file = answered("a.jsonl", (1, 5, 7, 7, 2, 8), (1, 5, 17, 7, 2, 8), (1, 5, 9, 7, 2, 8))
+    corpus = Corpus([file.arrays.truncate()])
+    rows = RunRows(corpus.select(), corpus.select([]))
+
+    # Tokens with the same last digit count as near copies.
+    def text_hash(example: Example) -> int:
+        return hash(tuple((example.tokens % 10).tolist()))
+
+    (finding,) = findings.row_findings([file], rows, text_hash)
+    assert finding.places == (Place("a.jsonl", 3, "same prompt as a.jsonl:1"),)
+
+
+def test_text_is_hashed_for_equal_prompts_only() -> None:
+    file = answered("a.jsonl", (1, 5, 7, 7, 2, 8), (1, 6, 9, 7, 2, 8))
+    corpus = Corpus([file.arrays.truncate()])
+    rows = RunRows(corpus.select(), corpus.select([]))
+
+    def text_hash(example: Example) -> int:
+        raise AssertionError("a hash of text opens the tokenizer")
+
+    assert findings.row_findings([file], rows, text_hash) == []
+
+
+def test_first_token_of_plain_text_is_not_a_prompt() -> None:
+    examples = [
+        Example(row, np.array([1, row], np.int32), np.array([0, 1], np.uint8)) for row in (1, 2)
+    ]
+    assert find([EncodedFile(ExampleArrays.of(examples), SkippedRows(Path("a")), RowTally())]) == []
+
+
+def test_distinct_or_absent_rows_give_no_finding() -> None:
     assert find([encoded("a.jsonl", [1, 2, 3])]) == []
     assert find([encoded("a.jsonl", [1, 2, 3])], []) == []
     empty = Corpus([]).select()
@@ -262,8 +321,8 @@ def test_answers_of_one_kind_that_are_much_longer_are_found_with_their_means() -
     (found,) = lengths([(1, [5], [6] * 9)])
     assert found.kind == "rejected answers much longer than chosen ones"
     assert found.advice.startswith("9 and 1 tokens")
-    labelled = [answer(1, DESIRABLE, 1, [5] * 6), answer(2, UNDESIRABLE, 1, [6] * 2)]
-    (found,) = findings.length_findings(Corpus([ExampleArrays.of(labelled).truncate()]))
+    labeled = [answer(1, DESIRABLE, 1, [5] * 6), answer(2, UNDESIRABLE, 1, [6] * 2)]
+    (found,) = findings.length_findings(Corpus([ExampleArrays.of(labeled).truncate()]))
     assert found.kind == "desirable answers much longer than undesirable ones"
 
 

@@ -10,26 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import mlxtune
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.held_out import RunRows, hold_out_rows
 from tests.core.data.corpora import corpus
+from tests.sources import PACKAGE, nodes_of
 
 
 @settings(deadline=None)
 @given(
     count=st.integers(2, 200),
-    share=st.integers(1, 32),
+    fraction=st.integers(1, 32),
     seed=st.integers(0, 2**70),
     val_rows=st.integers(1, 300),
 )
 def test_holds_out_the_ceiling_of_the_fraction_within_its_bounds(
-    count: int, share: int, seed: int, val_rows: int
+    count: int, fraction: int, seed: int, val_rows: int
 ) -> None:
-    # The share is in 64ths, which floats represent exactly, so that integers give the same ceiling.
-    training, validation = hold_out_rows(range(count), share / 64, seed, val_rows)
+    # 64ths are exact in floats, so that integers give the same ceiling.
+    training, validation = hold_out_rows(range(count), fraction / 64, seed, val_rows)
 
-    assert len(validation) == min(-(-count * share // 64), val_rows, count - 1)
+    assert len(validation) == min(-(-count * fraction // 64), val_rows, count - 1)
     assert len(validation) >= 1
     assert len(training) >= 1
     assert sorted(training + validation) == list(range(count))
@@ -37,7 +37,7 @@ def test_holds_out_the_ceiling_of_the_fraction_within_its_bounds(
     assert validation == sorted(validation)
     # The values of the identities do not matter, only their equality.
     others = [(i * 7919 + seed) % 2**64 for i in range(count)]
-    assert hold_out_rows(others, share / 64, seed, val_rows) == (training, validation)
+    assert hold_out_rows(others, fraction / 64, seed, val_rows) == (training, validation)
 
 
 @pytest.mark.parametrize(
@@ -63,21 +63,21 @@ def test_split_needs_a_row_for_training_and_validation(identities: list[int]) ->
     identities=st.lists(st.integers(0, 12), min_size=2, max_size=60).filter(
         lambda found: len(set(found)) > 1
     ),
-    share=st.integers(1, 32),
+    fraction=st.integers(1, 32),
     seed=st.integers(0, 2**70),
     val_rows=st.integers(1, 60),
 )
 def test_identical_rows_stay_together_and_no_more_than_asked_is_held_out(
-    identities: list[int], share: int, seed: int, val_rows: int
+    identities: list[int], fraction: int, seed: int, val_rows: int
 ) -> None:
-    training, validation = hold_out_rows(identities, share / 64, seed, val_rows)
+    training, validation = hold_out_rows(identities, fraction / 64, seed, val_rows)
 
     assert training
     assert validation
     assert sorted(training + validation) == list(range(len(identities)))
     assert (training, validation) == (sorted(training), sorted(validation))
     assert not {identities[i] for i in training} & {identities[i] for i in validation}
-    wanted = min(-(-len(identities) * share // 64), val_rows, len(identities) - 1)
+    wanted = min(-(-len(identities) * fraction // 64), val_rows, len(identities) - 1)
     copies = sorted(map(identities.count, set(identities)))
     # If even the rarest identity has too many copies, it alone is held out.
     assert len(validation) <= max(wanted, copies[0])
@@ -150,7 +150,7 @@ def test_validation_rows_are_counted_in_their_files() -> None:
 
 def mentions(path: Path, *names: str) -> bool:
     """Return whether a file's code uses any of these names; docstrings and comments do not."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Name | ast.Attribute):
             if (node.id if isinstance(node, ast.Name) else node.attr) in names:
                 return True
@@ -161,18 +161,13 @@ def mentions(path: Path, *names: str) -> bool:
 
 def makes_run_rows(path: Path) -> bool:
     """Return whether a file calls `RunRows` or its `of`."""
-    calls = (
-        ast.unparse(node.func)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
-    )
+    calls = (ast.unparse(node.func) for node in nodes_of(path) if isinstance(node, ast.Call))
     return any(call.removesuffix(".of").split(".")[-1] == "RunRows" for call in calls)
 
 
 def test_rows_are_held_out_by_one_module() -> None:
     """A second decision could differ from the first, and train on validation rows."""
-    package = Path(mlxtune.__file__).parent
-    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
 
     assert {name for name, path in files.items() if mentions(path, "hold_out_rows")} == {
         "core/data/held_out.py"

@@ -72,7 +72,7 @@ def test_percentile_is_the_least_value_at_that_rank(values: list[int]) -> None:
     assert found.mean == pytest.approx(sum(values) / len(values))
 
 
-def test_distribution_of_nothing_is_zero() -> None:
+def test_distribution_of_no_values_is_zero() -> None:
     assert Distribution.of(np.zeros(0, dtype=np.int64)) == Distribution(0, 0, 0, 0.0, 0)
 
 
@@ -280,11 +280,11 @@ def test_answers_of_a_pair_are_together_with_their_differences_marked() -> None:
     assert [answer.differing for answer in together_.answers] == [2, 1]
 
 
-def test_lone_answers_of_pairs_and_labelled_answers_are_separate() -> None:
+def test_lone_answers_of_pairs_and_labeled_answers_are_separate() -> None:
     sides = pair(3, "yes", "no")
     whole = side(3, WHOLE, "At 8?", "yes")
-    labelled = side(4, DESIRABLE, "At 8?", "yes")
-    found = examined_pairs([*sides, sides[1], whole, labelled, example(5, [0, 1])])
+    labeled = side(4, DESIRABLE, "At 8?", "yes")
+    found = examined_pairs([*sides, sides[1], whole, labeled, example(5, [0, 1])])
 
     shown = found.show(range(6), ByteTokenizer(narrow=False), ())
 
@@ -395,7 +395,7 @@ def test_pieces_join_to_the_text_and_their_tokens_to_the_mask(
     assert all(len(piece.text) == 1 for piece in shown) or use_words
 
 
-def test_bytes_that_are_no_text_become_replacement_characters_at_once() -> None:
+def test_invalid_utf_8_becomes_replacement_characters_at_once() -> None:
     one = Example(1, np.array([0xFF, 0x61, 0xC3]), np.array([0, 0, 0]))
 
     assert list(pieces(one, ByteTokenizer(narrow=False))) == [

@@ -144,7 +144,7 @@ def test_ledger_counts_what_a_loop_over_rows_counts(
     )
 
 
-def test_ledger_hears_of_notes_that_are_added_later() -> None:
+def test_ledger_includes_notes_added_later() -> None:
     file = encoded([(1, [[0, 1]])])
     ledger = file.ledger(file.truncate(10))
 

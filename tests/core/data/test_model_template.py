@@ -153,7 +153,7 @@ def test_consecutive_turn_is_prompted_with_the_previous_one() -> None:
     assert answers(rendering) == ["a" + END, "b" + END]
 
 
-def test_template_that_begins_with_nothing_supervises_from_the_first_character() -> None:
+def test_empty_template_prefix_supervises_from_the_first_character() -> None:
     def answers_only(messages: Messages, **_: Any) -> str:
         return "".join(m["content"] + END for m in messages if m["role"] == "assistant")
 
@@ -324,28 +324,28 @@ def outcome(rendering: PendingRendering) -> Rendering | str:
 
 @pytest.mark.parametrize("name", sorted(RENDERERS))
 @pytest.mark.parametrize("thinking", ["auto", "on", "off"])
-@pytest.mark.parametrize("most", [0, 1, 4, None])
 def test_renderings_are_the_same_however_many_requests_start_ahead(
-    name: str, thinking: str, most: int | None
+    name: str, thinking: str
 ) -> None:
     template, source = RENDERERS[name]
     options: dict[str, Any] = {"thinking": thinking, "merge_system": True}
     plain = ModelTemplate(Renderer(template), (END, "[end]"), source, **options)
     expected = [outcome(partial(plain, conversation)) for conversation in CONVERSATIONS]
-    renderer = Renderer(template, most)
-    model = replace(plain, renderer=renderer)
-    # Facts about a template are determined once.
-    _ = model._shows_system, model._header
-    renderer.requests.clear()
+    for most in (0, 1, 4, None):
+        renderer = Renderer(template, most)
+        model = replace(plain, renderer=renderer)
+        # Facts about a template are determined once.
+        _ = model._shows_system, model._header
+        renderer.requests.clear()
 
-    pending = model.start(CONVERSATIONS)
-    started = [request.options for request in renderer.requests if request.started]
-    assert most is None or len(started) == most
-    assert list(map(outcome, pending)) == expected
-    # Each request is made once.
-    calls = [request.options for request in renderer.requests]
-    assert not [call for i, call in enumerate(calls) if call in calls[:i]]
-    assert most is not None or started == calls
+        pending = model.start(CONVERSATIONS)
+        started = [request.options for request in renderer.requests if request.started]
+        assert most is None or len(started) == most
+        assert list(map(outcome, pending)) == expected
+        # Each request is made once.
+        calls = [request.options for request in renderer.requests]
+        assert not [call for i, call in enumerate(calls) if call in calls[:i]]
+        assert most is not None or started == calls
 
 
 def test_conversation_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:

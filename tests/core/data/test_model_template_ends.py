@@ -118,7 +118,7 @@ def test_row_whose_answer_cannot_be_found_is_a_bad_row(
     ("end_tokens", "remedy"),
     [((), ""), (("</s>",), ": let the template end each answer with </s>")],
 )
-def test_end_of_turn_that_is_no_token_is_supervised_and_noted(
+def test_end_of_turn_without_a_token_is_supervised_and_noted(
     end_tokens: tuple[str, ...], remedy: str
 ) -> None:
     rendering = ModelTemplate(Renderer(chatml), end_tokens)(TWO_TURNS)

@@ -43,6 +43,17 @@ def blocks_behind_a_question(
     return text + "<think>\n\n</think>\n\n" * add_generation_prompt
 
 
+def thinks_once(messages: Messages, **options: object) -> str:
+    """Like Qwen3's template, writes the first thinking and the text after the last."""
+    written = []
+    for message in messages:
+        thought, closed, _ = message["content"].partition("</think>")
+        answer = message["content"].rpartition("</think>")[2].lstrip()
+        thought = f"<think>{thought.rpartition('<think>')[2].strip()}</think>" * bool(closed)
+        written.append(message | {"content": thought + answer})  # type: ignore[operator]
+    return chatml(written, **options)  # type: ignore[arg-type]
+
+
 def test_greeting_after_a_system_message_is_context_if_it_has_no_prompt() -> None:
     greeting = (SYSTEM, ("assistant", "Welcome!"))
     asked = (("user", "Hi"), ("assistant", "Hello!"))
@@ -83,7 +94,30 @@ def test_omitted_thinking_is_noted_even_if_the_answer_repeats_it(thought: str) -
     assert render(chatml, conversation).notes == {problems.DROPPED_THINKING: "message 2"}
 
 
-def test_empty_list_of_calls_is_none_for_the_template() -> None:
+@pytest.mark.parametrize(
+    ("content", "noted"),
+    [
+        ("<think>a</think> One. <think>b</think> Two.", {"DROPPED_TEXT", "DROPPED_THINKING"}),
+        ("One. <think>a</think> Two.", {"DROPPED_TEXT"}),
+        ("<think>a</think> One. </think> Two.", {"DROPPED_TEXT"}),
+        ("Thought. </think> One. </think> Two.", {"DROPPED_TEXT"}),
+        ("<think>a</think><think>b</think>Two.", {"DROPPED_THINKING"}),
+        ("<think>a</think> Two. <think>", set()),
+        ("a</think>Two.", set()),
+        ("Two. <think>", set()),
+    ],
+)
+def test_text_and_thinking_between_tags_are_noted_if_omitted(content: str, noted: set[str]) -> None:
+    kinds = {getattr(problems, name) for name in noted}
+    asked = (("user", "Hi"), assistant(content, weight=0), ("user", "Well?"))
+
+    assert render(thinks_once, converse(("user", "Hi"), assistant(content))).notes.keys() == kinds
+    # Earlier thinking is omitted at inference too.
+    earlier = render(thinks_once, converse(*asked, ("assistant", "Well.")))
+    assert earlier.notes.keys() == kinds - {problems.DROPPED_THINKING}
+
+
+def test_empty_call_list_is_passed_as_no_calls() -> None:
     heard = []
 
     def listens(messages: Messages, **options: object) -> str:

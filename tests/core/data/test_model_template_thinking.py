@@ -49,7 +49,7 @@ def thoughtful(message: dict[str, Any], template: Render, **options: Any) -> Ren
 
 @pytest.mark.parametrize("message", THOUGHTFUL.values(), ids=THOUGHTFUL)
 @pytest.mark.parametrize("thinking", ["auto", "on"])
-def test_thinking_is_supervised_once_wherever_it_stands(
+def test_thinking_is_supervised_once_in_field_or_content(
     message: dict[str, Any], thinking: str
 ) -> None:
     rendering = thoughtful(message, qwen3_like, thinking=thinking)
@@ -163,7 +163,7 @@ def test_content_with_tags_is_passed_unchanged_to_a_template_that_splits_it() ->
     assert heard[-1] == "<think> Sum.</think>\n4"
 
 
-def test_differing_thinking_in_tags_and_field_is_left_as_it_stands() -> None:
+def test_differing_thinking_in_tags_and_field_is_unchanged() -> None:
     message = assistant("<think>\nOne.\n</think>\n\n4", reasoning_content="Other.")
 
     (answer,) = answers(thoughtful(message, qwen3_like))

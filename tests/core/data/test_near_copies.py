@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from mlxtune.core.data.corpus import TextHash, normalise
+from mlxtune.core.data.corpus import Corpus, CorpusRows
 from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encoded_file import ExampleArrays
+from mlxtune.core.data.near_copies import TextHash, normalize
+from mlxtune.core.run.trained_rows import identities_of
 
 END = 256
 
@@ -40,7 +45,7 @@ def example(*messages: str, supervised: int = 1) -> Example:
         ("Wh\u00adere\u200b is the ca\u2060fé?", "There\ufe0f\ufeff"),
     ],
 )
-def test_near_copies_have_one_hash_whatever_their_tokens_and_masks(
+def test_near_copies_have_one_hash_despite_other_tokens_and_masks(
     messages: tuple[str, str],
 ) -> None:
     hash_of = TextHash(Bytes)  # type: ignore[arg-type]
@@ -52,19 +57,18 @@ def test_near_copies_have_one_hash_whatever_their_tokens_and_masks(
     "messages",
     [
         ("Where is the café?", "Here."),
-        ("Where is the café? There.",),
         ("Where is the cafe?", "There."),
         ("Where is thecafé?", "There."),
         ("There.", "Where is the café?"),
     ],
 )
-def test_other_words_have_another_hash(messages: tuple[str, ...]) -> None:
+def test_different_text_hashes_differently(messages: tuple[str, ...]) -> None:
     hash_of = TextHash(Bytes)  # type: ignore[arg-type]
     assert hash_of(example(*messages)) != hash_of(example("Where is the café?", "There."))
 
 
 def test_points_within_numbers_and_names_stay() -> None:
-    assert normalise("Run 3.14 of a.txt.  Now!") == "run 3.14 of a.txt now"
+    assert normalize("Run 3.14 of a.txt.  Now!") == "run 3.14 of a.txt now"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_points_within_numbers_and_names_stay() -> None:
     ],
 )
 def test_spacing_and_punctuation_do_not_count(texts: tuple[str, ...]) -> None:
-    assert len(set(map(normalise, texts))) == 1
+    assert len(set(map(normalize, texts))) == 1
 
 
 @pytest.mark.parametrize(
@@ -91,11 +95,87 @@ def test_spacing_and_punctuation_do_not_count(texts: tuple[str, ...]) -> None:
         ("if (!done)", "if (done)"),
         ("C", "C++", "C#"),
         ("snake_case", "snake case"),
+        ("a * b", "a ** b", "a b"),
+        ("f(*x)", "f(**x)", "f(x)"),
         ("👍", "👎"),
     ],
 )
 def test_signs_points_and_symbols_count(texts: tuple[str, ...]) -> None:
-    assert len(set(map(normalise, texts))) == len(texts)
+    assert len(set(map(normalize, texts))) == len(texts)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"b": [1, {"d": "ü", "c": null}], "a": "x/y"}',
+        '{"a":"x\\/y", "b":[1,{"c":null,"d":"\\u00fc"}]}',
+        '{"A": "X/Y", "B": [1, {"D": "Ü", "C": NULL}]}',
+        "{“b”:\u00a0[1,{“d”: “u\u0308”, “c”: null}], “a”: “x/\u200by”}",
+        '```json\n{"a": "x/y", "b": [1, {"c": null, "d": "ü"}]}\n```',
+        '<think>\n\n</think>\n\n{"a": "x/y", "b": [1, {"c": null, "d": "ü"}]}',
+    ],
+)
+def test_json_counts_by_its_value(content: str) -> None:
+    assert normalize('{"a_b": 1, "ab": 2}') == normalize('{"AB": 2, "A_B": 1}')
+    same = "Here: " + '{"a": "x/y", "b": [1, {"c": null, "d": "ü"}]}'
+    assert normalize(f"Here: {content}") == normalize(same)
+    assert normalize(f"Here: {content}") != normalize(same.replace("1", "2"))
+    assert normalize(f"Here: {content}") != normalize(same.replace("d", "e"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "**Where** is *it*?",
+        "_Where_ is __it__",
+        "**Where is it?**",
+        "_Where _ is _ it_",
+        "Where is it 🙂",
+        "Wh\u034fere is it",
+        "☀ Where is it",
+    ],
+)
+def test_emphasis_pictures_and_unseen_characters_do_not_count(text: str) -> None:
+    assert normalize(text) == "where is it"
+
+
+def near(text: str) -> tuple[int, list[int]]:
+    """Return the hash of a text, and the hashes with its exchanges; controls are between bars."""
+    controls = text.split("|")[1::2]
+    hash_of = TextHash(lambda: Controls(controls))  # type: ignore[arg-type,return-value]
+    tokens = []
+    for i, part in enumerate(text.split("|")):
+        tokens += [END + controls.index(part)] if i % 2 else part.encode()
+    row = Example(1, np.array(tokens, dtype=np.int32), np.ones(len(tokens), dtype=np.uint8))
+    return hash_of(row), hash_of.with_pairs(row)
+
+
+CHATML = "|<im_start>|{}\n{}|<im_end>|\n"
+LLAMA = "|<start>|{}|<head>|\n\n{}|<eot>|"
+TURN = "|<start_of_turn>|{}\n{}|<end_of_turn>|"
+GEMMA = "<start_of_turn>{}\n{}<end_of_turn>\n"  # plain text here
+TURNS = (("user", "Hello"), ("assistant", "Hi"), ("user", "Where is it?"), ("assistant", "There."))
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, TURN, GEMMA])
+def test_exchange_is_found_in_a_longer_conversation(template: str) -> None:
+    conversation = "".join(template.format(*turn) for turn in (*TURNS, ("user", "Thanks")))
+    own, hashes = near(conversation)
+    assert near(conversation.replace("There", "Here"))[0] != own
+    assert hashes[0] == own
+    for turns in (TURNS[:2], TURNS[2:]):
+        exchange = near("".join(template.format(*turn) for turn in turns))
+        assert exchange[0] in hashes
+        assert exchange[1] == [exchange[0]]
+        assert near("".join(CHATML.format(*turn) for turn in turns))[0] == exchange[0]
+        assert near("\n".join(text for _, text in turns))[0] == exchange[0]
+    assert near("".join(template.format(*turn) for turn in TURNS[1:3]))[0] not in hashes
+
+
+def test_every_second_message_is_an_answer_where_no_roles_are_named() -> None:
+    _, hashes = near("|[INST]|Hello|[/INST]|Hi|[INST]|Where is it?|[/INST]|There.")
+    assert set(hashes) > {near("|[INST]|Where is it?|[/INST]|There.")[0], near("Hello Hi")[0]}
+    assert near("Hi Where is it?")[0] not in hashes
 
 
 @pytest.mark.parametrize(
@@ -109,21 +189,10 @@ def test_signs_points_and_symbols_count(texts: tuple[str, ...]) -> None:
     ],
 )
 def test_system_message_does_not_count(system: str, rest: str) -> None:
-    """Control tokens are between bars here."""
-
-    def near(text: str) -> int:
-        controls = text.split("|")[1::2]
-        hash_of = TextHash(lambda: Controls(controls))  # type: ignore[arg-type,return-value]
-        tokens = []
-        for i, part in enumerate(text.split("|")):
-            tokens += [END + controls.index(part)] if i % 2 else part.encode()
-        mask = np.ones(len(tokens), dtype=np.uint8)
-        return hash_of(Example(1, np.array(tokens, dtype=np.int32), mask))
-
-    bare = near("|bos|" + rest)
+    bare, _ = near("|bos|" + rest)
     for message in ("Be brief.", "Be\nlong", "system", ""):
-        assert near("|bos|" + system.format(message) + rest) == bare
-    assert near("|bos|" + system.format("Be brief.") + rest.replace("Hi", "Ho")) != bare
+        assert near("|bos|" + system.format(message) + rest)[0] == bare
+    assert near("|bos|" + system.format("Be brief.") + rest.replace("Hi", "Ho"))[0] != bare
 
 
 class Controls(Bytes):
@@ -133,3 +202,25 @@ class Controls(Bytes):
 
     def spell(self, ids: list[int]) -> list[bytes]:
         return [self._names[i - END].encode() if i >= END else bytes([i]) for i in ids]
+
+
+@pytest.mark.parametrize(
+    ("shared", "rows", "left"),
+    [("Be brief.\n\nOnly JSON.\n\n", 6, 0), ("Be brief.\n\n", 4, 4), ("", 6, 0)],
+)
+def test_paragraphs_that_all_rows_start_with_do_not_count(
+    shared: str, rows: int, left: int
+) -> None:
+    hash_of = TextHash(Bytes)  # type: ignore[arg-type]
+
+    def corpus(start: str, first: int = 0) -> CorpusRows:
+        numbers = range(first, first + rows)
+        texts = [(f"{start}Text {i}.\n\nIs it long?", "Yes") for i in numbers]
+        files = [[replace(example(*text), row=i + 1) for i, text in enumerate(texts)]]
+        return Corpus([ExampleArrays.of(file).truncate() for file in files]).select()
+
+    trained = identities_of(corpus("Answer in words.\n\n"), hash_of)
+    assert len(corpus(shared).without(trained, hash_of)) == left
+    assert len(corpus("Answer in words.\n\n").without(trained, hash_of)) == 0
+    assert len(corpus(shared).without(identities_of(corpus(""), hash_of), hash_of)) == left
+    assert len(corpus(shared, first=rows).without(trained, hash_of)) == rows

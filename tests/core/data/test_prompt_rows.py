@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.problems import SkippedRows
 from mlxtune.core.data.prompt import PromptRow, read_prompts
+from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.errors import DataError
 
 USER = {"role": "user", "content": "2 + 3?"}
@@ -93,7 +93,7 @@ def test_rows_with_and_without_an_answer_may_be_in_one_file(tmp_path: Path) -> N
     assert warnings == []
 
 
-def test_calls_are_no_answer_to_compare_with(tmp_path: Path) -> None:
+def test_calls_are_not_compared_with_answers(tmp_path: Path) -> None:
     calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
     ((found,), _) = read(tmp_path, {"messages": [USER, {"role": "assistant", "tool_calls": calls}]})
     assert (found.messages, found.answer) == ([USER], None)
@@ -109,7 +109,7 @@ def test_row_without_a_prompt_is_skipped_and_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_answer_labelled_as_bad_is_not_compared_with(tmp_path: Path) -> None:
+def test_answer_labeled_as_bad_is_not_compared_with(tmp_path: Path) -> None:
     _, (warning,) = read(tmp_path, {"prompt": "a", "completion": "b", "label": False})
     assert "an answer labelled as bad" in warning
 

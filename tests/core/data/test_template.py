@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,22 @@ def test_qwen3_marks_every_assistant_turn_and_no_other() -> None:
         "<|im_start|>assistant\n4\n<|im_end|>\n"
     )
     assert supervised(rendered) == ["Hello!<|im_end|>", "4\n<|im_end|>"]
+
+
+@pytest.mark.parametrize("space", ["", "\n", " \n\n"])
+def test_tags_of_tool_results_are_written_once(space: str) -> None:
+    """Results in Hermes's files have the tags that the templates write."""
+    tagged = f"<tool_response>{space}1{space}</tool_response>"
+
+    def rendered(*results: str) -> str:
+        row = converse(("user", "a"), ("assistant", "b"), *(("tool", each) for each in results))
+        row = replace(row, messages=(*row.messages, Message("assistant", "c")))
+        return render_qwen3(row).texts[0].text
+
+    assert rendered(tagged) == rendered("1")
+    assert rendered(f"{tagged}\n{tagged}") == rendered("1", "1") or space != "\n"
+    for other in ("<result>1</result>", "<tool_response>1", "See <tool_response>1</tool_response>"):
+        assert f"<tool_response>\n{other}\n</tool_response>" in rendered(other)
 
 
 def test_qwen3_tool_calls_are_supervised_and_results_are_not() -> None:
@@ -141,7 +158,7 @@ def test_row_whose_last_turn_has_weight_0_is_a_bad_row_where_only_that_is_traine
         ("a</think>b", "<think>\nHm.\n</think>\n\na</think>b<|im_end|>"),
     ],
 )
-def test_qwen3_supervises_thinking_once_wherever_it_stands(content: str, written: str) -> None:
+def test_qwen3_supervises_thinking_once_in_field_or_content(content: str, written: str) -> None:
     rendering = render_qwen3(converse(("user", "?"), Message("assistant", content, thinking="Hm.")))
 
     assert supervised(rendering.texts[0]) == [written]

@@ -60,8 +60,8 @@ def test_skewed_rows_shift_the_interval_as_the_correction_does_in_a_loop() -> No
     ends = []
     # The interval is as wide as Student's, whose quantile is 2.0227 with 39 degrees of freedom.
     tail = normal.cdf(-((40 / 39) ** 0.5) * 2.0227)
-    for share in (tail, 1 - tail):
-        z = bias + normal.inv_cdf(share)
+    for fraction in (tail, 1 - tail):
+        z = bias + normal.inv_cdf(fraction)
         ends.append(drawn[int(normal.cdf(bias + z / (1 - acceleration * z)) * len(drawn))])
     plain = drawn[250], drawn[9750]
     # The plain percentiles are too far away to pass.

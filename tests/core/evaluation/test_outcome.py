@@ -40,14 +40,14 @@ def test_evaluation_survives_its_json(adapted: bool) -> None:
         {"another": 1},
     ],
 )
-def test_json_of_something_else_is_no_evaluation(changes: dict[str, Any]) -> None:
+def test_invalid_json_is_not_an_evaluation(changes: dict[str, Any]) -> None:
     values = json.loads(json.dumps(evaluated([-1.0, -1.2] * 20).as_dict()))
     parse_evaluation(values)
     with pytest.raises(ValueError, match=r"^its |^it has |no such verdict"):
         parse_evaluation(values | changes)
 
 
-def test_matches_stand_in_the_verdict_and_in_json_only_if_counted() -> None:
+def test_matches_are_reported_only_if_counted() -> None:
     plain = Generated(8, ExactMatch(1, 6), [])
     counted = replace(plain, matches=Matches("json", 2, 7))
     values = Evaluation(8, 80, Loss(4.0, 54.6), generated=plain).as_dict()

@@ -13,9 +13,11 @@ from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.evaluation.interval import paired_difference
 from mlxtune.core.evaluation.outcome import (
     Difference,
+    Evaluation,
     ExactMatch,
     Generated,
     Loss,
+    PreferenceDifference,
     Sample,
     parse_evaluation,
 )
@@ -27,6 +29,17 @@ from mlxtune.views.run_text import evaluation_lines
 from tests.core.evaluation.evaluations import evaluated, example
 
 Floats = npt.NDArray[np.float64]
+
+
+def verdict_on(difference: Difference, rows: int, *, only_trained: bool = False) -> str:
+    loss = Loss(1.0, 1.0)
+    found = Evaluation(rows, 100, loss, loss, difference, only_trained=only_trained)
+    # The verdict on preferences, whose differences have the other sign, follows the same rules.
+    preference = PreferenceDifference(
+        "DPO", True, 0.5, 0.5, -difference.high, -difference.low, 0.95, 0.0, 0.0, fewest=rows
+    )
+    assert verdict_of(found) == verdict_of(replace(found, preference=preference))
+    return verdict_of(found)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +57,9 @@ Floats = npt.NDArray[np.float64]
 def test_verdict_needs_an_interval_without_zero_and_some_rows(
     low: float, high: float, rows: int, verdict: str
 ) -> None:
-    assert verdict_of(Difference(0.0, 0.0, low, high, 0.95, 10_000, 0), rows) == verdict
+    difference = Difference(0.0, 0.0, low, high, 0.95, 10_000, 0)
+    assert verdict_on(difference, rows) == verdict
+    assert verdict_on(difference, rows, only_trained=True) == "cannot tell"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
@@ -52,14 +67,14 @@ def test_few_rows_give_no_verdict_even_if_equal(rows: int) -> None:
     tokens = np.full(rows, 10)
     found = paired_difference(np.full(rows, 30.0), np.full(rows, 10.0), tokens, 0)
     assert (found.loss, found.low, found.high) == (-2.0, -2.0, -2.0)
-    assert verdict_of(found, rows) == "cannot tell"
+    assert verdict_on(found, rows) == "cannot tell"
 
 
 def test_adapter_that_changes_nothing_cannot_tell() -> None:
     same = np.arange(1.0, 51.0)
     found = paired_difference(same, same, np.full(50, 3), 0)
     assert (found.low, found.high) == (0.0, 0.0)
-    assert verdict_of(found, 50) == "cannot tell"
+    assert verdict_on(found, 50) == "cannot tell"
 
 
 # Rows
@@ -87,7 +102,7 @@ def test_loss_that_is_not_finite_names_its_row() -> None:
 # Messages
 
 
-def test_lines_say_the_verdict_the_amount_and_the_rows() -> None:
+def test_output_has_the_verdict_size_and_rows() -> None:
     found = list(evaluation_lines(evaluated([-1.0, -1.2] * 20)))
     assert found[0] == "Base        2.0000 (perplexity 7.389)"
     assert found[2].startswith(

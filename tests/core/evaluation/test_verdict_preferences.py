@@ -17,7 +17,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.interval import paired_fraction_interval, rank_interval
 from mlxtune.core.evaluation.outcome import Evaluation, parse_evaluation
 from mlxtune.core.evaluation.row_losses import AnswerSums, Sums
-from mlxtune.core.evaluation.verdict import JudgedRows, _ranks, evaluate_preferences
+from mlxtune.core.evaluation.verdict import JudgedRows, _win_rate_per_answer, evaluate_preferences
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.core.objectives.objective import Objective
 
@@ -61,7 +61,7 @@ def test_interval_of_equal_changes_is_not_a_point(
     assert found.preference.high == pytest.approx(high, abs=1e-3)
 
 
-def test_few_changed_pairs_are_no_verdict() -> None:
+def test_few_changed_pairs_give_no_verdict() -> None:
     # The exact sign test has p = 0.25 for three changes alike, and p = 0.03 for six.
     for changed, verdict in ((3, "cannot tell"), (6, "helped")):
         before = [-1.0] * changed + [1.0] * 100 + [-1.0] * (100 - changed)
@@ -70,17 +70,17 @@ def test_few_changed_pairs_are_no_verdict() -> None:
         )
 
 
-@pytest.mark.parametrize(("rows", "share"), [(50, 0.05), (200, 0.01), (200, 0.25)])
-def test_noise_in_pairs_is_seldom_called_a_change(rows: int, share: float) -> None:
+@pytest.mark.parametrize(("rows", "fraction"), [(50, 0.05), (200, 0.01), (200, 0.25)])
+def test_noise_in_pairs_is_seldom_called_a_change(rows: int, fraction: float) -> None:
     draw = np.random.default_rng(7)
     outside = 0
     for _ in range(1000):
         # The same fraction of pairs is lost and gained; half of the other pairs are preferred both
         # times.
         place = draw.random(rows)
-        kept = place >= (1 + 2 * share) / 2
+        kept = place >= (1 + 2 * fraction) / 2
         low, high = paired_fraction_interval(
-            (place < share) | kept, (place >= share) & (place < 2 * share) | kept
+            (place < fraction) | kept, (place >= fraction) & (place < 2 * fraction) | kept
         )
         assert -1 <= low <= high <= 1
         outside += not low <= 0 <= high
@@ -107,12 +107,12 @@ def test_each_file_has_a_verdict_on_what_is_preferred() -> None:
     assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
 
 
-def test_noise_in_labelled_answers_is_seldom_called_a_change() -> None:
+def test_noise_in_labeled_answers_is_seldom_called_a_change() -> None:
     """The interval excludes 0.5, no change, exactly when the Mann-Whitney test rejects it."""
     draw, outside = np.random.default_rng(0), 0
     for good, bad in [(10, 40), (25, 25), (6, 60)] * 100:
         gains = draw.standard_normal(good + bad)
-        area = float(_ranks(gains, np.arange(good + bad) < good).mean())
+        area = float(_win_rate_per_answer(gains, np.arange(good + bad) < good).mean())
         low, high = rank_interval(area, good, bad)
         deviation = abs(area - 0.5) / math.sqrt((good + bad + 1) / (12 * good * bad))
         assert (low <= 0.5 <= high) == (deviation <= NormalDist().inv_cdf(0.975))
@@ -121,7 +121,7 @@ def test_noise_in_labelled_answers_is_seldom_called_a_change() -> None:
     assert outside < 0.08 * 300
 
 
-def labelled(good: int, after: np.ndarray) -> Evaluation:
+def labeled(good: int, after: np.ndarray) -> Evaluation:
     """Evaluate 60 answers, of which the first `good` are good, with these losses; 8.0 before."""
     tokens, mask = np.arange(6, dtype=np.int32), np.array([0, 0, 1, 1, 1, 1], dtype=np.uint8)
     examples = [Example(row, tokens + row, mask, 0, DESIRABLE) for row in range(1, 61)]
@@ -137,15 +137,15 @@ def labelled(good: int, after: np.ndarray) -> Evaluation:
 
 
 @pytest.mark.parametrize(("gain", "hardly"), [(0.07, True), (0.09, False)])
-def test_gain_of_labelled_answers_below_a_percent_of_the_loss_hardly_helps(
+def test_gain_of_labeled_answers_below_a_percent_of_the_loss_hardly_helps(
     gain: float, hardly: bool
 ) -> None:
-    found = labelled(30, np.array([8.0 - gain] * 30 + [8.0] * 30))
+    found = labeled(30, np.array([8.0 - gain] * 30 + [8.0] * 30))
     assert (found.verdict, found.hardly) == ("helped", hardly)
 
 
 def test_few_answers_of_a_label_show_nothing() -> None:
     assert rank_interval(1.0, 0, 60) == (0.0, 1.0)
-    found = labelled(1, 8 - np.arange(60)[::-1] / 60)
+    found = labeled(1, 8 - np.arange(60)[::-1] / 60)
     assert (found.verdict, found.preference and found.preference.fewest) == ("cannot tell", 1)
     assert "at least 6 answers of each label are needed" in verdict_lines(found)[0]

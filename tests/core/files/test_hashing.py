@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ import safetensors.numpy
 
 from mlxtune.core.files import hashing
 from mlxtune.core.files.hashing import (
+    base_change,
     base_fingerprint,
+    base_layout,
     hash_in_background,
-    is_same_base,
+    is_fingerprint,
     model_hash,
 )
 from mlxtune.errors import ModelError
@@ -101,8 +105,9 @@ def test_file_that_cannot_be_read_is_an_error_when_the_hash_is_asked_for(folder:
 
 
 def test_fingerprint_tells_weights_apart_but_not_how_they_are_stored(tmp_path: Path) -> None:
-    def write(name: str, *files: dict[str, np.ndarray]) -> dict[str, str]:
+    def write(name: str, *files: dict[str, np.ndarray]) -> dict[str, Any]:
         (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
         for number, tensors in enumerate(files):
             safetensors.numpy.save_file(tensors, tmp_path / name / f"model-{number}.safetensors")
         return base_fingerprint(tmp_path / name)
@@ -113,11 +118,63 @@ def test_fingerprint_tells_weights_apart_but_not_how_they_are_stored(tmp_path: P
     parts = write("parts", {"q.weight": matrix}, {"norm.weight": norm, "q.bias": bias})
     assert parts == whole
     tuned = write("tuned", {"q.weight": matrix * 1.01, "norm.weight": norm, "q.bias": bias})
-    assert not is_same_base(whole, tuned)
+    assert base_change(whole, tuned) == "weights"
     codes = {"q.weight": np.ones((64, 8), "u4"), "q.scales": np.ones((64, 1), "f4")}
-    assert is_same_base(whole, write("codes", codes | {"norm.weight": norm, "q.bias": bias}))
+    quantized = write("codes", codes | {"norm.weight": norm, "q.bias": bias})
+    assert base_change(whole, quantized) is None
     other = codes | {"norm.weight": norm + 1, "q.bias": bias}
-    assert not is_same_base(whole, write("other", other))
+    assert base_change(whole, write("other", other)) == "weights"
     (tmp_path / "whole" / "model-0.safetensors").write_bytes(b"broken")
     with pytest.raises(ModelError, match="cannot be read"):
         base_fingerprint(tmp_path / "whole")
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A model of one large matrix, and a config with nested values."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    config = {"rope_theta": 10000, "text_config": {"rms_norm_eps": 1e-6}, "eos_token_id": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    matrix = np.random.default_rng(0).standard_normal((256, 256)).astype("f4")
+    safetensors.numpy.save_file({"q.weight": matrix}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("eighth", range(8))
+def test_change_of_any_eighth_of_a_weight_changes_the_fingerprint(base: Path, eighth: int) -> None:
+    before, path = base_fingerprint(base), base / "model.safetensors"
+    matrix = safetensors.numpy.load_file(path)["q.weight"].reshape(-1)
+    matrix[eighth * 8192 : (eighth + 1) * 8192] *= -1
+    safetensors.numpy.save_file({"q.weight": matrix.reshape(256, 256)}, path)
+    after = base_fingerprint(base)
+    assert base_change(before, after) == "weights"
+    assert after["layout"] == before["layout"] == base_layout(base)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"rope_theta": 50}, "rope_theta in config.json"),
+        ({"rope_theta": 10000.0}, None),
+        ({"text_config": {"rms_norm_eps": 0.9}}, "text_config.rms_norm_eps in config.json"),
+        ({"text_config": {}}, "text_config.rms_norm_eps in config.json"),
+        ({"rope_scaling": {"factor": 4}}, "rope_scaling.factor in config.json"),
+        ({"rope_scaling": None}, None),
+        ({"eos_token_id": 4, "torch_dtype": "float16"}, None),
+        ({"quantization": {"bits": 4}}, None),
+    ],
+)
+def test_config_counts_as_far_as_it_decides_results(
+    base: Path, change: dict[str, Any], expected: str | None
+) -> None:
+    before, path = base_fingerprint(base), base / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    after = base_fingerprint(base)
+    assert base_change(before, after) == expected
+    first = {name: before[name] for name in ("layout", "weights", "vectors")}
+    assert is_fingerprint(before)
+    assert is_fingerprint(first)
+    assert base_change(first, after) is None
+    assert not is_fingerprint(before | {"later": ""})
+    assert not is_fingerprint(before | {"config": []})

@@ -48,7 +48,7 @@ def test_lock_is_held_until_it_is_released(tmp_path: Path) -> None:
     Lock(path).release()
 
 
-def test_lock_of_another_process_says_who_it_is_and_ends_with_it(tmp_path: Path) -> None:
+def test_lock_names_its_process_and_ends_with_it(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     process = hold_elsewhere(HOLDER, path)
     try:
@@ -131,7 +131,7 @@ def test_lock_is_refused_where_the_file_system_has_none(
     assert holder_of(tmp_path / ".lock") is None
 
 
-def test_readers_are_no_holders(tmp_path: Path) -> None:
+def test_shared_lock_has_no_holder(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     path.touch()
     with path.open("rb") as reader:
@@ -150,7 +150,7 @@ def test_reader_that_holds_the_lock_for_an_instant_does_not_keep_a_run_from_it(
         Lock(path).release()
 
 
-def test_looking_for_a_holder_changes_nothing(tmp_path: Path) -> None:
+def test_looking_for_a_holder_does_not_modify_the_lock(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     lock = Lock(path)
     path.chmod(0o444)
@@ -253,7 +253,14 @@ def test_run_moved_at_any_moment_of_a_save_is_named_as_moved(
         """Save two checkpoints, and prune the first; the run moves during the second save."""
         nonlocal calls
         saver = CheckpointSaver(
-            run, every_steps=1, every_minutes=0, keep=1, on_saved=str, on_problem=print
+            run,
+            epochs=1,
+            every_epochs=1,
+            every_steps=1,
+            every_minutes=0,
+            keep=1,
+            on_saved=str,
+            on_problem=print,
         )
         saver.save("step-1", CheckpointContent(_adapter, {"step": 1}, list))
         with monkeypatch.context() as patched:

@@ -102,7 +102,7 @@ def test_file_that_is_not_ours_is_left_as_it_is(
 
 
 @pytest.mark.parametrize("plant", ["hard link", "link"])
-def test_file_is_not_replaced_where_another_one_stands(
+def test_file_does_not_replace_an_existing_one(
     tmp_path: Path, secret: Path, folder: Path, plant: str
 ) -> None:
     (folder / "new").write_text("new")

@@ -27,7 +27,7 @@ from mlxtune.core.files.processes import (
     start,
 )
 from mlxtune.core.files.writing import as_output_error
-from tests.slow import slow
+from tests.slow import long, slow
 from tests.sources import PACKAGE
 from tests.waiting import SECONDS, wait_until
 
@@ -134,8 +134,8 @@ HOSTILE = ("mlxtune/__init__.py", "click.py", "numpy.py", "json.py", "mlx/__init
     [
         python("-m", "mlxtune", "watch", "--help"),
         slow(python("-m", "mlxtune.watch.answer_helper", "no json")),
-        slow(bench.helper_command(Path("missing"))),
-        slow(python("-m", "mlxtune.backend.device.device_helper", "--help")),
+        long(bench.helper_command(Path("missing"))),
+        long(python("-m", "mlxtune.backend.device.device_helper", "--help")),
         python(limited_helper.__file__, "1000000", template_helper.__file__),
     ],
     ids=["page", "question", "bench", "device", "limited"],

@@ -148,7 +148,7 @@ def test_file_system_that_counts_no_blocks_is_asked_for_holes(
         check_stored(path)
 
 
-def test_file_of_many_holes_takes_few_looks(
+def test_sparse_file_takes_few_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_blocks: None
 ) -> None:
     path = tmp_path / "a"
@@ -156,12 +156,12 @@ def test_file_of_many_holes_takes_few_looks(
         for place in range(1000):
             file.seek(place * 2**20)
             file.write(b"\1")
-    monkeypatch.setattr(reading, "_MOST_PIECES", 10)
+    monkeypatch.setattr(reading, "_MAX_PIECES", 10)
     with pytest.raises(TooLarge, match=r"only 40,960 of them"):
         check_stored(path)
 
 
-def test_large_or_irregular_file_is_refused_unread(tmp_path: Path) -> None:
+def test_large_or_irregular_file_is_refused_before_reading(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"12345")
     assert read_bytes(path, Limits(5)) == b"12345"

@@ -118,7 +118,7 @@ def test_readable_folder_of_this_user_is_closed(shared: Path) -> None:
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
 
 
-def test_whatever_imports_mlx_imports_the_backend_too() -> None:
+def test_modules_that_import_mlx_import_the_backend() -> None:
     """Importing the backend chooses the folder."""
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")

@@ -99,7 +99,7 @@ def test_header_longer_than_the_file_is_refused(tmp_path: Path, length: int) -> 
         read_header(write(tmp_path / "a", {"a": A, "b": B}, length=length))
 
 
-def test_header_larger_than_its_kind_is_refused_unread(
+def test_header_above_the_size_limit_is_refused_before_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_files, "HEADER", Limits(100))

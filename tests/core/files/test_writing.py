@@ -171,7 +171,7 @@ def test_file_hash_is_of_all_of_its_content(tmp_path: Path) -> None:
         file_hash(tmp_path / "none")
 
 
-def test_json_that_is_read_is_bounded_in_size_depth_and_kind(tmp_path: Path) -> None:
+def test_parsed_json_is_bounded_in_size_depth_and_type(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_json(path, {"step": 1})
     assert read_json(path) == {"step": 1}
@@ -199,7 +199,7 @@ def test_json_that_is_read_is_bounded_in_size_depth_and_kind(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
-def test_folder_on_a_file_system_that_flushes_none_takes_files_all_the_same(
+def test_files_are_written_where_folders_cannot_be_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     whole = os.fsync

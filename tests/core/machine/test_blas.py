@@ -60,7 +60,7 @@ def test_mkl_that_the_environment_names_repeats_its_results(
 
 
 @linux
-def test_one_warning_says_what_to_install_when_there_is_none() -> None:
+def test_missing_blas_gives_one_warning_with_a_remedy() -> None:
     result = run(
         "import ctypes\n"
         "real = ctypes.CDLL\n"

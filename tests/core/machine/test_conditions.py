@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from mlxtune.core.machine import conditions
-from mlxtune.core.machine.conditions import Conditions, ConditionsWatch, Pressure, Sensors
+from mlxtune.core.machine.conditions import Conditions, ConditionsPoller, Pressure, Sensors
 from tests.waiting import wait_until
 
 Fake = Callable[[str, str], None]
@@ -80,8 +80,8 @@ def test_pressure_of_linux_is_the_fraction_of_time_waiting_for_memory(
     tmp_path: Path, some: str, full: str, pressure: Pressure
 ) -> None:
     text = "\n".join(
-        f"{name} avg10={share} avg60=99.00 avg300=99.00 total=80235"
-        for name, share in (("some", some), ("full", full))
+        f"{name} avg10={fraction} avg60=99.00 avg300=99.00 total=80235"
+        for name, fraction in (("some", some), ("full", full))
     )
     path = tmp_path / "memory"
     path.write_text(text)
@@ -199,10 +199,10 @@ class Scripted:
 
 def test_watch_has_a_reading_at_once_and_new_ones_later() -> None:
     # The thread does not read again during the test.
-    with ConditionsWatch(cast(Sensors, Scripted([Pressure.NORMAL])), seconds=60) as watch:
+    with ConditionsPoller(cast(Sensors, Scripted([Pressure.NORMAL])), seconds=60) as watch:
         assert watch.latest == Conditions(Pressure.NORMAL, True, "fair")
     sensors = cast(Sensors, Scripted([Pressure.NORMAL, Pressure.CRITICAL]))
-    with ConditionsWatch(sensors, seconds=0.001) as watch:
+    with ConditionsPoller(sensors, seconds=0.001) as watch:
         wait_until(lambda: watch.latest.pressure is Pressure.CRITICAL)
         assert watch.latest == Conditions(Pressure.CRITICAL, True, "fair")
         before = watch.latest

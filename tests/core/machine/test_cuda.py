@@ -86,9 +86,7 @@ def test_header_is_read_from_the_compilers_log(site: Path) -> None:
     assert header_in(missed) == "cuda_fp16.h"
 
 
-def test_folder_that_the_system_refuses_is_none(
-    site: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_cuda_folder_counts_as_missing(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(site, "mlx-cuda-13", "0.32.4")
     monkeypatch.setenv("CUDA_HOME", "/c" * 2500)
     assert set(cuda.missing_headers()) == {cuda.RUNTIME, cuda.CRT}

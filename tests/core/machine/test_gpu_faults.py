@@ -40,7 +40,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize(("text", "fault"), TEXTS.items(), ids=str)
-def test_fault_is_recognised_by_mlxs_own_text(text: str, fault: Fault) -> None:
+def test_fault_is_recognized_by_mlxs_own_text(text: str, fault: Fault) -> None:
     assert fault_of(RuntimeError(text)) is fault
     assert [each for each in Fault if each.texts.search(text)] == [fault]
 
@@ -60,7 +60,7 @@ def test_python_out_of_memory_is_the_same_fault() -> None:
     ],
     ids=repr,
 )
-def test_other_errors_are_no_faults(error: Exception) -> None:
+def test_other_errors_are_not_gpu_faults(error: Exception) -> None:
     assert fault_of(error) is None
 
 

@@ -83,7 +83,7 @@ def test_waiting_run_is_admitted_when_the_other_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"pid": "x"}', '{"pid": 1, "bytes": -5, "run": ""}'])
-def test_nonsense_file_is_ignored(tmp_path: Path, content: str) -> None:
+def test_malformed_file_is_ignored(tmp_path: Path, content: str) -> None:
     lock = reserve(tmp_path, GB, 10 * GB, "mine")
     lock.path.write_text(content)
     reserve(tmp_path, 10 * GB, 10 * GB, "another").release()

@@ -135,7 +135,7 @@ def test_simpo_has_a_margin_and_means() -> None:
     assert loss(objective("simpo"), PAIRS, LOGPS) == pytest.approx(wanted)
 
 
-LABELLED = [
+LABELED = [
     example(1, DESIRABLE, 4, -12.0),
     example(2, UNDESIRABLE, 4, -6.0),
     example(3, DESIRABLE, 4, -20.0),
@@ -147,17 +147,17 @@ def test_kto_is_its_formula() -> None:
     others = [example(row, MISMATCHED, 3, -30.0) for row in (1, 2, 3)]
     weights = {"beta": 0.5, "desirable_weight": 2.0, "undesirable_weight": 3.0}
     # The divergence is (1 + 2 + 0) / 3.
-    found = loss(objective("kto", **weights), LABELLED + others, np.append(logps, [-29, -28, -30]))
+    found = loss(objective("kto", **weights), LABELED + others, np.append(logps, [-29, -28, -30]))
     good = [2 * (1 - sigmoid(0.5 * (2 - 1))), 2 * (1 - sigmoid(0.5 * (-1 - 1)))]
     bad = 3 * (1 - sigmoid(0.5 * (1 - 1)))
     assert found == pytest.approx((sum(good) + bad) / 3)
     # A negative divergence counts as 0.
-    found = loss(objective("kto", **weights), LABELLED + others, np.append(logps, [-31, -30, -33]))
+    found = loss(objective("kto", **weights), LABELED + others, np.append(logps, [-31, -30, -33]))
     good = [2 * (1 - sigmoid(1.0)), 2 * (1 - sigmoid(-0.5))]
     assert found == pytest.approx((sum(good) + 3 * (1 - sigmoid(-0.5))) / 3)
     without = objective("kto", kto_loss="apo_zero_unpaired", beta=0.5)
     wanted = (1 - sigmoid(1.0) + 1 - sigmoid(-0.5) + sigmoid(0.5)) / 3
-    assert loss(without, LABELLED, logps) == pytest.approx(wanted)
+    assert loss(without, LABELED, logps) == pytest.approx(wanted)
 
 
 def test_metrics_have_the_names_of_trl() -> None:
@@ -173,7 +173,7 @@ def test_metrics_have_the_names_of_trl() -> None:
         }
     )
     kto = objective("kto", kto_loss="apo_zero_unpaired", beta=0.5)
-    found = kto.evaluate(LABELLED, np.array([-10.0, -5.0, -21.0]))[1]
+    found = kto.evaluate(LABELED, np.array([-10.0, -5.0, -21.0]))[1]
     assert found == pytest.approx(
         {
             "rewards/chosen": 0.25,

@@ -15,7 +15,12 @@ import pytest
 
 import mlxtune
 from mlxtune.core.files.writing import write_file, write_json
-from mlxtune.core.run.checkpoint import find_checkpoints, prune, recover, write_checkpoint
+from mlxtune.core.run.checkpoint import (
+    find_checkpoints,
+    prune,
+    restore_interrupted_best,
+    write_checkpoint,
+)
 from mlxtune.errors import OutputError
 from tests.faults import FaultyDisk
 
@@ -216,7 +221,7 @@ def test_checkpoint_moved_aside_for_a_failed_write_is_restored(
     (tmp_path / "best").rename(tmp_path / ".best.old")
     # Readers change nothing.
     assert find_checkpoints(tmp_path) == ([], {})
-    recover(tmp_path)
+    restore_interrupted_best(tmp_path)
     good, bad = find_checkpoints(tmp_path)
     assert [checkpoint.folder for checkpoint in good] == [tmp_path / "best"]
     assert bad == {}

@@ -30,7 +30,7 @@ def test_perplexity_is_capped_at_a_million_and_never_overflows(loss: float) -> N
     assert perplexity(loss) == 1e6
 
 
-def test_perplexity_of_what_is_no_number_is_no_number() -> None:
+def test_perplexity_of_nan_is_nan() -> None:
     assert math.isnan(perplexity(math.nan))
 
 
@@ -68,7 +68,7 @@ def test_average_loss_is_not_a_mean_of_means() -> None:
     assert metrics.average_loss() == 2.0
 
 
-def test_before_the_first_step_there_is_no_loss() -> None:
+def test_loss_is_none_before_the_first_step() -> None:
     metrics = TrainingMetrics(10)
 
     assert metrics.average_loss() is None

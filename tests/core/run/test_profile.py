@@ -109,9 +109,7 @@ def test_step_has_its_phases(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("interval", "profiled"), [(1, [1, 3, 4, 5, 6]), (2, [4, 6])])
-def test_step_that_was_not_applied_is_no_profile(
-    tmp_path: Path, interval: int, profiled: list[int]
-) -> None:
+def test_unapplied_step_is_not_profiled(tmp_path: Path, interval: int, profiled: list[int]) -> None:
     class Failing(FakePipeline):
         def train_batch(self, examples: Any, *, step: int, learning_rate: float) -> Any:
             found = super().train_batch(examples, step=step, learning_rate=learning_rate)

@@ -135,7 +135,7 @@ def test_validation_at_a_cut_stays_where_a_longer_run_has_it_too() -> None:
         (jsonl(Progress([step(4)])).decode().strip(), "is step 4, not 5"),
     ],
 )
-def test_line_that_is_no_record_is_an_error_that_names_it(line: str, problem: str) -> None:
+def test_invalid_record_is_an_error_that_names_the_line(line: str, problem: str) -> None:
     content = jsonl(Progress(whole())) + line.encode() + b"\n"
     with pytest.raises(ValueError, match=problem) as raised:
         Progress.from_jsonl(content)
@@ -179,7 +179,7 @@ def test_file_gains_a_line_for_each_record_and_other_content_is_replaced(tmp_pat
     assert warnings == []
 
 
-def test_file_that_could_not_be_written_is_complete_once_it_can(
+def test_file_is_completed_once_writing_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warnings: list[str] = []
@@ -225,7 +225,7 @@ def test_each_new_failure_is_a_warning_that_names_the_file(tmp_path: Path) -> No
     assert len(warnings) == 2
 
 
-def test_record_longer_than_any_is_refused_before_it_is_parsed() -> None:
+def test_overlong_record_is_refused_before_parsing() -> None:
     names = ", ".join(f'"{i}": 1.0' for i in range(20_000))
     line = f'{{"kind": "step", "step": 1, "metrics": {{{names}}}}}'.encode()
     with pytest.raises(ValueError, match="too long"):

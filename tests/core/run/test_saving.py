@@ -24,6 +24,7 @@ class Disk:
         self.warnings: list[str] = []
         self.saved: list[str] = []
         given = {"every_steps": None, "every_minutes": 10.0, "keep": 2}
+        given |= {"epochs": 6, "every_epochs": 4}
         self.saver = CheckpointSaver(
             folder,
             on_saved=lambda path: self.saved.append(path.name),
@@ -40,6 +41,10 @@ class Disk:
     def content(self, step: int) -> CheckpointContent:
         return CheckpointContent(self.write, {"step": step}, list)
 
+    def is_due(self, step: int) -> bool:
+        requested = self.saver.requests(step, halved=False)
+        return self.saver.checkpoint_name(step, requested=requested) == f"step-{step}"
+
     def save(self, step: int) -> None:
         self.saver.try_save(f"step-{step}", self.content(step))
 
@@ -49,23 +54,37 @@ class Disk:
 
 def test_checkpoint_is_due_after_steps_or_minutes(tmp_path: Path) -> None:
     disk = Disk(tmp_path, every_steps=5)
-    assert not disk.saver.is_due(4)
-    assert disk.saver.is_due(5)
+    assert not disk.is_due(4)
+    assert disk.is_due(5)
     disk.save(5)
-    assert not disk.saver.is_due(9)
-    assert disk.saver.is_due(10)
+    assert not disk.is_due(9)
+    assert disk.is_due(10)
     disk.now = 599.9
-    assert not disk.saver.is_due(6)
+    assert not disk.is_due(6)
     disk.now = 600.0
-    assert disk.saver.is_due(6)
+    assert disk.is_due(6)
     disk.save(6)
-    assert not disk.saver.is_due(7)
+    assert not disk.is_due(7)
+
+
+def test_checkpoint_that_all_workers_know_is_due_is_not_requested(tmp_path: Path) -> None:
+    saver = Disk(tmp_path, every_steps=5).saver
+    assert [saver.requests(step, halved=True) for step in (4, 5)] == [True, False]
+    assert [saver.checkpoint_name(step) for step in (4, 5)] == [None, "step-5"]
+    assert saver.checkpoint_name(4, requested=True) == "step-4"
+
+
+@pytest.mark.parametrize(("epochs", "saved"), [(4, [1, 2, 3, 4]), (9, [4, 8])])
+def test_long_run_saves_only_some_epochs(tmp_path: Path, epochs: int, saved: list[int]) -> None:
+    saver = Disk(tmp_path, epochs=epochs, every_steps=1).saver
+    names = [saver.checkpoint_name(9, ended_epoch=epoch) for epoch in range(1, epochs + 1)]
+    assert [name for name in names if name] == [f"epoch-{epoch}" for epoch in saved]
 
 
 def test_checkpoint_is_never_due_by_minutes_when_these_are_turned_off(tmp_path: Path) -> None:
     disk = Disk(tmp_path, every_minutes=0.0)
     disk.now = 1e9
-    assert not disk.saver.is_due(10**6)
+    assert not disk.is_due(10**6)
 
 
 def test_failed_checkpoint_is_retried_after_a_minute_and_reported_once(
@@ -76,16 +95,16 @@ def test_failed_checkpoint_is_retried_after_a_minute_and_reported_once(
     disk.save(1)
     assert (disk.saved, len(disk.warnings)) == ([], 1)
     disk.now = 659.0
-    assert not disk.saver.is_due(2)
+    assert not disk.is_due(2)
     disk.now = 660.0
-    assert disk.saver.is_due(2)
+    assert disk.is_due(2)
     disk.save(2)
     assert len(disk.warnings) == 1
 
     disk.full, disk.now = False, 720.0
     disk.save(3)
     assert disk.saved == ["step-3"]
-    assert not disk.saver.is_due(4)
+    assert not disk.is_due(4)
     # A new failure gives a new warning.
     disk.full = True
     disk.save(5)

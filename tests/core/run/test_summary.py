@@ -32,7 +32,7 @@ def summary(folder: Path, **changes: Any) -> RunView:
     return RunView.of(read_run(write_run(folder / "out", **changes)))
 
 
-def test_numbers_are_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summary_equals_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = summary(Path())
 

@@ -47,7 +47,7 @@ def chosen(
     limit: int = AMPLE,
     *,
     execution: Execution | None = None,
-    checkpointing: tuple[bool, ...] = (False, True),
+    recompute_choices: tuple[bool, ...] = (False, True),
     tolerance: float = 0.1,
     of: ModelShapes | None = None,
 ) -> MemoryPlan | None:
@@ -56,14 +56,14 @@ def chosen(
         given,
         execution or LEAN,
         limit=limit,
-        checkpointing=checkpointing,
+        recompute_choices=recompute_choices,
         tolerance=tolerance,
     )
 
 
 def test_where_wider_is_hardly_faster_the_narrow_one_is_taken() -> None:
     given, cheap = work(*[64] * 8), replace(LEAN, fixed_cost=1)
-    narrow, wide = (chosen(given, execution=cheap, tolerance=share) for share in (0.1, 0.0))
+    narrow, wide = (chosen(given, execution=cheap, tolerance=fraction) for fraction in (0.1, 0.0))
     assert narrow
     assert wide
     assert narrow.execution.micro_batch_tokens < wide.execution.micro_batch_tokens
@@ -71,7 +71,7 @@ def test_where_wider_is_hardly_faster_the_narrow_one_is_taken() -> None:
     assert narrow.time <= 1.1 * wide.time
 
 
-def test_checkpointing_is_chosen_only_if_needed_to_fit() -> None:
+def test_recomputation_is_chosen_only_if_needed_to_fit() -> None:
     given = work(400, 400)
     free = chosen(given)
     assert free
@@ -79,11 +79,11 @@ def test_checkpointing_is_chosen_only_if_needed_to_fit() -> None:
     tight = chosen(given, int(chosen_least(given, False).peak.total) - 1)
     assert tight
     assert tight.execution.recompute
-    assert chosen(given, tight.limit, checkpointing=(False,)) is None
+    assert chosen(given, tight.limit, recompute_choices=(False,)) is None
 
 
 def chosen_least(given: Workload, recompute: bool) -> MemoryPlan:
-    found = chosen(given, tolerance=100.0, checkpointing=(recompute,))
+    found = chosen(given, tolerance=100.0, recompute_choices=(recompute,))
     assert found
     return found
 
@@ -156,26 +156,26 @@ def test_remedies_name_values_that_fit() -> None:
 
     def fits(n: int) -> bool:
         shorter = replace(given, steps=[], alone=(BatchLoad.single(n, max(2 * n // 400, 1)),))
-        return chosen(shorter, limit, checkpointing=(False,)) is not None
+        return chosen(shorter, limit, recompute_choices=(False,)) is not None
 
     assert fits(tokens)
     assert not fits(tokens + 1)
 
 
-def test_checkpointing_is_advised_where_it_was_off_and_would_do() -> None:
+def test_recomputation_is_advised_where_it_was_off_and_would_do() -> None:
     given, execution = work(400), LEAN
     limit = chosen_least(given, True).peak.total
     assert "--grad-checkpoint on" in why_not(shapes(), given, execution, limit, False)
     assert "--grad-checkpoint" not in why_not(shapes(), given, execution, limit - 1, True)
 
 
-def test_quantising_is_advised_unless_the_base_is_quantised() -> None:
+def test_quantizing_is_advised_unless_the_base_is_quantized() -> None:
     given, execution = work(40), LEAN
     heavy = shapes(weights=10**9)
     assert "--quantize 4 (about 156 MB)" in why_not(heavy, given, execution, 2 * 10**8, True)
     assert "still too much" in why_not(heavy, given, execution, 10**8, True)
-    quantised = replace(heavy, stored_itemsize=0)
-    assert "quantised" not in why_not(quantised, given, execution, 2 * 10**8, True)
+    quantized = replace(heavy, stored_itemsize=0)
+    assert "quantised" not in why_not(quantized, given, execution, 2 * 10**8, True)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -187,7 +187,7 @@ def test_longest_example_fits_and_one_token_more_does_not(limit: int, recompute:
     def fits(tokens: int) -> bool:
         given = Workload((), (BatchLoad.single(tokens, tokens),))
         plan = choose(
-            shapes(), given, execution, limit=limit, checkpointing=[recompute], tolerance=0.0
+            shapes(), given, execution, limit=limit, recompute_choices=[recompute], tolerance=0.0
         )
         return plan is not None and plan.peak.total * (1 + MARGIN) <= limit
 

@@ -129,7 +129,7 @@ def test_examples_of_like_length_run_together_where_padding_costs_less_than_a_pa
     assert padded_micro_batches([], 1000, 32) == []
 
 
-def test_example_longer_than_the_bound_stands_alone() -> None:
+def test_example_longer_than_the_bound_has_its_own_sequence() -> None:
     assert padded_micro_batches(lengths_of(of_lengths(30, 300, 30)), 100, 32) == [
         MicroBatch((1,), 300, 300),
         MicroBatch((0, 2), 30, 60),

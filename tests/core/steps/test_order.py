@@ -118,7 +118,7 @@ def test_steps_by_length_hold_each_row_once_and_are_all_full_but_one(
     batch_size=st.integers(1, 9),
     seed=st.integers(0, 99),
 )
-def test_steps_by_length_hold_neighbours_but_for_a_tenth(
+def test_steps_by_length_hold_neighbors_but_for_a_tenth(
     lengths: list[int], batch_size: int, seed: int
 ) -> None:
     steps = [[lengths[i] for i in s] for s in steps_by_length(lengths, batch_size, seed, 1)]

@@ -102,24 +102,24 @@ def test_segments_cover_a_sequence_in_order(examples: list[Example]) -> None:
 
 @given(steps())
 def test_a_token_is_run_once_for_all_that_continue_it(examples: list[Example]) -> None:
-    (planned,) = packed_micro_batches(StepLengths.of(examples), 100_000, 0)
-    line = pack([examples[i] for i in planned.examples])
+    (one,) = packed_micro_batches(StepLengths.of(examples), 100_000, 0)
+    line = pack([examples[i] for i in one.examples])
     beginnings = {
         tuple(one.tokens[: i + 1].tolist()) for one in examples for i in range(forward_tokens(one))
     }
-    assert line.inputs.size == planned.tokens == len(beginnings)
+    assert line.inputs.size == one.tokens == len(beginnings)
 
 
 @given(steps())
 def test_keyed_examples_share_within_their_key(examples: list[Example]) -> None:
-    (planned,) = packed_micro_batches(StepLengths.of(examples, keyed=True), 100_000, 0)
-    line = pack([examples[i] for i in planned.examples], keyed=True)
+    (one,) = packed_micro_batches(StepLengths.of(examples, keyed=True), 100_000, 0)
+    line = pack([examples[i] for i in one.examples], keyed=True)
     beginnings = {
         (one.key, *one.tokens[: i + 1].tolist())
         for one in examples
         for i in range(forward_tokens(one))
     }
-    assert line.inputs.size == planned.tokens == len(beginnings)
+    assert line.inputs.size == one.tokens == len(beginnings)
     owners = [line.row_ids[owner] for owner in line.owners.tolist()]
     for segment in line.segments:
         above = line.segments[segment.parent] if segment.parent >= 0 else segment
@@ -165,23 +165,27 @@ def test_rounding_adds_padding_that_no_token_sees(
 def test_each_example_is_in_one_sequence_that_is_short_enough(
     examples: list[Example], bound: int, fixed: int, keyed: bool
 ) -> None:
-    planned = packed_micro_batches(StepLengths.of(examples, keyed=keyed), bound, fixed)
-    assert sorted(i for one in planned for i in one.examples) == list(range(len(examples)))
-    for one in planned:
+    micro_batches = packed_micro_batches(StepLengths.of(examples, keyed=keyed), bound, fixed)
+    assert sorted(i for one in micro_batches for i in one.examples) == list(range(len(examples)))
+    for one in micro_batches:
         line = pack([examples[i] for i in one.examples], keyed=keyed)
         assert one.width == max(forward_tokens(examples[i]) for i in one.examples)
         assert line.inputs.size == one.tokens
         assert one.tokens <= bound or len(one.examples) == 1
-    assert planned == packed_micro_batches(StepLengths.of(examples, keyed=keyed), bound, fixed)
-    assert [one.tokens for one in planned] == sorted((p.tokens for p in planned), reverse=True)
+    assert micro_batches == packed_micro_batches(
+        StepLengths.of(examples, keyed=keyed), bound, fixed
+    )
+    assert [one.tokens for one in micro_batches] == sorted(
+        (p.tokens for p in micro_batches), reverse=True
+    )
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=12))
 def test_sequences_are_almost_as_few_as_possible(runs: list[int]) -> None:
-    planned = packed_micro_batches(StepLengths.of(of_lengths(*runs)), 100, 50)
+    micro_batches = packed_micro_batches(StepLengths.of(of_lengths(*runs)), 100, 50)
     # Two consecutive sequences together exceed one sequence's bound, so at least half the space is
     # used.
-    assert len(planned) <= max(1, -(-2 * sum(runs) // 100))
+    assert len(micro_batches) <= max(1, -(-2 * sum(runs) // 100))
 
 
 def test_diagram_in_the_docstring_is_true() -> None:
@@ -213,28 +217,31 @@ def test_duplicate_example_runs_once() -> None:
 def test_examples_that_share_many_tokens_are_in_one_sequence() -> None:
     system, other = list(range(100, 300)), list(range(400, 600))
     families = [example(context, [i], row=i) for i in range(6) for context in (system, other)]
-    planned = packed_micro_batches(StepLengths.of(families), 210, 50)
-    assert [one.tokens for one in planned] == [200, 200]
+    micro_batches = packed_micro_batches(StepLengths.of(families), 210, 50)
+    assert [one.tokens for one in micro_batches] == [200, 200]
 
 
 def test_families_stay_together_where_they_fit() -> None:
     system, other = list(range(100, 150)), list(range(400, 450))
     rests = [range(1000 + 20 * i, 1010 + 20 * i) for i in range(6)]
     examples = [example(other if i % 2 else system, rest, i) for i, rest in enumerate(rests)]
-    planned = packed_micro_batches(StepLengths.of(examples), 100, 10)
-    assert sorted(sorted(one.examples) for one in planned) == [[0, 2, 4], [1, 3, 5]]
-    assert [one.tokens for one in planned] == [50 + 3 * 9] * 2
+    micro_batches = packed_micro_batches(StepLengths.of(examples), 100, 10)
+    assert sorted(sorted(one.examples) for one in micro_batches) == [[0, 2, 4], [1, 3, 5]]
+    assert [one.tokens for one in micro_batches] == [50 + 3 * 9] * 2
 
 
-def test_a_long_example_stands_alone() -> None:
-    planned = packed_micro_batches(StepLengths.of(of_lengths(10, 300, 20)), 100, 50)
-    assert [(sorted(one.examples), one.tokens) for one in planned] == [([1], 300), ([0, 2], 30)]
+def test_long_example_has_its_own_sequence() -> None:
+    micro_batches = packed_micro_batches(StepLengths.of(of_lengths(10, 300, 20)), 100, 50)
+    assert [(sorted(one.examples), one.tokens) for one in micro_batches] == [
+        ([1], 300),
+        ([0, 2], 30),
+    ]
 
 
-def test_more_examples_than_are_divided_at_once() -> None:
-    planned = packed_micro_batches(StepLengths.of(of_lengths(*[30] * 600)), 1000, 50)
-    assert sorted(i for one in planned for i in one.examples) == list(range(600))
-    assert len(planned) <= 21
+def test_600_examples_are_all_packed() -> None:
+    micro_batches = packed_micro_batches(StepLengths.of(of_lengths(*[30] * 600)), 1000, 50)
+    assert sorted(i for one in micro_batches for i in one.examples) == list(range(600))
+    assert len(micro_batches) <= 21
 
 
 def test_nothing_to_pack() -> None:

@@ -15,11 +15,12 @@ from mlxtune.core.steps.order import shuffled_steps
 from mlxtune.core.steps.pack import StepLengths, pack, packed_micro_batches
 from mlxtune.session.dataset import load_dataset
 from mlxtune.session.reader import Reader
+from tests.backend.text.turns import load_once
 from tests.core.steps.epochs import LENGTHS, epoch_of
 from tests.core.steps.shapes import GRAPH_OPERATIONS
 from tests.slow import long_except
 
-BATCH_SIZE, LONGEST, MAX_TOKENS, STEPS = 4, 512, 512, 300
+BATCH_SIZE, MAX_LENGTH, MAX_TOKENS, STEPS = 4, 512, 512, 300
 NAMES = [
     *("fastchat_dummy", "gsm8k_train", "lf_alpaca_en_demo", "lf_glaive_toolcall_en"),
     *("lf_identity", "wikisql_train", "wikisql_valid"),
@@ -31,9 +32,11 @@ def corpus_of(shared: Path, name: str) -> Corpus:
     """Return a file of real chat data in tokens of Qwen3."""
     folder = shared / "tokenizers" / "qwen3"
     config = InspectConfig(
-        str(folder), str(shared / "chat" / f"{name}.jsonl"), max_seq_len=LONGEST, val_split=0
+        str(folder), str(shared / "chat" / f"{name}.jsonl"), max_seq_len=MAX_LENGTH, val_split=0
     )
-    return load_dataset(config, Reader(config, folder)).corpus
+    reader = Reader(config, folder)
+    reader.tokenizer = load_once(folder)
+    return load_dataset(config, reader).corpus
 
 
 @pytest.mark.parametrize("name", long_except(NAMES, "lf_identity"))
@@ -42,10 +45,10 @@ def test_nothing_in_a_sequence_is_padding(shared: Path, name: str) -> None:
     for step in shuffled_steps(corpus.num_rows, BATCH_SIZE, 42, 1)[:STEPS]:
         examples = [example for row in step for example in corpus.row(row)]
         run = 0
-        for planned in packed_micro_batches(StepLengths.of(examples), MAX_TOKENS, fixed=80):
-            line = pack([examples[i] for i in planned.examples])
-            assert line.inputs.size == planned.tokens == sum(map(len, line.segments))
-            run += planned.tokens
+        for micro_batch in packed_micro_batches(StepLengths.of(examples), MAX_TOKENS, fixed=80):
+            line = pack([examples[i] for i in micro_batch.examples])
+            assert line.inputs.size == micro_batch.tokens == sum(map(len, line.segments))
+            run += micro_batch.tokens
         assert run <= sum(map(forward_tokens, examples))
 
 

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +23,12 @@ from mlxtune.core.files.writing import write_file, write_json
 from mlxtune.core.run.metrics import InstructBatchResult, InstructTrainResult
 from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import TrainingObserver
-from mlxtune.core.training.requests import NO_REQUESTS, Requests
+from mlxtune.core.training.pipeline import StepOutcome
+from mlxtune.core.training.requests import Requests
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
 
 Losses = Callable[[int], float]
-
-
-class Started:
-    """A step that runs once, when its result is requested."""
-
-    def __init__(
-        self, take: Callable[[], InstructBatchResult], agreed: Requests = NO_REQUESTS
-    ) -> None:
-        self._take, self.agreed = take, agreed
-        self._outcome: InstructBatchResult | NonFiniteLossError | None = None
-        self.ended = 0.0
-
-    def result(self) -> InstructBatchResult:
-        if self._outcome is None:
-            try:
-                self._outcome = self._take()
-            except NonFiniteLossError as error:
-                self._outcome = error
-            self.ended = time.perf_counter()
-        if isinstance(self._outcome, NonFiniteLossError):
-            raise self._outcome
-        return self._outcome
 
 
 class FakePipeline:
@@ -89,8 +68,22 @@ class FakePipeline:
 
     def start_batch(
         self, examples: Sequence[Example], *, requests: Requests, **options: Any
-    ) -> Started:
-        return Started(partial(self.train_batch, examples, **options), requests)
+    ) -> Callable[[], StepOutcome]:
+        """Start a step, which runs once, when it is waited for."""
+        started = time.perf_counter()
+
+        @cache
+        def take() -> StepOutcome:
+            try:
+                value: Any = self.train_batch(examples, **options)
+            except NonFiniteLossError as error:
+                value = error
+            return StepOutcome(value, started, time.perf_counter(), requests)
+
+        return take
+
+    def wait(self, step: Callable[[], StepOutcome]) -> StepOutcome:
+        return step()
 
     def train_batch(
         self, examples: Sequence[Example], *, step: int, learning_rate: float
@@ -207,7 +200,7 @@ def train(
     validation: Sequence[Example] | None = None,
     observer: TrainingObserver | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    surroundings: MachineMonitor | None = None,
+    monitor: MachineMonitor | None = None,
     **changes: Any,
 ) -> InstructTrainResult:
     trainer = InstructTrainer(
@@ -217,7 +210,7 @@ def train(
         validation=validation,
         observer=observer,
         should_stop=should_stop,
-        surroundings=surroundings,
+        monitor=monitor,
     )
     return trainer.train()
 

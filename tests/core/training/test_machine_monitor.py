@@ -63,8 +63,8 @@ def run(
     choices = {name: options.pop(name) for name in ("wait", "asleep") if name in options}
     choices["should_stop"] = options.get("should_stop", lambda: False)
     choices["pause_on_battery"] = options.pop("pause_on_battery", False)
-    surroundings = MachineMonitor(machine, lines, **choices)
-    train(folder, pipeline, observer=lines, surroundings=surroundings, **options)
+    monitor = MachineMonitor(machine, lines, **choices)
+    train(folder, pipeline, observer=lines, monitor=monitor, **options)
     return lines.lines
 
 
@@ -168,7 +168,7 @@ def test_run_on_battery_continues_without_the_option(tmp_path: Path) -> None:
     assert run(tmp_path, Machine(BATTERY), FakePipeline(), wait=pytest.fail) == []
 
 
-def test_unknown_power_is_no_reason_to_pause(tmp_path: Path) -> None:
+def test_unknown_power_does_not_pause(tmp_path: Path) -> None:
     lines = run(tmp_path, Machine(NORMAL), FakePipeline(), pause_on_battery=True, wait=pytest.fail)
     assert lines == []
 
@@ -222,7 +222,7 @@ def test_heat_is_reported_when_it_changes(tmp_path: Path) -> None:
     lines = Lines()
     hot = Conditions(thermal="serious")
     machine = Machine(NORMAL, hot, hot, NORMAL)
-    train(tmp_path, FakePipeline(), observer=lines, surroundings=MachineMonitor(machine, lines))
+    train(tmp_path, FakePipeline(), observer=lines, monitor=MachineMonitor(machine, lines))
     # The numbers of a step are read after the next one has started.
     assert [state for _, state in lines.heat] == ["serious", ""]
     assert lines.lines == []

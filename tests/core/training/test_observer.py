@@ -26,7 +26,7 @@ class Listener(TrainingObserver):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_each_observer_hears_of_everything_in_their_order(call: str) -> None:
+def test_all_observers_receive_events_in_order(call: str) -> None:
     heard: list[tuple[Any, ...]] = []
     both = Observers([Listener("first", heard), Listener("second", heard)])
     count = len(inspect.signature(getattr(TrainingObserver, call)).parameters) - 1
@@ -63,7 +63,7 @@ class RunListener(TrainingObserver):
         self.heard.append(("end",))
 
 
-def test_observer_hears_of_everything_in_order(tmp_path: Path) -> None:
+def test_observer_receives_all_events_in_order(tmp_path: Path) -> None:
     listener = RunListener()
     train(tmp_path, FakePipeline(val_loss=lambda v: 1.0 + v), epochs=2, observer=listener)
 
@@ -78,7 +78,7 @@ def test_observer_hears_of_everything_in_order(tmp_path: Path) -> None:
     ]
 
 
-def test_observer_hears_how_many_examples_have_been_evaluated(tmp_path: Path) -> None:
+def test_observer_receives_the_number_of_evaluated_examples(tmp_path: Path) -> None:
     listener = RunListener()
     pipeline = FakePipeline()
     train(tmp_path, pipeline, validation=rows(*range(100, 180)), observer=listener, max_steps=1)
@@ -92,7 +92,7 @@ def test_observer_hears_how_many_examples_have_been_evaluated(tmp_path: Path) ->
     assert first[-1] == (80, 80)
 
 
-def test_observer_hears_the_end_however_the_run_ends(tmp_path: Path) -> None:
+def test_observer_is_always_notified_of_the_end(tmp_path: Path) -> None:
     listener = RunListener()
     with pytest.raises(NonFiniteLossError):
         train(tmp_path, FakePipeline(val_loss=lambda v: math.nan), observer=listener)

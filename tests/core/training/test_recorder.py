@@ -65,7 +65,7 @@ def test_step_keeps_how_it_was_run(tmp_path: Path) -> None:
     assert [record.memory for record in found.steps] == [100 + step for step in range(1, 7)]
 
 
-def test_record_next_to_the_checkpoints_is_not_in_them(tmp_path: Path) -> None:
+def test_run_json_is_written_outside_checkpoints(tmp_path: Path) -> None:
     (tmp_path / MARK).write_text("")
     for name in ("run.json", "metrics.jsonl"):
         (tmp_path / name).write_text("of an earlier run")

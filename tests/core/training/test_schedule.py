@@ -21,7 +21,7 @@ def rates(
 ) -> list[float]:
     schedule = make_schedule(
         name,
-        peak=PEAK,
+        peak_rate=PEAK,
         total_steps=total_steps,
         warmup_fraction=warmup_fraction,
         lr_min=lr_min,
@@ -70,7 +70,7 @@ def test_cosine_of_ten_steps_matches_hand_computation() -> None:
     expected += [(1 + c) / 2 for c in (third, 0.5, 0.0, -0.5, -third, -1.0)]
 
     schedule = make_schedule(
-        "warmup-cosine", peak=1.0, total_steps=10, warmup_fraction=0.4, lr_min=0.0
+        "warmup-cosine", peak_rate=1.0, total_steps=10, warmup_fraction=0.4, lr_min=0.0
     )
 
     assert [schedule(step) for step in range(1, 11)] == pytest.approx(expected, abs=1e-15)
@@ -108,7 +108,11 @@ def test_run_of_one_step_trains_at_the_peak(name: str, fraction: float) -> None:
 
 def schedule_of(total_steps: int, fraction: float) -> Schedule:
     return make_schedule(
-        "warmup-cosine", peak=PEAK, total_steps=total_steps, warmup_fraction=fraction, lr_min=LR_MIN
+        "warmup-cosine",
+        peak_rate=PEAK,
+        total_steps=total_steps,
+        warmup_fraction=fraction,
+        lr_min=LR_MIN,
     )
 
 
@@ -137,7 +141,7 @@ def test_cosine_rises_to_the_peak_then_falls_to_its_end(total_steps: int, fracti
 def test_rate_depends_only_on_the_step(name: str, fraction: float, steps: list[int]) -> None:
     in_order = rates(name, 100, fraction)
     schedule = make_schedule(
-        name, peak=PEAK, total_steps=100, warmup_fraction=fraction, lr_min=LR_MIN
+        name, peak_rate=PEAK, total_steps=100, warmup_fraction=fraction, lr_min=LR_MIN
     )
 
     assert [schedule(step) for step in steps] == [in_order[step - 1] for step in steps]

@@ -61,12 +61,14 @@ def test_chosen_rows_are_used_unchanged(tmp_path: Path) -> None:
     assert trainer.data_hash() == trainer.validation_hash() == corpus.data_hash()
 
 
-@pytest.mark.parametrize(("count", "share", "held_out"), [(2, 0.5, 1), (10, 0.25, 3), (9, 0.5, 5)])
+@pytest.mark.parametrize(
+    ("count", "fraction", "held_out"), [(2, 0.5, 1), (10, 0.25, 3), (9, 0.5, 5)]
+)
 def test_split_rows_are_evaluated_and_the_others_train(
-    tmp_path: Path, count: int, share: float, held_out: int
+    tmp_path: Path, count: int, fraction: float, held_out: int
 ) -> None:
     pipeline = FakePipeline()
-    train(tmp_path, pipeline, rows(*range(1, count + 1)), val_split=share, epochs=1)
+    train(tmp_path, pipeline, rows(*range(1, count + 1)), val_split=fraction, epochs=1)
 
     trained = [row for batch in pipeline.batches for row in batch]
     validated = set(pipeline.validations[0][1])
@@ -133,7 +135,7 @@ def test_each_step_takes_batch_size_rows_and_the_last_of_an_epoch_what_is_left(
         assert sorted(row for batch in epoch for row in batch) == list(range(1, 9))
 
 
-def test_fewer_rows_than_a_batch_train_all_the_same(tmp_path: Path) -> None:
+def test_fewer_rows_than_a_batch_still_train(tmp_path: Path) -> None:
     pipeline = FakePipeline()
     train(tmp_path, pipeline, rows(1, 2), validation=[], batch_size=8, epochs=1)
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.run.metrics import InstructTrainResult
@@ -28,7 +28,7 @@ from tests.core.training.fake_pipeline import (
     without_times,
 )
 from tests.faults import CRASH, Crash, FaultyDisk
-from tests.slow import long
+from tests.slow import long, slow
 
 # Rows 7 and 14 add nothing to the loss of a validation.
 HELD_OUT = rows(7, 14)
@@ -187,6 +187,7 @@ def all_of(found: InstructTrainResult, made: FakePipeline, folder: Path) -> list
     keep=st.integers(1, 3),
     stops=st.lists(st.integers(3, 24), min_size=1, max_size=2),
 )
+@settings(max_examples=settings().max_examples // 2)
 def test_run_stopped_anywhere_and_resumed_is_the_whole_run(
     losses: list[float], patience: int, every: int, save_steps: int, keep: int, stops: list[int]
 ) -> None:
@@ -203,7 +204,7 @@ def test_run_stopped_anywhere_and_resumed_is_the_whole_run(
         assert all_of(*run(folder, losses, resume=True, **changes), folder) == expected
 
 
-@pytest.mark.parametrize("every", [23, long(1)])
+@pytest.mark.parametrize("every", [53, slow(11), long(1)])
 def test_run_killed_at_any_write_and_resumed_is_the_whole_run(tmp_path: Path, every: int) -> None:
     losses = [4.0, *[3.0, 2.0, 1.0, 2.0, 1.5, 0.5] * 2]
     changes = {"early_stopping_patience": 4, "val_steps": 2, "save_steps": 3}

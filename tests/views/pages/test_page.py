@@ -77,9 +77,9 @@ def test_headings_descend_ids_are_unique_and_inputs_have_labels(page: Page) -> N
     assert len(ids) == len(set(ids))
 
 
-def luminance(colour: str) -> float:
+def luminance(color: str) -> float:
     """Return the relative luminance of a colour (WCAG 2.2)."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -102,7 +102,7 @@ def test_contrast_is_wcag_aa(
 ) -> None:
     page = render_runs([read_run(write_run(tmp_path))])
     declared = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\);", page)
-    colours = {name: each[theme] for name, *each in declared}
+    colors = {name: each[theme] for name, *each in declared}
     for name, ground in itertools.product(names, grounds):
-        low, high = sorted(luminance(colours[each]) for each in (name, ground))
+        low, high = sorted(luminance(colors[each]) for each in (name, ground))
         assert (high + 0.05) / (low + 0.05) >= least, (name, ground)

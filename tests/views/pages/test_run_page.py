@@ -219,7 +219,7 @@ def test_runs_validated_on_different_rows_are_not_compared(tmp_path: Path) -> No
         assert ("1.00 best" in found.text("results")) is not differs
 
 
-def test_more_runs_than_colours_have_different_styles(tmp_path: Path) -> None:
+def test_more_runs_than_colors_have_different_styles(tmp_path: Path) -> None:
     found = page(*[written(tmp_path / "a", epochs=1, per_epoch=5)] * 10)
     styles = {a["class"] for t, a in found.tags if "run" in a.get("class", "").split()}
     assert len(styles) == 10

@@ -141,7 +141,7 @@ def test_page_never_scrolls_sideways_and_no_label_leaves_its_chart(seen: dict[st
     assert set(cut.values()) == {0}, "a table is cut on a phone"
 
 
-def test_theme_follows_the_address_and_the_button_and_colours_curves(seen: dict[str, Any]) -> None:
+def test_theme_follows_the_address_and_the_button_and_colors_curves(seen: dict[str, Any]) -> None:
     assert seen["ground light"] == "rgb(246, 246, 243)"
     assert seen["ground dark"] == "rgb(17, 18, 20)"
     assert seen["theme"] is True

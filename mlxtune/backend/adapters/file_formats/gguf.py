@@ -122,7 +122,7 @@ def orders(module: str, update: WeightUpdate, base: BaseModel) -> tuple[Order, O
     columns, rows = np.arange(len(update.a)), np.arange(update.b.shape[1])
     name = module.rsplit(".", 1)[-1]
     if ARCHITECTURES[base.model_type] == "llama" and name in ("q_proj", "k_proj"):
-        heads = _heads(module, len(rows), base)
+        heads = _num_heads(module, len(rows), base)
         rows = rows.reshape(heads, 2, -1).swapaxes(1, 2).ravel()
     if ".linear_attn." in module:
         attention = _parent(module, base)
@@ -144,7 +144,7 @@ def _parent(module: str, base: BaseModel) -> Any:
     return dict(base.model.named_modules())[module.rpartition(".")[0]]
 
 
-def _heads(module: str, rows: int, base: BaseModel) -> int:
+def _num_heads(module: str, rows: int, base: BaseModel) -> int:
     """Return a projection's number of heads, from the head size of its attention module.
 
     The config may state a different number in a part that mlx-lm does not read.

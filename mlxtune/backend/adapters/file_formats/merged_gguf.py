@@ -18,7 +18,7 @@ from mlxtune.core.files.ours import is_ours
 from mlxtune.core.files.processes import output_of
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.writing import write_file
-from mlxtune.core.formatting import pluralise
+from mlxtune.core.formatting import pluralize
 from mlxtune.core.machine.installation import pip
 from mlxtune.errors import OutputError, one_line
 
@@ -86,7 +86,7 @@ def convert(program: str, folder: Path, dtype: str, remedy: str) -> None:
     _run(conversion(program, folder, dtype), folder / MERGED, remedy)
 
 
-def quantise(program: str, plain: Path, target: Path, type_name: str) -> None:
+def quantize_gguf(program: str, plain: Path, target: Path, type_name: str) -> None:
     """Quantise a GGUF to one of llama.cpp's types, such as Q4_K_M. Raises OutputError."""
     remedy = f"choose another --quantize: {_QUANTIZER} --help lists the types"
     _run([program, str(plain), str(target), type_name], target, remedy)
@@ -152,5 +152,5 @@ def check_merged(folder: Path, adapter: Adapter, options: BaseOptions) -> str:
         if written.shape != wanted.shape or not np.array_equal(written, wanted):
             raise OutputError(f"{MERGED}: {tensor.name} differs from {name} of the fused model")
         mx.clear_cache()
-    fused = pluralise(len(adapter.modules), "fused weight")
-    return f"{MERGED}: {pluralise(len(tensors), 'tensor')}; {fused} equal to the folder's"
+    fused = pluralize(len(adapter.modules), "fused weight")
+    return f"{MERGED}: {pluralize(len(tensors), 'tensor')}; {fused} equal to the folder's"

@@ -66,7 +66,7 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
     Raises ModelError if PEFT cannot hold the adapter, and OutputError if writing fails.
     """
     model_type = str(json_object(base / "config.json").get("model_type"))
-    placed = model_type in peft_experts.PLACES
+    placed = model_type in peft_experts.EXPERTS_PATHS
     adapter.check_plain(f"PEFT's format for {model_type}", dora=True, experts=placed)
     weights = weight_names(base)
     stored = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
@@ -81,16 +81,18 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
     tensors, ranks = _expert_tensors(experts, model_type, present)
     parameters = sorted(".".join(name.rsplit(".", 2)[1:]) for name in ranks)
     for path, update in modules.items():
-        rank, name = _rank_in_use(update), f"{_PREFIX}{names[path]}"
+        rank, name = _unpadded_rank(update), f"{_PREFIX}{names[path]}"
         ranks[names[path]] = rank
         tensors[f"{name}.lora_A.weight"] = update.a[:, :rank].T
         tensors[f"{name}.lora_B.weight"] = update.b[:rank].T
         if update.m is not None:
             tensors[f"{name}.{_MAGNITUDE}"] = update.m
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
-    chosen = {names[path]: path_in_layer(path) for path in modules}
+    selected = {names[path]: path_in_layer(path) for path in modules}
     # Without the files' weights for images, last names may match modules for images.
-    targets, layers = (sorted(chosen), None) if has_images else _shortest_targets(chosen, present)
+    targets, layers = (
+        (sorted(selected), None) if has_images else _shortest_targets(selected, present)
+    )
     rank = max(ranks.values())
     patterns = {re.escape(name): each for name, each in sorted(ranks.items()) if each != rank}
     write_json(
@@ -139,7 +141,7 @@ def _expert_tensors(
     ).most_common(1)[0][0]
     updates = peft_experts.joined(experts, model_type)
     for (layer, parameter), update in updates.items():
-        module = f"{prefix}layers.{layer}.{peft_experts.PLACES[model_type]}"
+        module = f"{prefix}layers.{layer}.{peft_experts.EXPERTS_PATHS[model_type]}"
         ranks[f"{module}.{parameter}"] = update.rank
         others = [name for number, name in updates if number == layer]
         name = f"{_PREFIX}{peft_experts.wrapped(module, others)[parameter]}"
@@ -148,7 +150,7 @@ def _expert_tensors(
     return tensors, ranks
 
 
-def _rank_in_use(update: WeightUpdate) -> int:
+def _unpadded_rank(update: WeightUpdate) -> int:
     """Return an update's rank without the padding, where both `a` and `b` are zero."""
     used = np.flatnonzero(update.a.any(axis=0) | update.b.any(axis=1))
     return int(used[-1]) + 1 if len(used) else update.a.shape[1]
@@ -164,7 +166,7 @@ def read_peft(
     mlx-lm's LoRA does not have.
     """
     weights = folder / WEIGHTS
-    if config.get("target_parameters") and model_type not in peft_experts.PLACES:
+    if config.get("target_parameters") and model_type not in peft_experts.EXPERTS_PATHS:
         raise ModelError(
             f"{folder / CONFIG} has target_parameters, which are not supported for {model_type}: "
             "merge the adapter into its base model with PEFT's merge_and_unload instead"
@@ -213,7 +215,7 @@ def _expert_parts(
     targets = [f".{target_parameter}" for target_parameter in config.get("target_parameters") or ()]
     parts_by_name: dict[str, tuple[str, str]] = {}
     for module in {re.sub(r"(\.base_layer)+$", "", name) for name in parts} if targets else ():
-        if module.endswith(f".{peft_experts.PLACES[model_type]}"):
+        if module.endswith(f".{peft_experts.EXPERTS_PATHS[model_type]}"):
             names = [
                 name
                 for name in peft_experts.PARAMETERS
@@ -255,23 +257,23 @@ def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[st
 
 
 def _shortest_targets(
-    chosen: Mapping[str, tuple[int, str]], present: Iterable[str]
+    selected: Mapping[str, tuple[int, str]], present: Iterable[str]
 ) -> tuple[list[str], list[int] | None]:
     """Return the target_modules and layers_to_transform that select exactly the chosen modules.
 
-    `chosen` maps a module to its layer and its path in the layer; `present` are all modules. Full
+    `selected` maps a module to its layer and its path in the layer; `present` are all modules. Full
     names are returned if last names would match other modules too.
     """
-    layers = sorted({layer for layer, _ in chosen.values()})
-    last_names = sorted({path.rsplit(".", 1)[-1] for _, path in chosen.values()})
+    layers = sorted({layer for layer, _ in selected.values()})
+    last_names = sorted({path.rsplit(".", 1)[-1] for _, path in selected.values()})
     named = {name for name in present if name.rsplit(".", 1)[-1] in last_names}
-    if named == set(chosen):
+    if named == set(selected):
         return last_names, None
     # PEFT takes the first number in a module's name as its layer.
     numbers = {name: re.search(r"\.[^.]*\.(\d+)\.", name) for name in named}
-    if {name for name, each in numbers.items() if each and int(each[1]) in layers} == set(chosen):
+    if {name for name, each in numbers.items() if each and int(each[1]) in layers} == set(selected):
         return last_names, layers
-    return sorted(chosen), None
+    return sorted(selected), None
 
 
 def base_of(config: Mapping[str, Any]) -> str:

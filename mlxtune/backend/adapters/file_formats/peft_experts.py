@@ -17,7 +17,7 @@ import numpy as np
 from mlxtune.backend.adapters.file_formats.adapter import Matrix, WeightUpdate, path_in_layer
 
 # The path of experts in a layer of transformers, by mlx-lm's model type.
-PLACES = {
+EXPERTS_PATHS = {
     "gpt_oss": "mlp.experts",
     "mixtral": "mlp.experts",
     "olmoe": "mlp.experts",
@@ -102,10 +102,10 @@ def from_matrices(a: Matrix, b: Matrix, rank: int) -> WeightUpdate:
 
 def wrapped(module: str, parameters: Iterable[str]) -> dict[str, str]:
     """Map a module's parameters to the wrapped modules that hold their LoRA in PEFT."""
-    chosen = [name for name in PARAMETERS if name in parameters]
-    depths = range(len(chosen) - 1, -1, -1)
+    selected = [name for name in PARAMETERS if name in parameters]
+    depths = range(len(selected) - 1, -1, -1)
     return {
-        name: module + ".base_layer" * depth for name, depth in zip(chosen, depths, strict=True)
+        name: module + ".base_layer" * depth for name, depth in zip(selected, depths, strict=True)
     }
 
 

@@ -36,7 +36,7 @@ _GROUP, _LANES = 256, 32
 # The largest head for which the lanes keep all entries in registers.
 _WIDEST = 256
 # Kernels index elements and threads with 32-bit integers.
-_MOST = 2**31 - 1
+_MAX_INDEX = 2**31 - 1
 
 # The entries of a head that a lane reads, in PACK neighbours at a time, and what both kernels need
 # to know of it: whether it holds queries or keys, which are normalised and rotated, and the address
@@ -268,7 +268,7 @@ class AttentionKernels:
         """Return queries, keys and values (1, N, ·) as attention takes them, (B, heads, T, D)."""
         sizes = heads.sizes
         counts = sizes.counts
-        template = _template(queries.dtype, sizes, normalised=heads.norms is not None)
+        template = _template(queries.dtype, sizes, normalized=heads.norms is not None)
         turns = self._turns_of(heads, layout.shape[1])
         norms = _no_norms(sizes.size) if heads.norms is None else heads.norms
 
@@ -303,10 +303,12 @@ class AttentionKernels:
         width = output.shape[1] * output.shape[3]
 
         def forward(output: mx.array) -> mx.array:
-            return self._chosen(output, layout.places, width, (1, len(layout.positions), width))
+            return self._selected(
+                output, layout.flat_indices, width, (1, len(layout.positions), width)
+            )
 
         def backward(primal: mx.array, cotangent: mx.array, _: Any) -> mx.array:
-            return self._chosen(cotangent, layout.owners, width, primal.shape)
+            return self._selected(cotangent, layout.owners, width, primal.shape)
 
         result: mx.array = differentiable(forward, backward)(output.swapaxes(1, 2))
         return result
@@ -323,7 +325,9 @@ class AttentionKernels:
             self._turns[heads.frequencies] = known
         return known
 
-    def _chosen(self, x: mx.array, index: mx.array, width: int, shape: tuple[int, ...]) -> mx.array:
+    def _selected(
+        self, x: mx.array, index: mx.array, width: int, shape: tuple[int, ...]
+    ) -> mx.array:
         """Return rows of `width` entries by index in an array of this shape."""
         pack = math.gcd(width, self._width // x.dtype.size)
         output: mx.array = self._rows(
@@ -364,8 +368,8 @@ def plain_padded(
     periods = 1 / mx.array(heads.frequencies)
 
     def moved(packed: mx.array, count: int) -> mx.array:
-        chosen = packed.reshape(-1, packed.shape[-1])[layout.padded_indices]
-        return chosen.reshape(*layout.shape, count, sizes.size)
+        selected = packed.reshape(-1, packed.shape[-1])[layout.padded_indices]
+        return selected.reshape(*layout.shape, count, sizes.size)
 
     def rotated(x: mx.array, first: int) -> mx.array:
         if norms is not None:
@@ -384,7 +388,7 @@ def plain_padded(
 
 def plain_packed(layout: Layout, output: mx.array) -> mx.array:
     """Return what `AttentionKernels.packed` returns, computed by MLX's operations."""
-    return output.swapaxes(1, 2).reshape(math.prod(layout.shape), -1)[layout.places][None]
+    return output.swapaxes(1, 2).reshape(math.prod(layout.shape), -1)[layout.flat_indices][None]
 
 
 def serves(heads: Heads, layout: Layout, arrays: Sequence[mx.array]) -> bool:
@@ -392,7 +396,7 @@ def serves(heads: Heads, layout: Layout, arrays: Sequence[mx.array]) -> bool:
     dtypes = {array.dtype for array in arrays}
     tokens = max(math.prod(layout.shape), len(layout.positions))
     threads = tokens * sum(heads.sizes.counts) * max(_LANES, heads.sizes.size)
-    return len(dtypes) == 1 and dtypes <= TOLERANCES.keys() and threads < _MOST
+    return len(dtypes) == 1 and dtypes <= TOLERANCES.keys() and threads < _MAX_INDEX
 
 
 @cache
@@ -401,7 +405,7 @@ def _no_norms(size: int) -> mx.array:
     return mx.array(np.zeros(2 * size + 2, dtype=np.float32))
 
 
-def _template(dtype: mx.Dtype, sizes: HeadSizes, *, normalised: bool) -> list[tuple[str, Any]]:
+def _template(dtype: mx.Dtype, sizes: HeadSizes, *, normalized: bool) -> list[tuple[str, Any]]:
     return [
         ("T", dtype),
         ("QUERIES", sizes.queries),
@@ -409,5 +413,5 @@ def _template(dtype: mx.Dtype, sizes: HeadSizes, *, normalised: bool) -> list[tu
         ("SIZE", sizes.size),
         ("ROTATED", sizes.rotated),
         ("PACK", sizes.pack),
-        ("NORM", normalised),
+        ("NORM", normalized),
     ]

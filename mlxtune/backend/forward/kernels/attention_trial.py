@@ -34,7 +34,7 @@ KernelsFor = Callable[[Heads], AttentionKernels | None]
 
 def kernels_for(dtype: mx.Dtype | None) -> KernelsFor | None:
     """Return the choice of kernels for queries, keys and values of a dtype; None on the CPU."""
-    return None if on_cpu() or dtype not in TOLERANCES else partial(_chosen_kernels, dtype)
+    return None if on_cpu() or dtype not in TOLERANCES else partial(_usable_kernels, dtype)
 
 
 def attention_kernels_problem() -> str:
@@ -46,12 +46,12 @@ def attention_kernels_problem() -> str:
 _CHOOSERS: dict[tuple[HeadSizes, bool], Chooser] = {}
 
 
-def _chosen_kernels(dtype: mx.Dtype, heads: Heads) -> AttentionKernels | None:
+def _usable_kernels(dtype: mx.Dtype, heads: Heads) -> AttentionKernels | None:
     """Return the device's kernels; None if their trial failed or MLX's operations are faster."""
-    sizes, normalised = heads.sizes, heads.norms is not None
-    key = sizes, normalised
+    sizes, normalized = heads.sizes, heads.norms is not None
+    key = sizes, normalized
     if key not in _CHOOSERS:
-        tried = partial(_device_trial, sizes, normalised)
+        tried = partial(_device_trial, sizes, normalized)
         _CHOOSERS[key] = Chooser(tried)
     return None if _CHOOSERS[key].form(dtype) is None else _device_kernels()
 
@@ -61,17 +61,17 @@ def _device_kernels() -> AttentionKernels:
     return AttentionKernels(*device_language())
 
 
-def _device_trial(sizes: HeadSizes, normalised: bool) -> Trial:
-    return trial_of(_device_kernels(), trial_heads(sizes, normalised=normalised))
+def _device_trial(sizes: HeadSizes, normalized: bool) -> Trial:
+    return trial_of(_device_kernels(), trial_heads(sizes, normalized=normalized))
 
 
-def trial_heads(sizes: HeadSizes, *, normalised: bool = True) -> Heads:
+def trial_heads(sizes: HeadSizes, *, normalized: bool = True) -> Heads:
     """Return heads with random norms."""
     pairs = np.arange(sizes.rotated // 2)
     frequencies = tuple(map(float, 1e4 ** (-2 * pairs / sizes.rotated)))
     weights = mx.random.uniform(0.5, 1.5, (2 * sizes.size,), key=mx.random.key(1))
     norms = mx.concatenate([weights, mx.array([1e-6, 1e-5])])
-    return Heads(sizes, frequencies, norms if normalised else None)
+    return Heads(sizes, frequencies, norms if normalized else None)
 
 
 # The number of tokens in a trial's small case.

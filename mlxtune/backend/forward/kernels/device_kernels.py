@@ -24,7 +24,7 @@ Arrays = Sequence[mx.array]
 
 # Metal passes inputs with fewer elements in the constant address space, which `mlxtune::load` does
 # not read (mlx/backend/common/metal_kernel.cpp).
-LEAST_SIZE = 8
+MIN_SIZE = 8
 # The largest allowed difference from MLX's operations in float32, as a fraction of the largest
 # value.
 TOLERANCES = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
@@ -114,7 +114,7 @@ METAL = Language(
         # Memory that a group shares, and the point that all its threads must reach.
         "shared": "threadgroup",
         "barrier": "threadgroup_barrier(metal::mem_flags::mem_threadgroup)",
-        # The address space of inputs with at least LEAST_SIZE elements, and of outputs.
+        # The address space of inputs with at least MIN_SIZE elements, and of outputs.
         "space": "device",
     },
     Template(_HEADER).substitute(

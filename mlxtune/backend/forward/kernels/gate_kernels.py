@@ -11,8 +11,8 @@ import mlx.core as mx
 
 from mlxtune.backend.forward.kernels.device_kernels import (
     CUDA,
-    LEAST_SIZE,
     METAL,
+    MIN_SIZE,
     TOLERANCES,
     Case,
     Chooser,
@@ -27,7 +27,7 @@ from mlxtune.backend.models.autograd import differentiable
 # Threads per group.
 GROUP = 256
 # Kernels index elements with 32-bit integers.
-_MOST = 2**31
+_MAX_ELEMENTS = 2**31
 # Tokens and width of the MLP whose time decides between the kernels and MLX's operations.
 _REALISTIC = (1024, 8192)
 
@@ -142,7 +142,7 @@ def plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:
 def serves(gate: mx.array, up: mx.array) -> bool:
     """Return whether the kernels support these arrays."""
     same = gate.shape == up.shape and gate.dtype == up.dtype
-    return same and gate.dtype in TOLERANCES and LEAST_SIZE <= gate.size < _MOST
+    return same and gate.dtype in TOLERANCES and MIN_SIZE <= gate.size < _MAX_ELEMENTS
 
 
 def gate_kernels(dtype: mx.Dtype) -> Function | None:

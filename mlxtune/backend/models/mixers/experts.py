@@ -17,7 +17,7 @@ from mlxtune.backend.models.replaced import subclasses
 
 # Below this number of tokens times experts per token, sorting costs more than it gains, as in
 # mlx-lm.
-_FEWEST = 64
+_MIN_TOKENS = 64
 
 
 class SortedGLU(nn.Module):
@@ -47,7 +47,7 @@ class SortedMLP(nn.Module):
 
 
 def _serves(x: mx.array, indices: mx.array) -> bool:
-    return indices.size >= _FEWEST and x.shape[:-1] == indices.shape[:-1]
+    return indices.size >= _MIN_TOKENS and x.shape[:-1] == indices.shape[:-1]
 
 
 def _by_expert(

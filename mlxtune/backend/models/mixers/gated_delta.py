@@ -27,9 +27,9 @@ from mlxtune.backend.models.mixers.recurrences import by_blocks
 # The number of tokens in a chunk.
 SIZE = 64
 # The logarithm used for a zero gate: sums with it stay finite, and their exponentials are 0.
-_LOWEST = -1e4
+_MIN_LOG_DECAY = -1e4
 # Up to this size, the power series is as accurate as substitution: no coefficient exceeds 3.
-_SMALLEST = 4
+_MIN_CHUNK = 4
 # The number of tokens, over all rows, computed together; it bounds the memory of long rows.
 _TOKENS = 2048
 # The head size, and the numbers of key and value heads, for which mlx.metallib 0.32.4 has the
@@ -112,7 +112,7 @@ def delta_rule(
     (rows, tokens, heads, _), dtype = q.shape, q.dtype
     last = state.reshape(rows, heads, -1, *state.shape[2:]).swapaxes(-1, -2).astype(mx.float32)
     q, k, values, log_gates, beta = (_chunks(x, heads) for x in (q, k, v, log_gates, beta))
-    from_start, between = _decays(mx.maximum(log_gates, _LOWEST))
+    from_start, between = _decays(mx.maximum(log_gates, _MIN_LOG_DECAY))
     to_end, whole = between[..., -1, :, None], from_start[..., -1:, :]
     pairs = k.swapaxes(-1, -2)
     inverse = _unit_inverse(beta * _strictly_lower(between * (k @ pairs)))
@@ -173,7 +173,7 @@ def _inverted(a: mx.array) -> mx.array:
     For larger matrices, a power series would lose digits, because its terms cancel.
     """
     size = a.shape[-1]
-    if size <= _SMALLEST:
+    if size <= _MIN_CHUNK:
         identity = mx.eye(size, dtype=mx.float32)
         return identity - a if size <= 2 else (identity - a) @ (identity + a @ a)
     half = size // 2

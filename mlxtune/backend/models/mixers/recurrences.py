@@ -19,7 +19,7 @@ from mlxtune.backend.models.replaced import subclasses
 # all pairs of tokens in a block.
 BLOCK, _PAIRED = 64, 256
 # The longest kernel for which `convolve` is used: each entry of the kernel takes a product.
-_LONGEST = 8
+_MAX_KERNEL_LENGTH = 8
 
 
 def by_blocks(
@@ -137,7 +137,7 @@ def _is_depthwise(layer: Any, x: mx.array) -> bool:
     return (
         layer.groups == channels == x.shape[-1]
         and (each, layer.stride, layer.padding, layer.dilation) == (1, 1, 0, 1)
-        and length <= min(_LONGEST, x.shape[1])
+        and length <= min(_MAX_KERNEL_LENGTH, x.shape[1])
     )
 
 

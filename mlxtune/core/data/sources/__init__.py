@@ -1,1 +1,1 @@
-"""Files of rows, by format."""
+"""Data files: their rows, the formats of rows, and what is wrong with a row."""

@@ -18,8 +18,9 @@ from mlxtune.errors import DataError, one_line
 
 TEXT_ENDINGS = (".txt", ".md", ".markdown")
 
-# The suffixes of files in a data folder: mlx-lm's .jsonl, and those of other formats.
+# The suffixes of files in a data folder: mlx-lm's .jsonl, and the suffixes of other formats.
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *TABLE_ENDINGS)
+TO_PARQUET = "load it in Python, and save each split with its to_parquet()"
 # The names of validation files, and of validation splits on the hub.
 VALIDATION = ("validation", "valid", "val", "dev")
 # ChatGPT's export is a folder or an archive with this file; long exports have several.
@@ -100,11 +101,7 @@ def find_data_files(
         elif option != "--data":
             raise DataError(f"{path} is a folder: name a file in it")
         elif not (files := _file_named(("train",), path) or _known_files(path, texts=texts)):
-            names = ", ".join(f"train{ending}" for ending in ENDINGS)
-            raise DataError(
-                f"{path} has no file to train on: name a file in it, or rename one to any of "
-                f"{names}{_text_advice(path, texts=texts)}"
-            )
+            raise DataError(f"{path} {_why_no_files(path, texts=texts)}")
         else:
             without_text = [each for each in files if _is_blank(each)]
             if len(without_text) < len(files):
@@ -180,10 +177,26 @@ def needs(path: Path) -> str:
     return "text to train on" if name.endswith(TEXT_ENDINGS) else "one JSON object per line"
 
 
-def _text_advice(folder: Path, *, texts: bool) -> str:
-    if texts or next(_text_files(folder), None) is None:
-        return ""
-    return "; for its .txt and .md files, use --format text"
+def _why_no_files(folder: Path, *, texts: bool) -> str:
+    """Return why a folder has no files to train on, and the remedy."""
+    with reading(folder):
+        names = sorted(path.name for path in folder.iterdir())[:_MAX_NAMES]
+        inner = [folder / name for name in names if (folder / name).is_dir()]
+    if "dataset_dict.json" in names or "state.json" in names:
+        return f"is a data set of save_to_disk: {TO_PARQUET}"
+    problem = "has no file to train on"
+    for each in inner:
+        if not each.name.startswith(".") and not each.is_symlink():
+            if _file_named(("train",), each):
+                return f"{problem}, but its folder {each.name} has one: use --data {each}"
+            with reading(each):
+                files = sorted(file for file in each.iterdir() if file.name.endswith(ENDINGS))
+            if files:
+                return f"{problem}, but its folder {each.name} has some: name them, as {files[0]}"
+    names = [f"train{ending}" for ending in ENDINGS]
+    has_texts = not texts and next(_text_files(folder), None) is not None
+    advice = "; for its .txt and .md files, use --format text" * has_texts
+    return f"{problem}: name a file in it, or rename one to any of {', '.join(names)}{advice}"
 
 
 def held_out_file(folder: Path) -> Path:

@@ -4,11 +4,19 @@ Whatever stands under another key is noted by name, so that no key is left unrea
 """
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from functools import lru_cache
 from typing import Any
 
-from mlxtune.core.data.problems import MARKED, UNREAD_METADATA, BadRow, parse_json, unread_key
+from mlxtune.core.data.problems import (
+    MARKED,
+    UNREAD_METADATA,
+    BadRow,
+    json_text,
+    parse_json,
+    unread_key,
+)
 from mlxtune.errors import shorten
 
 
@@ -17,11 +25,13 @@ def _words(text: str) -> frozenset[str]:
 
 
 # Whether a turn is learned: OpenAI's and Mistral's `weight`, axolotl's `train` and `training`,
-# ms-swift's and xtuner's `loss`, verl's `loss_mask`, tinker's `trainable`, torchtune's `masked`.
+# ms-swift's and xtuner's `loss`, verl's `loss_mask` and `response_mask`, transformers'
+# `assistant_masks`, tinker's `trainable`, torchtune's `masked`.
 _LEARNED = _words(
     "weight loss train training trained trainable istrainable lossmask lossweight lossscale "
     "lossmultiplier useloss hasloss computeloss calculateloss learn learnable supervise supervised "
-    "trainonturn"
+    "trainonturn sampleweight exampleweight rowweight responsemask assistantmask assistantmasks "
+    "trainmask trainingmask"
 )
 _MASKED = _words("masked ismasked maskloss noloss ignoreloss skiploss")
 # True hides a turn in some files, and shows it in others.
@@ -40,6 +50,11 @@ _VERDICTS = {
     **dict.fromkeys(("true", "yes", "on", "1", "1.0"), True),
     **dict.fromkeys(("false", "no", "off", "0", "0.0"), False),
 }
+# Values of facts that say that a row is not for training, in lower case and without punctuation.
+_OTHER_SPLITS = _words("test testing val valid validation dev eval evaluation holdout heldout")
+_SET_ASIDE = re.compile(
+    r"(?:do not|dont|not for|never|no|skip|excluded? from) ?train(?:ing)?|excluded?|ignored?"
+)
 # Facts about a row or a message that no model is shown.
 _METADATA = _words(
     "id idx index rowid rownumber uid uuid guid promptid questionid conversationid messageid "
@@ -79,10 +94,16 @@ _IMAGES = frozenset(["inlinedata", "filedata"]) | frozenset(
     for kind in ("image", "audio", "video")
     for form in ("", "s", "url", "urls", "path", "paths", "file", "files")
 )
+MEDIA = "images, audio and video are out of scope"
+# Values that say nothing.
+EMPTY: tuple[Any, ...] = (None, "", [], {})
 # Options of a template in a row: a variable of this name, or all variables in one object.
 TEMPLATE_OPTIONS = (
     *("enable_thinking", "thinking_budget", "reasoning_effort", "preserve_thinking"),
     *("clear_thinking", "documents", "date_string", "builtin_tools", "tools_in_user_message"),
+)
+_SWITCHES = frozenset(
+    ["enable_thinking", "preserve_thinking", "clear_thinking", "tools_in_user_message"]
 )
 OPTIONS_OBJECTS = ("chat_template_kwargs", "chat_template_args", "template_kwargs")
 _RESERVED = re.compile(
@@ -96,6 +117,10 @@ _READ = {
     "tool": _MESSAGE | {"tool_call_id", "name"},
 }
 _CALL, _FUNCTION = frozenset(["id", "type", "function"]), frozenset(["name", "arguments"])
+# `{% for message in messages[1:] %}` or `{% set last = messages[-1] %}`.
+_BINDING = re.compile(
+    r"\b(?:for|set)\s+(\w+)\s*(?:\bin\b|=)\s*(\w+)(?:\[[^'\"\]]*\])*\s*(?:\||\bif\b|-?%\})"
+)
 # A template that writes a whole call as JSON, with all of its keys.
 _WHOLE_CALL = re.compile(r"\b(?:tool_calls?|call|function)\s*\|\s*tojson")
 
@@ -126,7 +151,7 @@ def is_learned(marks: Mapping[str, Any], where: str) -> bool:
     for key, value in marks.items():
         name, verdict = letters(key), _verdict(value)
         if name in _AMBIGUOUS:
-            raise BadRow(f"{shorten(key)} of a turn has two meanings", f"{where}: write 'weight'")
+            raise BadRow(f"{shorten(key)} of a turn is ambiguous", f"{where}: write 'weight'")
         if verdict is None:
             raise BadRow(f"{shorten(key)} is neither 0 nor 1", where)
         found[key] = verdict is not (name in _MASKED)
@@ -144,9 +169,9 @@ def check_row_is_learned(marks: Mapping[str, Any]) -> None:
     for key, value in marks.items():
         name, verdict = letters(key), _verdict(value)
         if name in _AMBIGUOUS and verdict is not None:
-            raise BadRow(f"{shorten(key)} of a row has two meanings", "write 'weight'")
+            raise BadRow(f"{shorten(key)} of a row is ambiguous", "write 'weight'")
         if verdict is (name in _MASKED) and name in _LEARNED | _MASKED:
-            raise BadRow(MARKED["row"], f"{shorten(key)}: {value!r}")
+            raise BadRow(MARKED["row"], f"{shorten(key)}: {json_text(value)}")
 
 
 @lru_cache(4096)
@@ -166,7 +191,7 @@ def are_learned(listed: Mapping[str, Any]) -> dict[str, list[bool]]:
         if None in verdicts:
             continue
         if name in _AMBIGUOUS:
-            raise BadRow(f"{shorten(key)} of a row has two meanings", "write 'loss_mask'")
+            raise BadRow(f"{shorten(key)} of a row is ambiguous", "write 'loss_mask'")
         found[key] = [verdict is not (name in _MASKED) for verdict in verdicts]
     return found
 
@@ -178,7 +203,7 @@ def is_media(key: str) -> bool:
 
 
 def is_thinking(key: str) -> bool:
-    """Return whether a key holds thinking under a rare name."""
+    """Return whether a key is an uncommon name for thinking."""
     return key not in _MESSAGE and letters(key) in _THINKING
 
 
@@ -188,10 +213,17 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for key in OPTIONS_OBJECTS:
         options |= _options_in(given.get(key), key)
     return {
-        name: value
+        name: _switch(name, value) if name in _SWITCHES else value
         for name, value in options.items()
         if name.isidentifier() and not _RESERVED.fullmatch(name)
     }
+
+
+def _switch(name: str, value: Any) -> bool:
+    """Return an option that templates compare with true or false. Raises BadRow."""
+    if (verdict := _verdict(value)) is None:
+        raise BadRow(f"'{name}' is neither true nor false", json_text(value))
+    return verdict
 
 
 def _options_in(value: Any, key: str) -> Mapping[str, Any]:
@@ -234,8 +266,26 @@ def kind_of_text(key: str, value: Any) -> str:
         return ""
     if name in _LEARNED | _MASKED | _AMBIGUOUS | _ROW_MARKS | _OTHER_MARKS:
         return "a mark"
+    if is_metadata(key) and _sets_aside(name, value):
+        return "a mark"
     names = _THINKING | _MAYBE_THINKING
     return "thinking" if name in names and not _is_number(value) else ""
+
+
+def _sets_aside(name: str, fact: Any) -> bool:
+    """Return whether a fact about a row, under a key of these letters, excludes it from training.
+
+    It may also be an object with a mark.
+    """
+    if isinstance(fact, Mapping):
+        marks = {
+            letters(key): _verdict(value) for key, value in fact.items() if not _is_number(value)
+        }
+        return any(marks.get(each) is (each in _MASKED) for each in _LEARNED | _MASKED)
+    text = fact[:60].lower().replace("'", "") if isinstance(fact, str) else ""
+    words = re.sub(r"[\W_]+", " ", text).strip()
+    in_other = name in ("split", "subset") and words.replace(" ", "") in _OTHER_SPLITS
+    return in_other or _SET_ASIDE.fullmatch(words) is not None
 
 
 def _is_number(value: Any) -> bool:
@@ -245,7 +295,34 @@ def _is_number(value: Any) -> bool:
 @lru_cache(4096)
 def reads_key(template: str, key: str) -> bool:
     """Return whether a template's source reads a key of a message, as `.key` or `['key']`."""
+    if key in _CALL | _FUNCTION:  # which calls and tools have too
+        of = r"\b(?:\w*message\w*|msg|m|turn)(?:\[[^\]]*\])?(?:\.get\(\s*|[.\[])['\"]?"
+        return re.search(rf"{of}{re.escape(key)}\b", template) is not None
     return re.search(rf"[.'\"]{re.escape(key)}\b", template) is not None
+
+
+@lru_cache(4096)
+def _reads_of_message(template: str, key: str) -> bool:
+    """Return whether a template reads a key of messages, not of calls or tools."""
+    owner, key = rf"(?:{'|'.join(_message_variables(template))})", re.escape(key)
+    element, quoted_key = r"(?:\[[^'\"\]]*\])*", rf"['\"]{key}['\"]"
+    reads = (
+        rf"\b{owner}{element}(?:\.{key}\b|\[\s*{quoted_key}|\.get\(\s*{quoted_key})",
+        rf"{quoted_key}\s+(?:not\s+)?in\s+{owner}\b",
+        rf"attr\w*\s*[(=]\s*{quoted_key}",
+        rf"\b{owner}{element}\s*\|\s*(?:tojson|items)",
+    )
+    return re.search("|".join(reads), template) is not None
+
+
+@lru_cache(16)
+def _message_variables(template: str) -> tuple[str, ...]:
+    """Return the names of a template's variables that hold messages or a message."""
+    names = {"messages", "message"}
+    # A variable may be bound to one that is bound further up.
+    for name, value in _BINDING.findall(template):
+        names |= {name} if value in names else set()
+    return tuple(sorted(names))
 
 
 def reads_variable(template: str, name: str) -> bool:
@@ -261,7 +338,7 @@ def unread_in_message(
     `template` is the source of the model's own template, or empty.
     """
     for key in sorted(keys - _READ.get(role, _MESSAGE)):
-        if not reads_key(template, key):
+        if not _reads_of_message(template, key):
             yield "a message", key
     for call in () if _WHOLE_CALL.search(template) else calls:
         function = call.get("function")
@@ -281,3 +358,8 @@ def is_metadata(key: str) -> bool:
 def quoted(keys: Iterable[str]) -> str:
     """Return a list of keys for a message."""
     return ", ".join(map(shorten, sorted(keys)))
+
+
+def field_option(name: str, key: str) -> str:
+    """Return the option that reads a field from a key, or from KEY if shells cannot show it."""
+    return f"--field {name}={shlex.quote(key) if key.isprintable() and len(key) <= 200 else 'KEY'}"

@@ -32,7 +32,8 @@ from mlxtune.core.data.problems import (
     read_head,
 )
 from mlxtune.core.data.sources import parquet_helper
-from mlxtune.core.data.sources.datafiles import CHATGPT_FILE, needs, reading
+from mlxtune.core.data.sources.datafiles import CHATGPT_FILE, TO_PARQUET, needs, reading
+from mlxtune.core.data.sources.nulls import without_nulls
 from mlxtune.core.data.sources.text_rows import (
     UTF16,
     NumberedRow,
@@ -56,12 +57,10 @@ _MAX_ROWLESS = 1_000_000
 # on, unpack to some 100 times their size.
 _ALWAYS, _PER_BYTE = 2**24, 200
 # The maximum number of bytes that one byte of gzip can unpack to.
-_MOST_OF_GZIP = 1032
+_MAX_GZIP_RATIO = 1032
 _PIECE = 2**20
 # The memory of the process that reads parquet, and the maximum length of a row's JSON.
 _PARQUET_MEMORY, _MAX_ROW = 2**30, 2**26
-# Spreadsheets by their first bytes: .xlsx, .ods and .numbers are zip archives; .xls is older.
-_SPREADSHEETS = {ZIP: "a spreadsheet or another archive", b"\xd0\xcf\x11\xe0": "an Excel file"}
 # The record at the end of an archive, the length of all records there without a comment, and the
 # longest list of files.
 _ZIP_END, _ZIP_END_BYTES, _MAX_ZIP_LIST = b"PK\x05\x06", 98, 2**24
@@ -69,6 +68,26 @@ _EXPORT = (
     "save it as CSV: in Excel, File > Save As > CSV UTF-8; in Numbers, File > Export To > CSV; in "
     "LibreOffice or Google Sheets likewise"
 )
+# Files of other kinds by their first bytes, in lower case, each with the remedy.
+_OTHER_KINDS = {
+    b"\xd0\xcf\x11\xe0": f"is an Excel file: {_EXPORT}",
+    b"bzh": "is packed by bzip2: unpack it with bunzip2",
+    b"\xfd7zxz\0": "is packed by xz: unpack it with unxz",
+    b"(\xb5/\xfd": "is packed by zstd: unpack it with unzstd",
+    b"7z\xbc\xaf": "is a 7z archive: unpack it, and name a file in it",
+    b"rar!": "is a RAR archive: unpack it, and name a file in it",
+    b"%pdf-": "is a PDF: save its text as .txt",
+    b"\xff\xff\xff\xff": f"is an Arrow file: {TO_PARQUET}",
+    b"arrow1": f"is an Arrow file: {TO_PARQUET}",
+    b"sqlite format 3": "is a database: export a table as CSV",
+    b"<!doctype html": "is a web page: download the data itself",
+    b"<html": "is a web page: download the data itself",
+    b"<?xml": "is XML: write JSON lines, one object per row",
+}
+_TAR, _TAR_AT = b"ustar", 257
+# The names of parts of spreadsheets and of text documents, which are zip archives.
+_SHEETS = (b"xl/", b"opendocument.spreadsheet", b"Index/Document.iwa")
+_DOCUMENTS = (b"word/", b"opendocument.text")
 
 
 def read_objects(
@@ -80,41 +99,46 @@ def read_objects(
     is the line's. Lines end in LF or CRLF; a UTF-8 byte order mark is dropped. A row of CSV or TSV
     has the number of its first line. A row of a JSON array or of parquet is an element, and its
     number is the element's. With `texts`, a file of plain text is a row, or several with
-    `split_at`. Objects in a row have no nulls: tables such as Arrow's give all
-    objects the keys of all, and fill them with null; NaN, which pandas writes for an empty cell,
-    is one of them.
+    `split_at`. Objects in a row have no nulls but those that a template writes.
 
     Only arrays are held in memory as a whole. Raises DataError when a file cannot be read, or
     unpacks to far more than its size.
     """
-    for number, row in read_unchanged(path, texts=texts, split_at=split_at):
-        yield number, row if isinstance(row, BadRow) else without_nulls(row)
+    head = _head(path)
+    for number, row in _read_objects(path, head, texts, split_at):
+        yield number, present(row, from_arrow=head.startswith(PARQUET))
 
 
-def without_nulls(row: dict[str, Any]) -> dict[str, Any] | BadRow:
-    """Return a row whose nested objects have no nulls; its own nulls name its empty fields."""
+def present(row: dict[str, Any] | BadRow, *, from_arrow: bool) -> dict[str, Any] | BadRow:
+    """Return a row without the nulls in its objects, but for those that a template writes."""
     try:
-        return {key: None if _is_null(value) else _present(value) for key, value in row.items()}
+        if isinstance(row, BadRow) or not has_nulls(row):
+            return row
+        return without_nulls(row, from_arrow=from_arrow)
     except RecursionError:
         return BadRow("JSON nested too deeply")
 
 
-def _is_null(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+def has_nulls(value: Any) -> bool:
+    """Return whether a row, or a value in it, is or holds null or NaN."""
+    if isinstance(value, dict | list):
+        return any(map(has_nulls, value.values() if isinstance(value, dict) else value))
+    return value is None or value != value
 
 
-def _present(value: Any) -> Any:
-    """Return a value without the nulls in its objects."""
-    if isinstance(value, dict):
-        return {key: _present(item) for key, item in value.items() if not _is_null(item)}
-    return [_present(item) for item in value] if isinstance(value, list) else value
+def read_unchanged(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow, bool]]:
+    """Yield each row's number, the row with its nulls, and whether the file is Arrow's.
 
-
-def read_unchanged(
-    path: Path, *, texts: bool = False, split_at: str | None = None
-) -> Iterator[NumberedRow]:
-    """Yield what `read_objects` yields, with the nulls within rows. Raises DataError."""
+    Raises DataError as `read_objects` does.
+    """
     head = _head(path)
+    for number, row in _read_objects(path, head, texts=False, split_at=None):
+        yield number, row, head.startswith(PARQUET)
+
+
+def _read_objects(
+    path: Path, head: bytes, texts: bool, split_at: str | None
+) -> Iterator[NumberedRow]:
     if head.startswith(PARQUET):
         return _parquet_rows(path)
     if head.startswith(ZIP):
@@ -134,9 +158,8 @@ def _head(path: Path) -> bytes:
         raise DataError(f"{path} is empty: it needs {needs(path)}")
     if head.startswith(ZIP) and _exported(path):
         return head
-    for start, kind in _SPREADSHEETS.items():
-        if head.startswith(start):
-            raise DataError(f"{path} is {kind}: {_EXPORT}")
+    if (other := _other_kind(path, head)) is not None:
+        raise DataError(f"{path} {other}")
     if head.startswith(UTF16):
         return head if is_text_file(path) else head.decode("utf-16", "ignore").encode()
     if is_lfs_pointer(head[:48]):
@@ -144,6 +167,25 @@ def _head(path: Path) -> bytes:
     if b"\0" in head and not head.startswith(PARQUET):
         raise DataError(f"{path} is a binary file: save it as JSON lines in UTF-8, or as parquet")
     return head
+
+
+def _other_kind(path: Path, head: bytes) -> str | None:
+    """Return what a file is if it holds no rows, and the remedy; None for any other file."""
+    if head.startswith(ZIP):
+        named = path.name.lower().endswith((".xlsx", ".ods", ".numbers"))
+        if named or any(part in head for part in _SHEETS):
+            return f"is a spreadsheet: {_EXPORT}"
+        if any(part in head for part in _DOCUMENTS):
+            return "is a text document: save it as .txt"
+        return "is an archive: unpack it, and name a file in it"
+    if head[_TAR_AT:].startswith(_TAR):
+        return "is a tar archive: unpack it, and name a file in it"
+    if path.name.lower().endswith((".yaml", ".yml")):
+        return "is YAML: write JSON lines, one object per row"
+    if is_text_file(path) and b"\0" not in head:
+        return None
+    start = head.removeprefix(UTF8_BOM).lstrip()[:16].lower()
+    return next((said for first, said in _OTHER_KINDS.items() if start.startswith(first)), None)
 
 
 class _FromUtf16:
@@ -201,7 +243,12 @@ def _parse(line: bytes) -> dict[str, Any] | BadRow:
 
 
 def _object(content: Any) -> dict[str, Any] | BadRow:
-    return content if isinstance(content, dict) else BadRow("not a JSON object", json_type(content))
+    if isinstance(content, dict):
+        return content
+    first = content[0] if isinstance(content, list) and content else None
+    is_chat = isinstance(first, dict) and ("role" in first or "from" in first)
+    remedy = ': write {"messages": […]} around it' * is_chat
+    return BadRow("not a JSON object", f"{json_type(content)}{remedy}")
 
 
 def _array_rows(path: Path) -> Iterator[NumberedRow]:
@@ -300,7 +347,7 @@ def _check_gzip(path: Path) -> None:
     """Raise DataError for a gzip file that unpacks to too much. A damaged file fails when read."""
     size = path.stat().st_size
     left = _most_bytes(size)
-    if size * _MOST_OF_GZIP <= left:
+    if size * _MAX_GZIP_RATIO <= left:
         return
     with suppress(EOFError, zlib.error, gzip.BadGzipFile), open_zipped(path) as file:
         while piece := file.read(_PIECE):

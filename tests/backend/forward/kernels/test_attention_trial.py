@@ -24,7 +24,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 
 def heads() -> Heads:
-    return trial_heads(HeadSizes(1, 1, 6, 6), normalised=False)
+    return trial_heads(HeadSizes(1, 1, 6, 6), normalized=False)
 
 
 def choice(
@@ -39,6 +39,7 @@ def choice(
     return choose(heads())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faster", [True, False])
 def test_kernels_are_used_where_they_are_faster(
     faster: bool, gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
@@ -48,6 +49,7 @@ def test_kernels_are_used_where_they_are_faster(
     assert attention_trial.attention_kernels_problem() == ""
 
 
+@pytest.mark.slow
 def test_wrong_kernels_are_not_used_and_the_problem_is_reported(
     gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

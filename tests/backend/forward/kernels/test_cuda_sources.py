@@ -32,8 +32,8 @@ def swiglu(make: Callable[..., Any], dtype: mx.Dtype) -> None:
 
 def around_attention(make: Callable[..., Any], dtype: mx.Dtype) -> None:
     for sizes in (HeadSizes(4, 2, 128, 128), HeadSizes(2, 1, 80, 40)):
-        for normalised in (True, False):
-            heads = trial_heads(sizes, normalised=normalised)
+        for normalized in (True, False):
+            heads = trial_heads(sizes, normalized=normalized)
             tried = trial_of(AttentionKernels(CUDA, make), heads)
             tried.small().astype(dtype).run(tried.forms["kernels"])
 

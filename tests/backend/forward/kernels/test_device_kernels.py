@@ -24,7 +24,7 @@ from mlxtune.backend.forward.kernels.device_kernels import (
     choose,
 )
 from tests.backend.forward.kernels.kernel_compilers import FakeDevice
-from tests.slow import slow
+from tests.slow import long, slow
 
 
 def square(x: mx.array) -> mx.array:
@@ -62,7 +62,7 @@ def clock(*seconds: float) -> Callable[[], float]:
     return ticks().__next__
 
 
-def chosen(choice: Choice, **forms: Function) -> str:
+def selected(choice: Choice, **forms: Function) -> str:
     names = [name for name, form in forms.items() if form is choice.form]
     return names[0] if names else PLAIN
 
@@ -83,7 +83,7 @@ def test_fastest_form_is_chosen_and_preferred_form_in_doubt(
 ) -> None:
     forms = {"both": nearly(1.0), "gradient": nearly(1.0)}
     choice = choose(trial(**forms), mx.float32, clock(*seconds))
-    assert chosen(choice, **forms) == expected
+    assert selected(choice, **forms) == expected
     assert choice.problem == ""
     assert dict(choice.seconds) == pytest.approx(dict(zip([*forms, PLAIN], seconds, strict=True)))
 
@@ -162,7 +162,7 @@ SUMS = KernelSource(
 )
 
 
-@pytest.mark.parametrize("language", [METAL, slow(CUDA)], ids=["metal", "cuda"])
+@pytest.mark.parametrize("language", [slow(METAL), long(CUDA)], ids=["metal", "cuda"])
 def test_threads_of_a_group_share_sums(language: Language) -> None:
     x = np.arange(128, dtype=np.float32) % 7
     kernel = SUMS.make(language, FakeDevice(language=language).make)

@@ -39,7 +39,7 @@ def test_each_kind_of_experts(activation: Any) -> None:
     assert_same(experts(kind, activation=activation, bias=True), indices(40, 2, 5), MIXERS.apply)
 
 
-def test_quantised_experts_with_lora() -> None:
+def test_quantized_experts_with_lora() -> None:
     made = experts(bias=True)
     nn.quantize(made, group_size=32, bits=4)
     made.freeze()

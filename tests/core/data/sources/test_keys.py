@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data import problems
-from mlxtune.core.data.conversation import Conversation
+from mlxtune.core.data.conversation import Conversation, Pair
 from mlxtune.core.data.encode import Encoder
-from mlxtune.core.data.formats import FORMATS, LABELS, PAIRS, read_rows
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import RowTally, SkippedRows
+from mlxtune.core.data.sources.formats import FORMATS, LABELS, PAIRS
+from mlxtune.core.data.sources.notes import notes_on_keys
+from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.core.data.template import TEMPLATES
 from tests.core.data import renderers
 from tests.core.data.encoding import ByteTokenizer
@@ -29,6 +31,8 @@ from tests.core.data.rows import (
     TEXT,
     USER,
     converted,
+    options_in,
+    read,
     reason,
     told,
 )
@@ -63,6 +67,7 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "labelled chat": ("kto", CHAT | {"label": True}),
     "labelled sharegpt": ("kto", SHAREGPT | {"label": True}),
     "labelled prompt": ("kto", PROMPT | {"label": True}),
+    "labelled alpaca": ("kto", ALPACA | {"label": True}),
 }
 # Objects that are content.
 CONTENT = {"arguments", "tools", "systemInstruction"}
@@ -141,7 +146,7 @@ def test_text_that_the_conversation_repeats_is_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", [], {}])
-def test_empty_value_is_no_key(tmp_path: Path, value: Any) -> None:
+def test_empty_value_is_not_a_key(tmp_path: Path, value: Any) -> None:
     assert notes(tmp_path, CHAT | {"zither": value}) == {}
 
 
@@ -186,6 +191,7 @@ MARKED = [
     *(("training", False, None), ("loss_mask", 0, 1), ("lossWeight", 0.0, 1.0)),
     *(("trainable", "False", "true"), ("masked", True, False), ("is_masked", 1, 0)),
     *(("compute_loss", False, True), ("loss_scale", 0, 1), ("Train", "off", "on")),
+    *(("sample_weight", 0, 1), ("train_mask", 0, 1), ("response_mask", "0", "1")),
 ]
 
 
@@ -214,15 +220,48 @@ def test_turn_that_is_marked_is_context(
     assert notes(tmp_path, row) == {}
 
 
-@pytest.mark.parametrize("key", ["loss", "train", "weight", "loss_mask"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("loss", "train", "weight", "loss_mask"),
+        *("sample_weight", "response_mask", "assistant_mask", "train_mask"),
+    ],
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_row_that_is_marked_is_skipped(tmp_path: Path, key: str, name: str) -> None:
     row = EVERY[name][1] | {key: False}
-    assert reason(tmp_path, row).startswith("a row that is marked not to be learned")
+    assert reason(tmp_path, row) == f"a row that is marked not to be learned ('{key}': false)"
     assert notes(tmp_path, row | {key: True}) == {}
 
 
-def test_measured_loss_of_a_row_is_no_mark(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("split", "test"), ("Split", "Held-out"), ("subset", "validation")),
+        *(("status", "do not train"), ("tag", "Don't train"), ("note", "excluded")),
+        *(("metadata", {"train": False}), ("extra_info", {"masked": True})),
+    ],
+)
+def test_fact_that_excludes_a_row_from_training_is_noted(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    assert list(notes(tmp_path, CHAT | {key: value})) == [
+        f"key {key!r} of a row is not read as a mark"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("split", "train"), ("status", "reviewed"), ("topic", "test"), ("tag", "training")),
+        *(("metadata", {"train": True, "loss": 0}), ("note", "Do not train the dog at night")),
+    ],
+)
+def test_other_facts_are_metadata(tmp_path: Path, key: str, value: Any) -> None:
+    assert notes(tmp_path, CHAT | {key: value}) == {problems.UNREAD_METADATA: repr(key)}
+
+
+def test_measured_row_loss_is_not_read_as_a_mark(tmp_path: Path) -> None:
     assert notes(tmp_path, CHAT | {"loss": 1.25}) == {problems.UNREAD_METADATA: "'loss'"}
 
 
@@ -232,7 +271,7 @@ def test_measured_loss_of_a_row_is_no_mark(tmp_path: Path) -> None:
         ({"loss": 0.5}, "'loss' is neither 0 nor 1 (message 2)"),
         ({"loss_mask": [0, 1]}, "'loss_mask' is neither 0 nor 1 (message 2)"),
         ({"weight": 1, "train": False}, "marks of a turn that contradict each other"),
-        ({"mask": True}, "'mask' of a turn has two meanings (message 2: write 'weight')"),
+        ({"mask": True}, "'mask' of a turn is ambiguous (message 2: write 'weight')"),
     ],
 )
 def test_unclear_mark_is_refused(tmp_path: Path, keys: dict[str, Any], said: str) -> None:
@@ -297,9 +336,9 @@ def test_list_of_marks_in_a_row_is_followed_by_turn(
         ({}, {"loss_mask": [0, 1, 1]}, "marks of a row that fit neither its messages nor its"),
         ({"weight": 1}, {"loss_mask": [0, 0]}, "marks of a turn that contradict each other"),
         ({}, {"loss_mask": [1, 0]}, "no assistant turn with weight 1"),
-        ({}, {"mask": [0, 1]}, "'mask' of a row has two meanings"),
-        ({}, {"mask": True}, "'mask' of a row has two meanings"),
-        ({}, {"mask": 0}, "'mask' of a row has two meanings"),
+        ({}, {"mask": [0, 1]}, "'mask' of a row is ambiguous"),
+        ({}, {"mask": True}, "'mask' of a row is ambiguous"),
+        ({}, {"mask": 0}, "'mask' of a row is ambiguous"),
     ],
 )
 def test_unclear_marks_of_a_row_are_refused(
@@ -308,13 +347,13 @@ def test_unclear_marks_of_a_row_are_refused(
     assert reason(tmp_path, {"messages": [USER, ANSWER | turn], **marks}).startswith(said)
 
 
-@pytest.mark.parametrize("key", ["image", "images", "Audio", "audios", "videos", "image_url"])
 @pytest.mark.parametrize("name", EVERY)
-def test_row_with_images_is_skipped_in_every_format(tmp_path: Path, key: str, name: str) -> None:
+def test_row_with_images_is_skipped_in_every_format(tmp_path: Path, name: str) -> None:
     objective, row = EVERY[name]
-    said = reason(tmp_path, row | {key: ["a.png"]}, objective=objective)
-    assert said.startswith("images, audio and video are out of scope")
-    assert notes(tmp_path, row | {key: []}, objective) == {}
+    for key in ("image", "images", "Audio", "audios", "videos", "image_url"):
+        said = reason(tmp_path, row | {key: ["a.png"]}, objective=objective)
+        assert said.startswith("images, audio and video are out of scope"), key
+        assert notes(tmp_path, row | {key: []}, objective) == {}, key
 
 
 def test_message_with_images_is_skipped(tmp_path: Path) -> None:
@@ -369,10 +408,10 @@ def test_several_texts_are_not_glued(tmp_path: Path, row: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("row", "fields"),
     [
-        ({"question": "Hi", "answer": 5}, {}),
+        ({"question": "Hi", "answer": {}}, {}),
         ({"question": "Hi", "answer": ["Good.", "Bad."]}, {}),
         ({"instruction": "Hi", "context": "Here", "answer": ["Good.", "Bad."]}, None),
-        ({"asked": "Hi", "answer": 5}, {"prompt": "asked", "completion": "answer"}),
+        ({"asked": "Hi", "answer": True}, {"prompt": "asked", "completion": "answer"}),
     ],
 )
 def test_reason_names_the_key_of_the_row(
@@ -582,18 +621,28 @@ def test_unknown_role_names_the_roles_to_write(tmp_path: Path, role: str, hint: 
 
 
 @pytest.mark.parametrize("label", ["bad", "Bad", "undesirable", "no"])
-def test_answer_labelled_as_bad_is_no_example(tmp_path: Path, label: str) -> None:
+def test_answer_labeled_as_bad_is_not_trained_on(tmp_path: Path, label: str) -> None:
     assert reason(tmp_path, PROMPT | {"label": label}).startswith("an answer labelled as bad")
 
 
-def test_class_of_plain_text_is_metadata(tmp_path: Path) -> None:
-    assert notes(tmp_path, TEXT | {"label": "bad"}) == {problems.UNREAD_METADATA: "'label'"}
+@pytest.mark.parametrize("key", ["label", "labels", "label_text"])
+@pytest.mark.parametrize("value", ["bad", 0, 1])
+def test_class_of_plain_text_is_noted_with_the_options_that_learn_it(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    assert notes(tmp_path, TEXT | {key: value}) == {problems.CLASS_LABEL: repr(key)}
+    fields = options_in(problems.ADVICE[problems.CLASS_LABEL].replace("KEY", key))
+    learned = converted(tmp_path, TEXT | {key: value}, fields=fields)
+    assert [m.content for m in learned.messages] == [TEXT["text"], str(value)]
 
 
 @pytest.mark.parametrize("key", ["rejected_response", "rejected_answer", "non_preferred_output"])
 def test_row_with_a_rejected_answer_is_a_pair(tmp_path: Path, key: str) -> None:
     said = reason(tmp_path, PROMPT | {key: "No."})
-    assert said == f"a preference pair ({key!r}: use --objective dpo --field rejected={key})"
+    assert said == f"a preference pair ({key!r}: use --objective dpo)"
+    (pair,), _ = read(tmp_path, PROMPT | {key: "No."}, objective="dpo")
+    assert isinstance(pair, Pair)
+    assert [each.messages[-1].content for each in pair.answers] == ["Hello!", "No."]
 
 
 # Templates
@@ -604,6 +653,24 @@ READS = "{{ message.zither }} {{ mood }} {{ message['reasoning_content'] }} {{ e
 def own_template(source: str = READS) -> tuple[ModelTemplate, renderers.Renderer]:
     renderer = renderers.Renderer(renderers.qwen3_like)
     return ModelTemplate(renderer, renderers.END_TOKENS, source), renderer
+
+
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("{{ tool_call.name }}{{ function['name'] }}{{ tool.name }}", False),
+        ("{{ message.name }}", True),
+        ("{{ message['name'] }}", True),
+        ("{{ messages[0].get('name') }}", True),
+    ],
+)
+def test_name_of_a_user_is_read_only_from_a_message(
+    tmp_path: Path, source: str, read: bool
+) -> None:
+    template, _ = own_template()
+    row = {"messages": [USER | {"name": "Bob"}, ANSWER]}
+    expected = {} if read else {problems.UNREAD_METADATA: "'name'"}
+    assert notes(tmp_path, row, template=template, source=source) == expected
 
 
 def test_key_that_the_template_reads_is_not_noted(tmp_path: Path) -> None:
@@ -643,6 +710,19 @@ def test_row_decides_whether_the_template_thinks(tmp_path: Path, given: str, thi
     assert asked - {None} == {thinks}
 
 
+@pytest.mark.parametrize(("given", "thinks"), [("false", False), ("True", True), (0, False)])
+def test_switch_of_a_template_may_be_text_or_a_number(
+    tmp_path: Path, given: Any, thinks: bool
+) -> None:
+    for row in ({"enable_thinking": given}, {"chat_template_kwargs": {"enable_thinking": given}}):
+        assert converted(tmp_path, CHAT | row).options == {"enable_thinking": thinks}
+
+
+def test_switch_that_is_neither_true_nor_false_is_a_reason(tmp_path: Path) -> None:
+    said = reason(tmp_path, CHAT | {"enable_thinking": "maybe"})
+    assert said == """'enable_thinking' is neither true nor false ("maybe")"""
+
+
 def test_options_are_noted_where_the_built_in_template_has_none(tmp_path: Path) -> None:
     noted = notes(tmp_path, CHAT | {"enable_thinking": False})
     (kind,) = noted
@@ -665,9 +745,53 @@ def test_thinking_under_a_rare_name_is_trained_on(tmp_path: Path, key: str) -> N
     assert notes(tmp_path, row) == {}
 
 
-def test_second_thinking_is_noted(tmp_path: Path) -> None:
-    row = {"messages": [USER, ANSWER | {"thinking": "Greet.", "thought": "Or not."}]}
-    assert list(notes(tmp_path, row)) == ["key 'thought' of a message is not read as thinking"]
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("thinking", "thought"),
+        ("reasoning_content", "thinking"),
+        ("reasoning_content", "reasoning"),
+        ("thinking", "reasoning"),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_second_thinking_is_noted(tmp_path: Path, first: str, second: str, own: bool) -> None:
+    row = {"messages": [USER, ANSWER | {first: "Greet.", second: "Or not."}]}
+    template = own_template()[0] if own else None
+
+    assert list(notes(tmp_path, row, template=template, source=READS * own)) == [
+        f"key {second!r} of a message is not read as thinking"
+    ]
+
+
+# Templates, each with whether it reads a key of messages.
+READERS = {
+    "{% for message in messages %}{{ message.KEY }}": True,
+    "{{ messages[0]['KEY'] }}": True,
+    '{{ messages[loop.index0 - 1].get("KEY") }}': True,
+    "{% for m in messages[1:] %}{% if 'KEY' in m %}x": True,
+    "{%- set turns = messages -%}{% for turn in turns if turn %}{{ turn['KEY'] }}": True,
+    "{%- set last = messages[-1] %}{{ last.KEY }}": True,
+    "{{ messages | map(attribute='KEY') }}": True,
+    "{{ messages | selectattr('KEY') }}": True,
+    "{% for message in messages %}{{ message | tojson }}": True,
+    '{{ tool_call.KEY }}{{ tool["KEY"] }} {"KEY": <a string>}': False,
+    "{% for call in message.tool_calls %}{{ call.KEY }}": False,
+    "{% set function = messages[0]['tool_calls'][0] %}{{ function.KEY }}": False,
+}
+
+
+@pytest.mark.parametrize("key", ["name", "arguments", "function"])
+@pytest.mark.parametrize("source", READERS)
+def test_key_of_a_message_is_noted_if_only_calls_or_tools_have_it(
+    tmp_path: Path, source: str, key: str
+) -> None:
+    row = converted(tmp_path, {"messages": [USER | {key: "Bob"}, ANSWER]})
+
+    noted = notes_on_keys(row, source.replace("KEY", key))
+
+    assert bool(noted) is not READERS[source]
+    assert all(repr(key) in f"{kind} {detail}" for kind, detail in noted.items())
 
 
 # Agents' formats
@@ -723,43 +847,10 @@ def test_calls_of_one_turn_have_one_mark(tmp_path: Path) -> None:
 # Nulls
 
 
-@pytest.mark.parametrize("kind", ["lines", "array"])
-def test_nulls_of_tables_are_absent_in_every_object(tmp_path: Path, kind: str) -> None:
-    clean = {"messages": CALLS, "tools": [{"type": "function", "function": {"name": "add"}}]}
-
-    def filled(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: filled(each) for key, each in value.items()} | {
-                "absent": None,
-                "empty": float("nan"),
-            }
-        return [filled(each) for each in value] if isinstance(value, list) else value
-
-    rows, path = [clean, filled(clean)], tmp_path / "data.jsonl"
-    path.write_text(json.dumps(rows) if kind == "array" else "\n".join(map(json.dumps, rows)))
-
-    one, other = read_rows(path, SkippedRows(path))
-
-    assert isinstance(one, Conversation) and isinstance(other, Conversation)
-    assert (one.messages, one.tools) == (other.messages, other.tools)
-
-
 def test_nan_is_an_empty_cell(tmp_path: Path) -> None:
     row = {"instruction": "Hi", "input": float("nan"), "output": "Hello!"}
     assert told(tmp_path, row) == [("user", "Hi", True), ("assistant", "Hello!", True)]
     assert reason(tmp_path, row | {"output": float("nan")}).startswith("'output' is empty")
-
-
-def test_null_in_arguments_as_text_is_meant(tmp_path: Path) -> None:
-    call = {"name": "f", "arguments": '{"unit": null}'}
-    row = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(row))
-
-    (one,) = read_rows(path, SkippedRows(path))
-
-    assert isinstance(one, Conversation)
-    assert one.messages[-1].tool_calls == ({"name": "f", "arguments": {"unit": None}},)
 
 
 # Further rows as other tools write them, and what they are read as
@@ -977,11 +1068,20 @@ def test_row_that_no_rule_covers_is_skipped_with_a_reason(
     assert said in reason(tmp_path, row)
 
 
-@pytest.mark.parametrize("tag", ["<thinking>", "<reasoning>", "<Thought>", "[THINK]"])
+@pytest.mark.parametrize(
+    ("tag", "end"),
+    [
+        *((tag, f"{tag[0]}/{tag[1:]}") for tag in ("<thinking>", "<reasoning>", "<Thought>")),
+        ("[THINK]", "[/THINK]"),
+        ("<|begin_of_thought|>", "<|end_of_thought|>"),
+        ("◁think▷", "◁/think▷"),
+        ("<seed:think>", "</seed:think>"),
+    ],
+)
 def test_thinking_in_tags_that_the_template_does_not_write_is_a_finding(
-    tmp_path: Path, tag: str
+    tmp_path: Path, tag: str, end: str
 ) -> None:
-    said = f"{tag}Greet.{tag[0]}/{tag[1:]}Hello!"
+    said = f"{tag}Greet.{end}Hello!"
     row = {"messages": [USER, ANSWER | {"content": said}]}
     template, _ = own_template()
 

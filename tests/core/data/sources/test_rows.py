@@ -37,7 +37,7 @@ def write(folder: Path, content: bytes, name: str = "data.jsonl") -> Path:
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
 @pytest.mark.parametrize("bom", [b"", BOM], ids=["no_BOM", "BOM"])
 @pytest.mark.parametrize("ending", [True, False], ids=["ended", "unended"])
-def test_rows_are_numbered_by_line_and_blank_lines_and_comments_are_no_rows(
+def test_rows_are_numbered_by_line_and_blank_lines_and_comments_are_skipped(
     tmp_path: Path, pack: Callable[[bytes], bytes], newline: bytes, bom: bytes, ending: bool
 ) -> None:
     lines = [b"# made by hand", GOOD, b"", b"  \t", b"  # indented", GOOD, b"oops", GOOD]
@@ -130,12 +130,26 @@ def test_object_over_several_lines_is_a_bad_row_that_says_what_is_expected(
         (b'{"text": ', "Expecting value at column 9"),
         (GOOD + b" junk", f"Extra data at column {len(GOOD) + 2}"),
         (b'{"text": "a', "Unterminated string starting at column 10"),
+        (b'{"a": [1, 2, ]}', "trailing comma before ']' at column 12"),
+        (b'{"a": 1, }', "trailing comma before '}' at column 8"),
+        (b"{'a': 1}", "single quotes instead of double quotes at column 2"),
+        (b"""{"a": 'b'}""", "single quotes instead of double quotes at column 7"),
+        (b'{"a": None}', "Python's None instead of null at column 7"),
+        (GOOD + b",", f"comma after the end at column {len(GOOD) + 1}"),
     ],
 )
 def test_first_line_that_is_not_valid_is_a_bad_row(tmp_path: Path, line: bytes, said: str) -> None:
     rows = read(write(tmp_path, line + b"\n" + GOOD))
 
     assert rows == [(1, f"not valid JSON ({said})"), (2, ROW)]
+
+
+def test_syntax_error_of_an_array_has_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, b'[\n  {"text": "a"},\n]\n')
+    with pytest.raises(
+        DataError, match=r"array \(trailing comma before '\]' at line 2, column 16\)"
+    ):
+        read(path)
 
 
 # JSON arrays

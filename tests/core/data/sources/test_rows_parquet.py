@@ -60,7 +60,7 @@ def test_rows_of_parquet_are_numbered_and_plain(tmp_path: Path) -> None:
     ]
 
 
-def test_row_whose_text_is_not_utf_8_is_bad_and_its_neighbours_are_not(tmp_path: Path) -> None:
+def test_row_whose_text_is_not_utf_8_is_bad_and_its_neighbors_are_not(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason="needs pyarrow to write parquet")
     texts = pa.array([b"a", b"caf\xe9", b"c"]).view(pa.string())
 
@@ -82,7 +82,7 @@ def test_times_that_python_cannot_hold_spoil_no_row(tmp_path: Path) -> None:
     assert alone == [(1, {}), (2, {})]
 
 
-def test_parquet_without_rows_has_none(tmp_path: Path) -> None:
+def test_empty_parquet_file_has_no_rows(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason="needs pyarrow to write parquet")
 
     assert read(write_parquet(tmp_path / "a.parquet", {"text": pa.array([], pa.string())})) == []

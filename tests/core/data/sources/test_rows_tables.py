@@ -89,13 +89,13 @@ def test_broken_row_is_skipped_and_the_next_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("data.xlsx", b"PK\x03\x04...", "spreadsheet or another archive: save it as CSV: in Excel"),
+        ("data.xlsx", b"PK\x03\x04...", "is a spreadsheet: save it as CSV: in Excel"),
         ("data.xls", b"\xd0\xcf\x11\xe0...", "is an Excel file: save it as CSV: in Excel, File > "),
         ("data.csv", "a,b,a\n", ":1: has two columns named 'a': rename one of them"),
         ("data.csv", "\n\n", "is empty: it needs a line of column names"),
     ],
 )
-def test_file_that_is_no_table_is_refused_with_the_remedy(
+def test_non_table_file_is_refused_with_a_remedy(
     tmp_path: Path, name: str, content: str | bytes, said: str
 ) -> None:
     with pytest.raises(DataError) as raised:
@@ -104,7 +104,7 @@ def test_file_that_is_no_table_is_refused_with_the_remedy(
     assert said in str(raised.value)
 
 
-def test_line_longer_than_any_row_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+def test_overlong_line_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("mlxtune.core.data.sources.text_rows._MAX_LINE_BYTES", 1000)
 
     with pytest.raises(DataError, match=r"data\.csv:2: is longer than 1,000 bytes"):

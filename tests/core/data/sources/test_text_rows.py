@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.problems import BadRow, SkippedRows, where
 from mlxtune.core.data.sources import rows
 from mlxtune.core.data.sources.datafiles import find_data_files
+from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.core.data.sources.text_rows import encoding_of
 from mlxtune.errors import DataError
@@ -118,7 +118,7 @@ def test_record_is_counted_as_python_counts_it(
         (f"{'q' * 150},a", f"use --field prompt={'q' * 150} --field completion=a"),
     ],
 )
-def test_columns_with_other_names_are_answered(tmp_path: Path, header: str, advice: str) -> None:
+def test_columns_with_other_names_get_advice(tmp_path: Path, header: str, advice: str) -> None:
     cells = ",".join(["some words"] * (header.count(",") + 1))
     skipped = SkippedRows(file(tmp_path, f"{header}\n{cells}\n", "a.csv"))
 
@@ -256,10 +256,10 @@ def test_archive_and_folder_of_chatgpt_are_read(tmp_path: Path) -> None:
     assert [each.name for each in found] == ["conversations-000.json", "conversations-001.json"]
 
 
-def test_archive_that_is_no_export_or_unpacks_to_too_much_is_refused(
+def test_foreign_or_oversized_archive_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DataError, match="spreadsheet or another archive"):
+    with pytest.raises(DataError, match="is a spreadsheet: save it as CSV"):
         read(archive(tmp_path, {"xl/workbook.xml": b""}))
     with pytest.raises(DataError, match="has an unusual compression"):
         read(archive(tmp_path, {"conversations.json": b"[]"}, zipfile.ZIP_LZMA))
@@ -267,7 +267,7 @@ def test_archive_that_is_no_export_or_unpacks_to_too_much_is_refused(
     path = archive(tmp_path, {"conversations.json": b'[{"a": 1}]'})
     whole = path.read_bytes()
     file(tmp_path, whole[: len(whole) // 2] + whole[len(whole) // 2 + 4 :], "export.zip")
-    with pytest.raises(DataError, match=r"is a damaged zip file|spreadsheet or another archive"):
+    with pytest.raises(DataError, match=r"is a damaged zip file|is an archive"):
         read(path)
 
     monkeypatch.setattr(rows, "_ALWAYS", 0)
@@ -275,7 +275,7 @@ def test_archive_that_is_no_export_or_unpacks_to_too_much_is_refused(
     with pytest.raises(DataError, match="unpacks from"):
         read(bomb)
     monkeypatch.setattr(rows, "_MAX_ZIP_LIST", 10)
-    with pytest.raises(DataError, match="spreadsheet or another archive"):
+    with pytest.raises(DataError, match="is an archive: unpack it"):
         read(bomb)
 
 

@@ -71,7 +71,7 @@ def result_of(output: Path) -> tuple[bytes, bytes, list[Any]]:
     return adapter, (output / "checkpoints" / SAMPLED).read_bytes(), found
 
 
-def test_rewards_rise_and_the_verdict_says_so(
+def test_rewards_rise_and_the_adapter_helps(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {

@@ -16,8 +16,8 @@ from mlxtune.core.data.conversation import (
     Conversation,
     Pair,
 )
-from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.problems import SkippedRows
+from mlxtune.core.data.sources.recognition import read_rows
 from tests.core.data.rows import ANSWER, CHAT, USER, reason
 from tests.paths import SHARED
 
@@ -97,10 +97,13 @@ def test_tools_and_system_belong_to_both_answers(tmp_path: Path) -> None:
             PAIRS["whole"] | {"prompt": "Hi", "rejected": [BAD]},
             "answers that do not begin with the",
         ),
-        (PAIRS["texts"] | {"context": "C"}, "two readings of 'prompt', 'context'"),
+        (
+            PAIRS["texts"] | {"context": "C"},
+            "two readings of 'prompt', 'context' ('prompt' alone, or all together: put the",
+        ),
         (
             {"chosen": "Hello!", "rejected": "No."},
-            "no prompt (name its key with --field prompt=KEY)",
+            "no prompt (write it under 'prompt')",
         ),
         (
             {key: PAIRS["texts"][key] for key in ("prompt", "chosen")},
@@ -137,14 +140,14 @@ def test_bad_pair_is_skipped_with_its_reason(tmp_path: Path, row: Any, problem: 
     assert problem in reason(tmp_path, row, objective="dpo")
 
 
-LABELLED: list[dict[str, Any]] = [
+LABELED: list[dict[str, Any]] = [
     {"prompt": "Hi", "completion": "Hello!"},
     {"messages": [USER, ANSWER]},
     {"conversations": [FROM_USER, FROM_GPT]},
 ]
 
 
-@pytest.mark.parametrize("row", LABELLED)
+@pytest.mark.parametrize("row", LABELED)
 @pytest.mark.parametrize("label", [True, False, "true", "False", 1, 0, "1", "0"])
 def test_label_makes_an_answer_good_or_bad(tmp_path: Path, row: Any, label: Any) -> None:
     path = tmp_path / "data.jsonl"
@@ -166,12 +169,12 @@ def test_label_is_for_the_last_answer(tmp_path: Path) -> None:
     ("row", "problem"),
     [
         (
-            LABELLED[0] | {"label": "good"},
-            "'label' is neither true nor false ('good': write true, false, 1 or 0)",
+            LABELED[0] | {"label": "good"},
+            "'label' is neither true nor false (\"good\": write true, false, 1 or 0)",
         ),
-        (LABELLED[0], "an answer without a preference (prompt format: add a label, or use"),
+        (LABELED[0], "an answer without a preference (prompt format: add a label, or use"),
         (
-            LABELLED[0] | {"user_rating": "up", "lang": "en"},
+            LABELED[0] | {"user_rating": "up", "lang": "en"},
             "(prompt format: use --field label=user_rating, or use --objective sft)",
         ),
         ({"ask": "Hi", "reply": "Yes", "liked": True}, "; use --field label=liked)"),

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtune.core.data.encode import ControlTokens
+from mlxtune.core.data.sources.notes import ControlTokens
+from tests.slow import slow_except
 
 TEXTS = st.text("ab<|", max_size=12)
 
@@ -32,7 +33,7 @@ MANY = {
 }
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("name", slow_except(MANY, "one prefix", "each in the next", "long"))
 def test_many_tokens_take_little_time(name: str) -> None:
     before = time.process_time()
     control = ControlTokens(MANY[name])

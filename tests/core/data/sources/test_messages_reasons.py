@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.data.conversation import parse_conversation
 from mlxtune.core.data.problems import BadRow, SkippedRows
-from tests.core.data.test_conversation import ANSWER, USER, refused
+from mlxtune.core.data.sources.messages import parse_conversation
+from tests.core.data.sources.test_messages import ANSWER, USER, refused
 
 # Reasons
 
@@ -42,8 +42,14 @@ BAD_ROWS: list[tuple[str, Any, dict[str, Any], str, str]] = [
         "'assitant'; did you mean 'assistant'?",
     ),
     ("no_content", [{"role": "user"}, ANSWER], {}, "content is not text", "message 1: null"),
-    ("text_key", [{"role": "user", "name": "Al", "a b": "Hi"}], {}, "content", "content='a b'?"),
-    ("parts_key", [{"role": "model", "parts": ["Hi"]}], {}, "empty answer", "content=parts?"),
+    (
+        "text_key",
+        [{"role": "user", "name": "Al", "a b": "Hi"}],
+        {},
+        "content",
+        "use --field content='a b'",
+    ),
+    ("parts_key", [{"role": "model", "parts": ["Hi"]}], {}, "empty answer", "content=parts"),
     ("number", [USER | {"content": 5}, ANSWER], {}, "content is not text", "a number"),
     ("nan", [USER, ANSWER | {"content": float("nan")}], {}, "content is not text", "a number"),
     ("bool", [USER, ANSWER | {"content": True}], {}, "content is not text", "boolean"),
@@ -133,7 +139,7 @@ def test_first_two_rows_of_a_kind_are_shown_and_the_others_counted() -> None:
     assert skipped.total == 14
 
 
-def test_first_names_the_row_that_stands_first_in_the_file() -> None:
+def test_first_names_the_first_row_in_the_file() -> None:
     skipped = SkippedRows(Path("chat.jsonl"))
     skipped.add(9, BadRow("empty answer", "message 2"))
     skipped.add(4, BadRow("no assistant turn"))

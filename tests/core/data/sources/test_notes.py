@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data import problems
-from mlxtune.core.data.conversation import UNDESIRABLE, Document, notes_on
+from mlxtune.core.data.conversation import UNDESIRABLE, Document
+from mlxtune.core.data.sources.notes import notes_on, notes_on_keys
 from tests.core.data.encoding import converse
-from tests.core.data.rows import ALPACA, ANSWER, CHAT, PROMPT, TOOL, USER, read
+from tests.core.data.rows import ALPACA, ANSWER, CHAT, PROMPT, SHAREGPT, TOOL, USER, read
 
 
 def notes(folder: Path, row: dict[str, Any]) -> dict[str, str]:
@@ -24,7 +25,7 @@ def chat(*messages: dict[str, Any], **others: Any) -> dict[str, Any]:
     return {"messages": [USER, *messages, ANSWER], **others}
 
 
-def test_refusal_that_is_labelled_as_bad_is_no_fault() -> None:
+def test_refusal_labeled_as_bad_is_not_noted() -> None:
     refusal = ("assistant", "I cannot assist with that request.")
     row = converse(("user", "Hi"), refusal)
     assert problems.REFUSAL in dict(notes_on(row, ""))
@@ -44,14 +45,14 @@ def test_assistant_that_says_what_it_is_refuses_nothing(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["opcodes = table[INST]", "Phi's turns begin with <|user|>."])
-def test_text_that_mentions_a_marker_is_no_rendered_chat(text: str) -> None:
+def test_mentioned_marker_does_not_make_text_a_rendered_chat(text: str) -> None:
     assert not dict(notes_on(Document(1, text), text))
 
 
 @pytest.mark.parametrize(
     "text", ["They write <think> first.", "<think>The tag</think>It is <think>.", "Ends </think>"]
 )
-def test_mention_of_a_thinking_tag_is_no_open_thinking(text: str) -> None:
+def test_mentioned_thinking_tag_does_not_open_thinking(text: str) -> None:
     row = converse(("user", "Hi"), ("assistant", text))
     assert problems.UNCLOSED_THINKING not in dict(notes_on(row, ""))
 
@@ -59,6 +60,13 @@ def test_mention_of_a_thinking_tag_is_no_open_thinking(text: str) -> None:
 def call(name: str = "add", arguments: Any = "{}") -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+
+
+VALUE = {"value": "And now?"}
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "reasoning_content": "hmm"}
 
 
 def answering(text: str) -> dict[str, Any]:
@@ -87,6 +95,15 @@ def answering(text: str) -> dict[str, Any]:
         ({"text": "### Human: Hi\n### Assistant: Hello!"}, problems.RENDERED_CHAT),
         (PROMPT | {"prompt": "### Instruction:\nSay hi.\n"}, problems.RENDERED_CHAT),
         (PROMPT | {"prompt": "\n<|im_start|>user\nHi<|im_end|>"}, problems.RENDERED_CHAT),
+        (PROMPT | {"prompt": "\n\nHuman: Hi\n\nAssistant:"}, problems.RENDERED_CHAT),
+        (PROMPT | {"prompt": "USER: Hi ASSISTANT:"}, problems.RENDERED_CHAT),
+        ({"text": "User: Hi\nAssistant: Hello!"}, problems.RENDERED_CHAT),
+        (CHAT | {"messages": [*CHAT["messages"], USER]}, problems.UNANSWERED),
+        (
+            SHAREGPT | {"conversations": [*SHAREGPT["conversations"], {"from": "human"} | VALUE]},
+            problems.UNANSWERED,
+        ),
+        (chat(thought("<think>x</think>A")), problems.TWO_THOUGHTS),
     ],
 )
 def test_problem_is_noted(tmp_path: Path, row: dict[str, Any], kind: str) -> None:
@@ -106,6 +123,10 @@ def test_problem_is_noted(tmp_path: Path, row: dict[str, Any], kind: str) -> Non
         CHAT | {"prompt": "Another text.", "source": "a b", "category": "c d", "url": "e f"},
         ALPACA | {"instruction": "Say hello.", "input": "To all."},
         answering("Nan"),
+        chat(thought("<think>hmm</think>A")),
+        chat(thought("A")),
+        PROMPT | {"prompt": "User: Ada\nPassword: Assistant"},
+        PROMPT | {"prompt": "Human: a short history.\nSum it up."},
         answering("none"),
         PROMPT
         | {"prompt": "### Humans: a history\nSum it up.", "completion": "### User: a heading"},
@@ -115,6 +136,14 @@ def test_problem_is_noted(tmp_path: Path, row: dict[str, Any], kind: str) -> Non
 )
 def test_usual_values_are_not_noted(tmp_path: Path, row: dict[str, Any]) -> None:
     assert notes(tmp_path, row) == {}
+
+
+@pytest.mark.parametrize("start", ["", "Human: ", "<thinking>", "<thinking><", "<thinking><think"])
+@pytest.mark.parametrize("more", [" ", "\n ", "<", "think", "<|", " ASSISTANT"])
+def test_beginnings_of_long_texts_are_read_in_linear_time(start: str, more: str) -> None:
+    text = start + more * 100_000 + "x"
+    row = converse(("user", text), ("assistant", text))
+    assert len(list(notes_on(row, ""))) + len(notes_on_keys(row, "")) <= 2
 
 
 def test_excerpt_ends_with_the_text_that_it_is_from() -> None:

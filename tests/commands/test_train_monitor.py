@@ -54,7 +54,7 @@ def press(monkeypatch: pytest.MonkeyPatch, *, killed: bool) -> None:
                 raise Killed
             return Conditions(pressure)
 
-    monkeypatch.setattr(recipe, "ConditionsWatch", lambda sensors: nullcontext(Pressed()))
+    monkeypatch.setattr(recipe, "ConditionsPoller", lambda sensors: nullcontext(Pressed()))
 
 
 def micro_batches(config: TrainConfig) -> list[int]:
@@ -93,12 +93,12 @@ def test_machine_is_kept_awake_unless_it_may_sleep_or_nothing_trains(
         yield
         events.append("released")
 
-    def surroundings(*arguments: Any, **options: Any) -> MachineMonitor:
+    def monitor(*arguments: Any, **options: Any) -> MachineMonitor:
         events.append("training")
         return MachineMonitor(*arguments, **options)
 
     monkeypatch.setattr(recipe, "kept_awake", kept_awake)
-    monkeypatch.setattr(recipe, "MachineMonitor", surroundings)
+    monkeypatch.setattr(recipe, "MachineMonitor", monitor)
     train(configured("awake", max_steps=1))
     assert events == ["kept awake", "training", "released"]
     events.clear()
@@ -112,8 +112,8 @@ def test_machine_is_watched_for_the_battery_if_the_option_asks(
 ) -> None:
     paused: list[bool] = []
 
-    def check(surroundings: MachineMonitor, step: int) -> None:
-        paused.append(surroundings._pauses())
+    def check(monitor: MachineMonitor, step: int) -> None:
+        paused.append(monitor._pauses())
 
     monkeypatch.setattr(Sensors, "on_battery", lambda sensors: True)
     monkeypatch.setattr(MachineMonitor, "check", check)

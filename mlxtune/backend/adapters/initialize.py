@@ -30,7 +30,7 @@ _OVERSAMPLING = 8
 Matrix = npt.NDArray[Any]
 
 
-def initialise(
+def initialize(
     model: nn.Module, lora: LoRASummary, initial: AdapterFile | None = None
 ) -> str | None:
     """Set LoRA's initial values; return the SHA-256 of the adapter that they come from, if any.
@@ -103,7 +103,7 @@ def with_adapter(given: Mapping[str, Any], adapter: AdapterFile) -> dict[str, An
     """Return a run's options, with defaults for LoRA from the adapter that it starts from.
 
     The defaults are the adapter's rank, alpha, targets, layers and kind. Options in `given` take
-    precedence, and `initialise` reports contradictions. With `rslora`, the scale is expressed as
+    precedence, and `initialize` reports contradictions. With `rslora`, the scale is expressed as
     alpha / √rank. Raises ModelError if training cannot continue from the adapter.
     """
     info, layer_paths = adapter.info, []

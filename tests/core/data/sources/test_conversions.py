@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data import conversions
 from mlxtune.core.data.conversation import Document
 from tests.core.data.rows import (
     ALPACA,
@@ -87,7 +86,10 @@ def test_system_text_comes_first_and_empty_prompts_are_fine(tmp_path: Path) -> N
         (PROMPT | {"completion": []}, "no assistant turn (in 'completion')"),
         ({"prompt": [ANSWER], "completion": [USER]}, "no assistant turn (in 'completion')"),
         (PROMPT | {"completion": [ANSWER | {"weight": 0}]}, "no assistant turn with weight 1"),
-        (PROMPT | {"prompt": 5}, "'prompt' is neither text nor a list of messages (a number)"),
+        (
+            PROMPT | {"prompt": True},
+            "'prompt' is neither text nor a list of messages (a boolean: write it in quotes)",
+        ),
         (PROMPT | {"completion": {}}, "'completion' is neither text nor a list of messages (an "),
         (PROMPT | {"prompt": [3]}, "a message is not an object (message 1 is a number)"),
     ],
@@ -137,7 +139,7 @@ def test_alpaca_rows_become_what_llama_factory_makes_of_them(row: dict[str, Any]
     ("keys", "said"),
     [
         ({"output": ""}, "empty answer (message 2)"),
-        ({"output": 3}, "content is not text (message 2: a number)"),
+        ({"output": True}, "content is not text (message 2: a boolean)"),
         ({"input": []}, "'input' is not text (a list)"),
         ({"instruction": {}}, "'instruction' is not text (an object)"),
         ({"history": "x"}, "'history' is not a list of pairs (text)"),
@@ -204,7 +206,7 @@ def test_sharegpt_row_of_llama_factory_is_read_with_its_calls_and_tools(tmp_path
         *((name, "tool") for name in ("tool", "observation")),
     ],
 )
-def test_names_of_sharegpt_stand_for_roles(tmp_path: Path, name: str, role: str) -> None:
+def test_sharegpt_names_map_to_roles(tmp_path: Path, name: str, role: str) -> None:
     last = {"from": "gpt", "value": "Bye"}
     for entry in ({"from": name, "value": "x"}, {"role": name, "content": "x"}):
         messages = told(tmp_path, {"conversations": [entry, last]})
@@ -279,75 +281,3 @@ def test_text_is_a_document_unchanged(tmp_path: Path) -> None:
 )
 def test_bad_text_is_named(tmp_path: Path, text: Any, said: str) -> None:
     assert reason(tmp_path, {"text": text}) == said
-
-
-def node(role: str, *parts: Any, parent: str, kind: str = "text", **others: Any) -> dict[str, Any]:
-    content = {"content_type": kind, "parts": list(parts)}
-    message = {"author": {"role": role}, "content": content, "recipient": "all", **others}
-    return {"message": message, "parent": parent, "children": []}
-
-
-EXPORT = {
-    "root": {"message": None, "parent": None, "children": ["system"]},
-    "system": node("system", "", parent="root", weight=0.0),
-    "hidden": node(
-        "user", "x", parent="system", metadata={"is_visually_hidden_from_conversation": True}
-    ),
-    "question": node("user", "What is ", "1 + 1?", parent="hidden", weight=1.0),
-    "other": node("assistant", "3", parent="question"),
-    "thoughts": node("assistant", "Hm.", parent="question", kind="thoughts"),
-    "answer": node("assistant", "2", parent="thoughts", weight=1.0),
-}
-
-
-def exported(**nodes: Any) -> dict[str, Any]:
-    return {"title": "Sums", "mapping": EXPORT | nodes, "current_node": "answer", "id": "1"}
-
-
-def test_chatgpt_export_is_read_along_the_path_to_its_current_node(tmp_path: Path) -> None:
-    assert told(tmp_path, exported()) == [
-        ("user", "What is 1 + 1?", True),
-        ("assistant", "2", True),
-    ]
-
-
-IMAGE = {"content_type": "image_asset_pointer", "asset_pointer": "file-service://1"}
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        (exported() | {"mapping": []}, "'mapping' is not an object (a list)"),
-        (exported() | {"current_node": ["answer"]}, "no assistant turn"),
-        (exported(question=node("user", "?", parent="answer"), answer={}), "no assistant turn"),
-        (exported(thoughts=node("tool", "2", parent="question")), "a ChatGPT conversation with"),
-        (
-            exported(thoughts=node("assistant", "q", parent="question", recipient="web")),
-            "a ChatGPT conversation with tools",
-        ),
-        (
-            exported(question=node("user", IMAGE, "What is it?", parent="root")),
-            "images, audio and video are out of scope (message 1: 'image_asset_pointer')",
-        ),
-    ],
-)
-def test_chatgpt_conversation_that_is_more_than_text_is_named(
-    tmp_path: Path, row: dict[str, Any], said: str
-) -> None:
-    assert reason(tmp_path, row).startswith(said)
-
-
-def test_turns_of_an_export_are_counted_before_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_nodes: list[Any] = []
-    monkeypatch.setattr(conversions, "_from_node", read_nodes.append)
-    monkeypatch.setattr(conversions, "_MOST_TURNS", 4)
-    said = "a ChatGPT conversation with too many turns (over 4)"
-    assert reason(tmp_path, exported()) == said
-    assert read_nodes == []
-
-
-def test_nodes_in_a_circle_end(tmp_path: Path) -> None:
-    row = exported(question=node("user", "Why?", parent="answer"))
-    assert ("user", "Why?", True) in told(tmp_path, row)

@@ -1,4 +1,4 @@
-"""Formats to conversations, compared with the results of the formats' own tools."""
+"""Rows read in the format that their keys show, and the reasons of rows that are not."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.config import OPTIONS
 from mlxtune.config.data_config import FIELD_NAMES, parse_fields
 from mlxtune.core.data.conversation import Conversation, Document, Message
-from mlxtune.core.data.formats import (
-    FORMATS,
-    preference_kind,
-    read_rows,
-    recognise,
-)
 from mlxtune.core.data.problems import SkippedRows
+from mlxtune.core.data.sources.formats import FORMATS
+from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.errors import DataError
 from tests.core.data.rows import (
     ALPACA,
@@ -39,60 +34,6 @@ from tests.core.data.rows import (
     read,
     reason,
 )
-
-# Recognition
-
-
-def test_formats_are_the_choices_of_their_option() -> None:
-    assert sorted(OPTIONS["format"].choices or ()) == sorted(["auto", *FORMATS])
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_format_is_recognised_by_its_keys(tmp_path: Path, name: str) -> None:
-    assert recognise(ROWS[name]) == name
-    assert recognise(ROWS[name] | {"id": 1}) == name
-    for key in FORMATS[name].keys:
-        assert recognise({k: v for k, v in ROWS[name].items() if k != key}) is None
-        assert recognise(ROWS[name] | {key: None}) is None
-    (one,), _ = read(tmp_path, ROWS[name])
-    assert read(tmp_path, ROWS[name], format=name)[0] == [one]
-
-
-def test_row_with_the_keys_of_several_formats_has_the_first_of_them() -> None:
-    order = ["text", "alpaca", "prompt", "sharegpt", "chat"]
-    row: dict[str, Any] = {}
-    for name in order:
-        row |= ROWS[name]
-        assert recognise(row) == name
-
-
-@pytest.mark.parametrize("row", [{}, {"prompt": "a"}, {"completion": "a"}, {"input": "a"}])
-def test_row_without_known_keys_is_recognised_as_nothing(row: dict[str, Any]) -> None:
-    assert recognise(row) is None
-
-
-@pytest.mark.parametrize("row", [CHAT, PROMPT, SHAREGPT, ALPACA, TEXT])
-def test_answer_that_is_not_to_be_learned_is_skipped_by_name(
-    tmp_path: Path, row: dict[str, Any]
-) -> None:
-    rows = [row, *(row | {"label": label} for label in (True, False, "False", "spam", 0))]
-    pair = row | {"chosen": "yes", "rejected": "no"}
-
-    good, skipped = read(tmp_path, *rows, pair, pair | {"rejected": None})
-
-    assert [one.row for one in good] == [1, 2, 5, *[6] * (row is TEXT), 8]
-    assert [str(problem) for problem in skipped.problems.values()] == [
-        *["an answer labelled as bad ('label' is false: use --objective kto)"] * 2,
-        *["an answer labelled as bad ('label' is 0: use --objective kto)"] * (row is not TEXT),
-        "a preference pair ('chosen' and 'rejected': use --objective dpo)",
-    ]
-
-
-def test_preference_is_recognised_by_its_keys() -> None:
-    assert preference_kind({"chosen": [], "rejected": []}) == "pair"
-    assert preference_kind({"completion": "a", "label": True}) == "labelled"
-    assert preference_kind({"completion": "a", "label": "spam"}) is None
-    assert preference_kind({"chosen": "a"}) is None
 
 
 @pytest.mark.parametrize(
@@ -119,7 +60,7 @@ def test_empty_cell_of_a_table_is_named(tmp_path: Path, row: dict[str, Any], emp
         ({"instruction": "A", "input": "b", "response": "c"}, None),
     ],
 )
-def test_keys_known_elsewhere_are_recognised(
+def test_keys_known_elsewhere_are_recognized(
     tmp_path: Path, row: dict[str, Any], ours: dict[str, Any] | None
 ) -> None:
     ours = ours or {"instruction": "A", "input": "b", "output": "c"}
@@ -142,11 +83,18 @@ def test_keys_known_elsewhere_are_recognised(
         ),
         (
             {"question": "a", "context": "b", "answer": "c"},
-            "use --field instruction=question --field output=answer --field input=context",
+            "use --field instruction=question --field output=answer --field input=context or "
+            "--field instruction=question --field output=answer without 'context'",
         ),
         (
             {"instruction": "a", "context": "b", "response": "c"},
-            "use --field instruction=instruction --field output=response --field input=context",
+            "use --field instruction=instruction --field output=response --field input=context or "
+            "--field instruction=instruction --field output=response without 'context'",
+        ),
+        (
+            {"question": "a", "choices": ["b", "c"], "answer": "b"},
+            "use --field prompt=question --field completion=answer without 'choices', or write "
+            "'choices' into 'question'",
         ),
     ],
 )
@@ -159,11 +107,13 @@ def test_keys_with_two_readings_are_named_with_the_field_that_reads_them(
     ((kind, detail),) = [(problem.kind, problem.detail) for problem in skipped.problems.values()]
     assert kind == f"two readings of {', '.join(map(repr, row))}"
     assert detail == advice
-    pairs = re.findall(r"--field (\S+)", advice.split(" or ")[0])
-    assert read(tmp_path, row, fields=parse_fields(pairs))[1].total == 0
+    readings = [re.findall(r"--field (\S+)", part) for part in advice.split(" or ")]
+    assert len(readings) == 2
+    read_as = [read(tmp_path, row, fields=parse_fields(pairs))[0] for pairs in readings if pairs]
+    assert all(read_as) and read_as[1:] != read_as[:1]
 
 
-def test_first_recognised_row_decides_the_format(tmp_path: Path) -> None:
+def test_first_recognized_row_decides_the_format(tmp_path: Path) -> None:
     rows = [3, {"id": 1}, {"messages": []}, CHAT, {"prompt": 1}, CHAT | TEXT]
 
     good, skipped = read(tmp_path, *rows)
@@ -230,10 +180,18 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
             "'answers' is an object: write the answer as text under 'answer')",
         ),
         (
+            {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT},
+            "the row is under 'body': save that object in place of this one)",
+        ),
+        (
+            {"chat": {"turn_1": {"Human": "Hi", "MOSS": "Hello!"}}, "num_turns": 1},
+            "the turns are under 'chat': write them as 'messages': "
+            '[{"role": "user", "content": …}, {"role": "assistant", …}])',
+        ),
+        (
             {"reply": "It is Ada.", "context": "Who is it?"},
             "if your keys have other names, use --field NAME=KEY)",
         ),
-        ({"dialog": [{"role": "user", "content": "Hi"}]}, "use --field messages=dialog)"),
         ({"a" * 201: "x", "\x1b[31m": "y"}, "use --field prompt=KEY --field completion=KEY)"),
         ({"data": [PROMPT], "id": 1}, "the rows are under 'data': save that list as the file)"),
         (
@@ -243,8 +201,36 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
         ({"a": 1, "b": 2, "c": 3}, "if your keys have other names, use --field NAME=KEY)"),
     ],
 )
-def test_unknown_keys_are_answered(tmp_path: Path, row: dict[str, Any], advice: str) -> None:
+def test_unknown_keys_get_advice(tmp_path: Path, row: dict[str, Any], advice: str) -> None:
     assert reason(tmp_path, row).endswith(f"; {advice}")
+
+
+@pytest.mark.parametrize("turns", [CHAT["messages"], SHAREGPT["conversations"]])
+@pytest.mark.parametrize("as_array", [True, False])
+def test_bare_messages_are_wrapped_and_not_skipped_one_by_one(
+    tmp_path: Path, turns: list[Any], as_array: bool
+) -> None:
+    path = tmp_path / "data.json"
+    lines = "\n".join(map(json.dumps, turns))
+    path.write_text(json.dumps(turns, indent=2) if as_array else lines)
+
+    with pytest.raises(DataError) as raised:
+        list(read_rows(path, SkippedRows(path)))
+
+    wrap = 'wrap the messages of each conversation, as in [{"messages": […]}]'
+    assert str(raised.value) == f"{path} is a list of messages: {wrap}"
+    good, skipped = read(tmp_path, *turns, CHAT)
+    assert (len(good), skipped.total) == (1, len(turns))
+
+
+def test_list_of_messages_in_an_array_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([CHAT["messages"], [3]]))
+    assert list(read_rows(path, skipped := SkippedRows(path))) == []
+    assert [str(problem) for problem in skipped.problems.values()] == [
+        'not a JSON object (a list: write {"messages": […]} around it)',
+        "not a JSON object (a list)",
+    ]
 
 
 def test_key_of_another_spelling_is_named(tmp_path: Path) -> None:
@@ -336,7 +322,7 @@ def test_list_may_be_json_text(tmp_path: Path, name: str, row: dict[str, Any], k
 
     assert isinstance(found, Conversation)
     assert found.messages == converted(tmp_path, row, fields=fields).messages
-    assert "is text that is not JSON (Expecting property name" in skipped.first()
+    assert "is text that is not JSON (single quotes instead of double" in skipped.first()
 
 
 def test_reason_names_the_key_that_the_file_lacks(tmp_path: Path) -> None:
@@ -370,7 +356,7 @@ def test_pairs_of_fields_are_parsed() -> None:
         (["prompt=a", "prompt=b"], "prompt is given twice, as 'a' and 'b'"),
     ],
 )
-def test_wrong_pair_is_one_sentence(pairs: list[str], said: str) -> None:
+def test_bad_field_pair_raises_a_one_line_error(pairs: list[str], said: str) -> None:
     with pytest.raises(ValueError) as raised:
         parse_fields(pairs)
     assert str(raised.value).startswith(said)

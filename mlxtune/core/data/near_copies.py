@@ -1,0 +1,183 @@
+"""Hashes of what rows say: near copies of a row have the same hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterable
+
+from mlxtune.core.data.encode import Example, Tokenizer
+
+# What is left of a text: words, numbers and symbols. Hyphens and points count within numbers and
+# names, and exclamation marks where they negate; other punctuation does not.
+_KEPT = re.compile(
+    r"""\w+(?:\.\w+)*|\.\d\w*|-(?=\s*\.?\d)|!(?=[\w=(])"""
+    r"""|[^\w\s.\-!,;:?'"`¡¿‘’‚“”„‹›«»、。「」『』《》،؛؟।]"""
+)
+# What no reader sees, besides format characters (Unicode's Default_Ignorable_Code_Point).
+_IGNORABLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0]")
+_PICTURES = re.compile("[\u2600-\u27bf\u2b50\u2b55\U0001f000-\U0001faff]")
+# Marks of Markdown: around a code block, and around words.
+_FENCE = re.compile(r"```[\w+-]*")
+_EMPHASIS = re.compile(
+    r"(?<!\S)(?:\*{1,3}|_{1,3})(?=[^\s*_])|(?<=[^\s*_])(?:\*{1,3}|_{1,3})(?![^\s.,;:!?)])"
+    r"|(?<!\w)_+(?!\w)"
+)
+_NO_THOUGHT = re.compile(r"<think>\s*</think>")
+# The number of places in a text at which a JSON object is looked for.
+_MAX_OBJECTS = 100
+_DECODER = json.JSONDecoder()
+_DASHES_AND_QUOTES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-") | dict.fromkeys(map(ord, "“”„«»"), '"')
+# The separator of control tokens, a byte that UTF-8 never has.
+_CONTROL = b"\xff"
+_SYSTEM_ROLES = ("system", "developer")
+_ANSWER_ROLES = ("assistant", "model")
+_ROLES = (*_SYSTEM_ROLES, *_ANSWER_ROLES, "user", "tool")
+# Marks of messages that are text, because the tokenizer does not know them.
+_MARKS = re.compile(
+    rb"(?<!\xff)(<\|im_(?:start|end)\|>|<(?:start|end)_of_turn>|<\|(?:start|end)_header_id\|>|<\|eot_id\|>)"
+)
+
+
+def normalize(text: str) -> str:
+    """Return the normalised text, which is equal for near copies."""
+    text = _folded(text)
+    if "<think>" in text:
+        text = _NO_THOUGHT.sub(" ", text)
+    if "`" in text:
+        text = _FENCE.sub(" ", text)
+    if "{" in text:
+        text = _folded(_with_sorted_keys(text))  # escapes are resolved now
+    if "*" in text or "_" in text:
+        text = _EMPHASIS.sub("", text)
+    # Pictures decorate a text that has words, and are the content of others.
+    plain = text if text.isascii() else _PICTURES.sub(" ", text)
+    return " ".join(_KEPT.findall(plain) or _KEPT.findall(text))
+
+
+def _folded(text: str) -> str:
+    """Return a text in lower case, with one form of equal characters, and no unseen ones."""
+    if text.isascii():
+        return text.lower()
+    text = unicodedata.normalize("NFKC", text)
+    unseen = dict.fromkeys(ord(each) for each in set(text) if _is_unseen(each))
+    return text.translate(_DASHES_AND_QUOTES | unseen).casefold()
+
+
+def _is_unseen(character: str) -> bool:
+    """Return whether a character is a joiner, a soft hyphen, a variation selector or the like."""
+    return unicodedata.category(character) == "Cf" or _IGNORABLE.fullmatch(character) is not None
+
+
+def _with_sorted_keys(text: str) -> str:
+    """Return a text in which each JSON object has sorted keys and no escapes."""
+    pieces, end = [], 0
+    start = text.find("{")
+    for _ in range(_MAX_OBJECTS):
+        if start < 0:
+            break
+        try:
+            value, after = _DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            start = text.find("{", start + 1)
+            continue
+        pieces += [text[end:start], json.dumps(value, sort_keys=True, ensure_ascii=False)]
+        end, start = after, text.find("{", after)
+    return "".join([*pieces, text[end:]])
+
+
+class TextHash:
+    """Hashes the text of examples: near copies have the same 64-bit hash, whatever their tokens.
+
+    Masks and roles do not count, so a row is a near copy under any objective, and so is plain text
+    of the same messages. Neither does a system message that the template marks as such.
+    `load_tokenizer` is called on the first use.
+    """
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer]) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._spelled: dict[int, bytes] = {}
+
+    def __call__(self, example: Example) -> int:
+        return _hash_of_texts(text for _, text in self._messages(example))
+
+    def with_pairs(self, example: Example) -> list[int]:
+        """Return an example's hash and the hashes of a longer conversation's exchanges.
+
+        An exchange is an answer and the message before it. Without names of roles, every second
+        message is an answer.
+        """
+        messages = self._messages(example)
+        named = any(role for role, _ in messages)
+        answers = [
+            i
+            for i, (role, _) in enumerate(messages)
+            if i and (role in _ANSWER_ROLES if named else i % 2)
+        ]
+        pairs = (messages[i - 1 : i + 1] for i in answers if len(messages) > 2)
+        return [_hash_of_texts(text for _, text in each) for each in (messages, *pairs)]
+
+    def first_message(self, example: Example) -> str:
+        """Return the text of an example's first message; empty without a message."""
+        return next((text for _, text in self._messages(example)), "")
+
+    def without_start(self, example: Example, length: int) -> int:
+        """Return the hash of an example without the first characters of its first message."""
+        texts = [text for _, text in self._messages(example)]
+        return _hash_of_texts(["".join(texts[:1])[length:], *texts[1:]])
+
+    def _messages(self, example: Example) -> list[tuple[str, str]]:
+        """Return the messages of an example, without system messages, with their roles if named."""
+        content = self._bytes(example)
+        if b"<" in content:
+            content = _MARKS.sub(_CONTROL + rb"\1" + _CONTROL, content)
+        parts = _without_system([part.decode(errors="replace") for part in content.split(_CONTROL)])
+        messages: list[tuple[str, str]] = []
+        for text in parts[::2]:
+            first, _, rest = text.partition("\n")
+            if (role := first.strip()) in _ROLES:
+                messages.append((role, rest))
+            elif messages and messages[-1][0]:
+                # A control token within a message, or a head of its own for the role.
+                messages[-1] = (messages[-1][0], f"{messages[-1][1]}\n{text}")
+            else:
+                messages.append(("", text))
+        return [(role, text.strip()) for role, text in messages if text.strip()]
+
+    def _bytes(self, example: Example) -> bytes:
+        tokens, spelled = example.tokens.tolist(), self._spelled
+        if new := {token for token in tokens if token not in spelled}:
+            self._spell(sorted(new))
+        return b"".join([spelled[token] for token in tokens])
+
+    def _spell(self, tokens: list[int]) -> None:
+        tokenizer = self._load_tokenizer()
+        for token, content in zip(tokens, tokenizer.spell(tokens), strict=True):
+            is_control = token in tokenizer.control_ids
+            self._spelled[token] = _CONTROL + content + _CONTROL if is_control else content
+
+
+def _hash_of_texts(texts: Iterable[str]) -> int:
+    content = normalize("\n".join(texts)).encode(errors="replace")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def _without_system(parts: list[str]) -> list[str]:
+    """Return texts and the control tokens between them, from the first text after a system message.
+
+    In `<|start|>system<|message|>Be brief.<|end|>`, the role is a text of its own; in ChatML, it is
+    the first line; elsewhere, the control token names it, as in `[SYSTEM_PROMPT]Be brief.`
+    """
+    is_message = False
+    for i in range(0, len(parts), 2):
+        control, text = parts[i - 1] if i else "", parts[i]
+        if is_message:
+            is_message = False
+        elif text.strip() and not ("system" in control.lower() and "/" not in control):
+            role, line_end, _ = text.partition("\n")
+            if role.strip() not in _SYSTEM_ROLES:
+                return parts[i:]
+            is_message = not line_end
+    return parts

@@ -1,0 +1,130 @@
+"""The session of a run, with the checks and locks before any work."""
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.backend.adapters.adapter_file import AdapterFile
+from mlxtune.backend.adapters.adapter_folder import check_known, check_replaceable
+from mlxtune.backend.adapters.attach import check_base
+from mlxtune.backend.workers.launch import WorkerRun
+from mlxtune.config import TrainConfig, as_path
+from mlxtune.core.files.writing import check_outputs, check_writable, same_place
+from mlxtune.core.run import run_folder, trained_rows
+from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
+from mlxtune.core.run.run_folder import ResumePoint
+from mlxtune.errors import ConfigError, OutputError, resume_command
+from mlxtune.session.session import TrainingSession
+from mlxtune.views.console import RunConsole
+
+# Suffixes of files in formats that `train` does not write.
+_OTHER_FILES = (".bin", ".csv", ".gguf", ".json", ".jsonl", ".npz", ".pt", ".pth", ".txt", ".yaml")
+
+
+class RunSession(TrainingSession[TrainConfig]):
+    """The session of one worker of `train`, which resumes from the checkpoint `resume`, if any."""
+
+    def __init__(
+        self,
+        worker_run: WorkerRun[RunConsole],
+        given: Collection[str],
+        resume: ResumePoint | None,
+        initial: AdapterFile | None,
+    ) -> None:
+        super().__init__(worker_run.config, worker_run.console, given)
+        self._initial = initial
+        self.worker_run, self.workers, self.resume = worker_run, worker_run.workers, resume
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read data in this block, once the first worker of this machine has cached it."""
+        with self.worker_run.in_turn(), super().reading():
+            yield
+
+    @cached_property
+    def initial(self) -> AdapterFile | None:
+        """The adapter that training starts from, if any. Raises ModelError."""
+        if self.config.init_adapter is None or self.resume is not None:
+            return None
+        return self._initial or AdapterFile.find(self.config.init_adapter, "--init-adapter")
+
+
+def check_paths(session: RunSession) -> None:
+    """Check before any work that files can be read and written.
+
+    Raises DataError or OutputError.
+    """
+    config, output = session.config, session.config.output_path
+    if output.name == ADAPTER_CONFIG:
+        raise OutputError(
+            f"{output} would be overwritten with the adapter's config: choose another --output"
+        )
+    if same_place(output.parent, session.folder):
+        raise OutputError(f"{output.parent} is the model's own folder: choose another --output")
+    if (named := as_path(config.output)).suffix in _OTHER_FILES and not named.is_dir():
+        raise OutputError(
+            f"{named}: an adapter is a .safetensors file: name one, or a folder, as --output"
+        )
+    check_outputs([output, output.with_name(ADAPTER_CONFIG)], session.inputs, "--output")
+    check_replaceable(output)
+    run_folder.check_outside(output, config.checkpoint_path)
+    check_writable(config.checkpoint_path, "--checkpoint-dir")
+    if session.resume is None and not config.overwrite:
+        check_known(output, run_folder.adapters_in(config.checkpoint_path))
+
+
+def check_start(session: RunSession) -> None:
+    """Raise ConfigError if a run would replace or move the adapter that it starts from.
+
+    The run's verdict compares with that adapter, and its replay starts there. Raises ModelError if
+    the adapter was trained on another base.
+    """
+    config, start = session.config, session.initial
+    if start is None:
+        return
+    check_base(start, session.folder, other_base=config.other_base)
+    inside = start.path.resolve().is_relative_to(config.checkpoint_path.resolve())
+    if inside or same_place(start.path, config.output_path):
+        raise ConfigError(
+            [
+                f"--init-adapter: this run would replace {start.path}, with which its verdict "
+                "compares: choose another --output"
+            ]
+        )
+
+
+def lock_folder(session: RunSession, cleanup: ExitStack) -> None:
+    """Lock the run's folder and adapter until `cleanup` closes or this process ends.
+
+    Raises OutputError if another process trains there, or if a new run finds an unfinished run
+    there.
+    """
+    config, resume = session.config, session.resume
+    folder = config.checkpoint_path
+    for new in (config.output_path.parent, folder):
+        if not new.exists():
+            cleanup.callback(run_folder.discard_empty, new)
+    if (lock := run_folder.lock_output(config.output_path)) is not None:
+        cleanup.callback(lock.release)
+    cleanup.callback(run_folder.lock_run(folder, new=resume is None).release)
+    if resume is None:
+        run_folder.check_own(folder)
+    if resume is None and not config.overwrite and run_folder.is_unfinished(folder):
+        raise OutputError(
+            f"{folder} holds an unfinished run: resume it with {resume_command(folder)}, "
+            "or start over with --overwrite"
+        )
+
+
+def trained_before(session: RunSession) -> npt.NDArray[np.uint64]:
+    """Return the identities of the rows that the adapter was already trained on."""
+    if session.resume is not None:
+        # With another --output, the record is in the folder of the run that is resumed.
+        run = session.resume.checkpoint.folder.parent
+        return trained_rows.read_trained_rows(run, session.console.warn)
+    if session.initial is None:
+        return trained_rows.NO_ROWS
+    return trained_rows.rows_behind(session.initial.path, session.console.warn)
