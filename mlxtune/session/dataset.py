@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from mlxtune.config import DataConfig, InspectConfig, as_path
 from mlxtune.core.data import findings
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.data.encoded_file import EncodedFile, ExampleArrays
+from mlxtune.core.data.encoded_file import EncodedFile, TruncatedFile
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.ledger import Ledger
@@ -41,7 +41,7 @@ class Dataset:
     template: str
     template_added: bool
     rows: RunRows
-    files: list[EncodedFile]
+    files: list[TruncatedFile]
     ledgers: list[Ledger]
     findings: list[Finding]
     hub: list[dict[str, Any]]
@@ -146,22 +146,22 @@ def find_data(config: DataConfig, sets: Mapping[str, HubData] | None = None) -> 
 
 def load_rows(
     config: DataConfig, reader: Reader, source: DataSource
-) -> tuple[list[EncodedFile], RunRows, list[Finding]]:
+) -> tuple[list[TruncatedFile], RunRows, list[Finding]]:
     """Read and encode the files, and choose the validation rows; return problems of that choice.
 
     Raises the errors of `load_dataset`.
     """
     paths, titles = source.files, source.titles
-    files = list(map(reader.encode, paths.all))
-    cuts = [file.truncate(config.max_seq_len, at=config.cut) for file in files]
+    limit, end = config.max_seq_len, config.cut
+    files = [reader.encode(path).truncate(limit, at=end) for path in paths.all]
     _check_fields(files)
-    for path, file, cut in zip(paths.all, files, cuts, strict=True):
-        _check_usable(file, cut, titles[path], needs(path), config)
+    for path, file in zip(paths.all, files, strict=True):
+        _check_usable(file, titles[path], needs(path), config)
     first = len(paths.train)
     names = list(map(shown, paths.all))
-    corpus = Corpus(cuts[:first], names[:first], source.weights)
+    corpus = Corpus.of_files(files[:first], names[:first], source.weights)
     has_own_validation = paths.validation or not config.val_split
-    validation = Corpus(cuts[first:], names[first:]) if has_own_validation else None
+    validation = Corpus.of_files(files[first:], names[first:]) if has_own_validation else None
     rows, problems = _choose_rows(config, corpus, validation, files)
     _check_vocabulary(config, reader, rows)
     return files, rows, problems
@@ -226,10 +226,8 @@ def _check_fields(files: Sequence[EncodedFile]) -> None:
         )
 
 
-def _check_usable(
-    file: EncodedFile, cut: ExampleArrays, path: str, needed: str, config: DataConfig
-) -> None:
-    rows_kept, skipped = int(cut.rows_kept.sum()), file.skipped
+def _check_usable(file: TruncatedFile, path: str, needed: str, config: DataConfig) -> None:
+    rows_kept, skipped = file.rows_kept, file.skipped
     read = rows_kept + skipped.total
     one = skipped.total == 1
     if skipped.total and config.strict:
@@ -270,14 +268,12 @@ def _choose_rows(
     raise DataError(f"{', '.join(map(shown, config.data))}: {problem}: {advice}{others}")
 
 
-def _ledgers(files: Sequence[EncodedFile], rows: RunRows, paths: Sequence[str]) -> list[Ledger]:
-    cuts = [cut for corpus in rows.corpora for cut in corpus.files]
+def _ledgers(files: Sequence[TruncatedFile], rows: RunRows, paths: Sequence[str]) -> list[Ledger]:
     weights = [weight for corpus in rows.corpora for weight in corpus.weights]
     validates = rows.validation_rows_of_files()
-    each_file = zip(files, paths, cuts, validates, weights, strict=True)
     return [
-        file.ledger(cut, path=path, rows_validation=held_out, weight=weight)
-        for file, path, cut, held_out, weight in each_file
+        file.ledger(path=path, rows_validation=held_out, weight=weight)
+        for file, path, held_out, weight in zip(files, paths, validates, weights, strict=True)
     ]
 
 

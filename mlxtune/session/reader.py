@@ -5,7 +5,6 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -242,9 +241,7 @@ class Reader:
         """Encode a file unless it is cached. Raises DataError, ModelError or OutputError."""
         if path not in self._encoded:
             self._encoded[path] = self._encode(path)
-        file = self._encoded[path]
-        # Cutting the examples adds to the file's tallies, and --auto cuts them twice.
-        return replace(file, skipped=deepcopy(file.skipped), notes=deepcopy(file.notes))
+        return self._encoded[path]
 
     def _encode(self, path: Path) -> EncodedFile:
         def encode(skipped: SkippedRows, notes: RowTally) -> Iterator[EncodedRows]:
@@ -269,8 +266,8 @@ class Reader:
             cache=None,
             key="",
         )
-        file.truncate(self._config.max_seq_len, at=self._config.cut)
-        return (unread.problems | file.skipped.problems).get(row)
+        truncated = file.truncate(self._config.max_seq_len, at=self._config.cut)
+        return (unread.problems | truncated.skipped.problems).get(row)
 
     def rows(self, path: Path, skipped: SkippedRows) -> Iterator[Row]:
         """Yield the readable rows of a file; count the other rows in `skipped`."""

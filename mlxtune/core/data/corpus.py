@@ -15,7 +15,12 @@ import numpy.typing as npt
 
 from mlxtune.core.data.conversation import ANSWER, MISMATCHED, WHOLE
 from mlxtune.core.data.encode import Example
-from mlxtune.core.data.encoded_file import ExampleArrays, identity, starts_of_equal_keys
+from mlxtune.core.data.encoded_file import (
+    ExampleArrays,
+    TruncatedFile,
+    identity,
+    starts_of_equal_keys,
+)
 from mlxtune.core.data.near_copies import TextHash
 from mlxtune.core.data.problems import where
 
@@ -90,6 +95,15 @@ class Corpus(Sequence[Example]):
         )
         self.row_of_example = np.repeat(np.arange(self.num_rows), np.diff(self._first_of_row))
         self.identities: npt.NDArray[np.uint64] = identities[self._first_of_row[:-1]]
+
+    @classmethod
+    def of_files(
+        cls,
+        files: Sequence[TruncatedFile],
+        paths: Sequence[str] = (),
+        weights: Sequence[float] = (),
+    ) -> Corpus:
+        return cls([file.kept for file in files], paths, weights)
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> Corpus:

@@ -15,7 +15,8 @@ import mmap
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -275,68 +276,70 @@ class EncodedFile:
     notes: RowTally
     answer_tokens_truncated: int = 0
 
-    def truncate(self, max_seq_len: int | None = None, *, at: str = "end") -> ExampleArrays:
-        """Cut every example to `max_seq_len` tokens, at its `end` or at its `start`.
+    def truncate(self, max_seq_len: int | None = None, *, at: str = "end") -> TruncatedFile:
+        """Return the file with every example cut to `max_seq_len` tokens, at `end` or `start`.
 
-        Call this once: it adds notes for truncated answers, and skips rows with no supervised
-        token.
+        Its notes count truncated answers too, and its skipped rows those with no supervised token
+        left.
         """
         arrays, truncated = self.arrays, self.arrays.truncate(max_seq_len, at=at)
         kept_rows = truncated.rows_kept
         lost = arrays.per_row(arrays.supervised - truncated.supervised)
-        self.answer_tokens_truncated, truncated_answers = int(lost[kept_rows].sum()), lost > 0
+        skipped, notes = deepcopy(self.skipped), deepcopy(self.notes)
         for index in np.flatnonzero(~kept_rows):
-            self._skip(int(index), truncated)
+            skipped.add(*_why_dropped(truncated, int(index)))
         numbers = arrays.rows[arrays.first_of_row[:-1]]
-        for row in numbers[kept_rows & truncated_answers]:
-            self.notes.count(int(row), TRUNCATED_ANSWER)
-        return truncated
+        for row in numbers[kept_rows & (lost > 0)]:
+            notes.count(int(row), TRUNCATED_ANSWER)
+        return TruncatedFile(arrays, skipped, notes, int(lost[kept_rows].sum()), kept=truncated)
+
+
+@dataclass
+class TruncatedFile(EncodedFile):
+    """One data file with its examples before truncation, `arrays`, and after it, `kept`."""
+
+    kept: ExampleArrays = field(kw_only=True)
+
+    @property
+    def rows_kept(self) -> int:
+        """The number of rows of which an example is kept."""
+        return int(self.kept.rows_kept.sum())
 
     def ledger(
-        self,
-        truncated: ExampleArrays,
-        *,
-        path: str | None = None,
-        rows_validation: int = 0,
-        weight: float = 1.0,
+        self, *, path: str | None = None, rows_validation: int = 0, weight: float = 1.0
     ) -> Ledger:
-        """Return the account of the file, once its examples are cut; its path is `path` if given.
+        """Return the account of the file; its path is `path` if given.
 
         All rows that are kept train, except `rows_validation` rows.
         """
-        arrays, rows_kept = self.arrays, int(truncated.rows_kept.sum())
-        supervised = int(truncated.supervised.sum())
+        kept, supervised = self.kept, int(self.kept.supervised.sum())
         return Ledger(
             path=str(self.skipped.path) if path is None else path,
-            rows_read=rows_kept + self.skipped.total,
-            rows_train=rows_kept - rows_validation,
+            rows_read=self.rows_kept + self.skipped.total,
+            rows_train=self.rows_kept - rows_validation,
             rows_validation=rows_validation,
             rows_skipped=self.skipped.counts,
-            rows_truncated=int(truncated.rows_truncated.sum()),
-            examples=int((truncated.supervised > 0).sum()),
-            tokens=int(arrays.lengths.sum()),
+            rows_truncated=int(kept.rows_truncated.sum()),
+            examples=int((kept.supervised > 0).sum()),
+            tokens=int(self.arrays.lengths.sum()),
             tokens_supervised=supervised,
-            tokens_context=int(truncated.lengths.sum()) - supervised,
-            tokens_truncated=int(truncated.tokens_truncated.sum()),
+            tokens_context=int(kept.lengths.sum()) - supervised,
+            tokens_truncated=int(kept.tokens_truncated.sum()),
             notes=self.notes.counts,
             weight=weight,
         )
 
-    def _skip(self, index: int, truncated: ExampleArrays) -> None:
-        example = self.arrays.first_of_row[index]
-        if self.arrays.roles[example] != ANSWER:
-            examples = slice(example, self.arrays.first_of_row[index + 1])
-            longest = int(self.arrays.lengths[examples].max())
-            problem = BadRow(
-                f"longer than --max-seq-len {truncated.max_seq_len}",
-                f"an answer to compare is not cut: raise the limit to {longest}",
-            )
-            self.skipped.add(int(self.arrays.rows[example]), problem)
-            return
-        end = self.arrays.ends[example]
-        first = int(self.arrays.mask[end - self.arrays.lengths[example] : end].argmax()) + 1
-        problem = BadRow(
-            f"no supervised token within --max-seq-len {truncated.max_seq_len}",
-            f"the answer starts at token {first}: raise the limit",
-        )
-        self.skipped.add(int(self.arrays.rows[example]), problem)
+
+def _why_dropped(truncated: ExampleArrays, index: int) -> tuple[int, BadRow]:
+    """Return the number of a row that truncation drops, and the reason with its remedy."""
+    examples = slice(*truncated.first_of_row[index : index + 2].tolist())
+    row, first = int(truncated.rows[examples.start]), examples.start
+    limit = f"--max-seq-len {truncated.max_seq_len}"
+    if truncated.roles[first] != ANSWER:
+        longest = int(truncated.full_lengths[examples].max())
+        advice = f"an answer to compare is not cut: raise the limit to {longest}"
+        return row, BadRow(f"longer than {limit}", advice)
+    end = truncated.ends[first]
+    mask = truncated.mask[end - truncated.full_lengths[first] : end]
+    advice = f"the answer starts at token {int(mask.argmax()) + 1}: raise the limit"
+    return row, BadRow(f"no supervised token within {limit}", advice)

@@ -174,8 +174,8 @@ def encode(
 ) -> tuple[list[Example], Ledger, SkippedRows]:
     rendered = TEMPLATES[template] if isinstance(template, str) else template
     file = encoded_file(tokenizer, rendered, rows)
-    cut = file.truncate(max_seq_len)
-    return list(Corpus([cut])), file.ledger(cut), file.skipped
+    truncated = file.truncate(max_seq_len)
+    return list(Corpus.of_files([truncated])), truncated.ledger(), truncated.skipped
 
 
 def supervised_runs(example: Example) -> list[list[int]]:

@@ -225,7 +225,7 @@ def test_file_without_any_example_is_kept_too(tmp_path: Path) -> None:
         file = encode_file(DATA, nothing, cache=tmp_path, key="key")
         assert file.arrays.num_rows == len(file.arrays.tokens) == 0
         assert file.skipped.total == 1
-        assert file.ledger(file.truncate(9)).adds_up()
+        assert file.truncate(9).ledger().adds_up()
 
 
 # Other processes

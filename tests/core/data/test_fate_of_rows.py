@@ -60,12 +60,13 @@ def check_ledger(file: EncodedFile, lines: int, limit: int) -> None:
     """Check that each row is kept or skipped, and each token supervised, context or cut."""
     uncut = Corpus([file.arrays.truncate()])
     whole = {row: [e.tokens.tolist() for e in uncut if e.row == row] for row in uncut.row_numbers}
-    ledger = file.ledger(file.truncate(limit))
+    truncated = file.truncate(limit)
+    ledger = truncated.ledger()
 
-    corpus = Corpus([file.arrays.truncate(limit)])
+    corpus = Corpus.of_files([truncated])
     assert ledger.adds_up()
     assert ledger.rows_read == lines
-    skipped = [row for places in file.skipped.places.values() for row, _ in places]
+    skipped = [row for places in truncated.skipped.places.values() for row, _ in places]
     kept = {example.row for example in corpus}
     assert sorted([*skipped, *kept]) == list(range(1, lines + 1))
     assert ledger.rows_train == len(kept)

@@ -200,7 +200,8 @@ def test_findings_are_in_the_order_of_the_tokens_that_they_cost() -> None:
         file.skipped.add(number, problems.BadRow("no answer"))
     for number in range(4, 9):
         file.notes.count(number, problems.REFUSAL)
-    corpus = Corpus([file.truncate(5)])
+    file = file.truncate(5)
+    corpus = Corpus.of_files([file])
     rows = RunRows(corpus.select(), corpus.select([]))
     found = findings.row_findings([file], rows) + findings.skip_findings([file])
 

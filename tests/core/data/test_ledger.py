@@ -39,7 +39,7 @@ def encoded(rows: Sequence[tuple[int, list[Mask]]], path: str = "chat.jsonl") ->
 
 def test_held_out_rows_do_not_train() -> None:
     file = encoded([(row, [[0, 1]]) for row in range(5)])
-    ledger = file.ledger(file.truncate(), rows_validation=2, weight=0.5, path="data")
+    ledger = file.truncate().ledger(rows_validation=2, weight=0.5, path="data")
 
     assert (ledger.rows_train, ledger.rows_validation, ledger.rows_kept) == (3, 2, 5)
     assert (ledger.path, ledger.weight) == ("data", 0.5)
@@ -95,11 +95,12 @@ ROWS = st.dictionaries(st.integers(1, 20), st.lists(MASKS, min_size=1, max_size=
 def test_ledger_counts_what_a_loop_over_rows_counts(
     rows: dict[int, list[Mask]], limit: int, unread: int
 ) -> None:
-    file = encoded(list(rows.items()))
+    whole = encoded(list(rows.items()))
     for row in range(unread):
-        file.skipped.add(100 + row, BadRow("not valid JSON"))
+        whole.skipped.add(100 + row, BadRow("not valid JSON"))
 
-    ledger = file.ledger(file.truncate(limit))
+    file = whole.truncate(limit)
+    ledger = file.ledger()
 
     kept, truncated, cut_answers, lost = [], [], [], {}
     counts = Counter({"tokens": 0, "supervised": 0, "context": 0, "examples": 0})
@@ -145,8 +146,8 @@ def test_ledger_counts_what_a_loop_over_rows_counts(
 
 
 def test_ledger_includes_notes_added_later() -> None:
-    file = encoded([(1, [[0, 1]])])
-    ledger = file.ledger(file.truncate(10))
+    file = encoded([(1, [[0, 1]])]).truncate(10)
+    ledger = file.ledger()
 
     file.notes.count(1, problems.DUPLICATE)
 
