@@ -21,16 +21,17 @@ from mlxtune.backend.step.evaluator import passes_of
 from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
 from mlxtune.backend.step.phases import Phases
 from mlxtune.backend.step.step_loss import (
+    PolicyLoss,
     StepLoss,
     divides_rows,
-    loss_of_step,
-    training_examples,
+    preference_loss,
+    sft_loss,
 )
 from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import InstructConfig
-from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encode import Example, with_gradient
 from mlxtune.core.evaluation.outcome import perplexity
-from mlxtune.core.objectives.policy import StepObjective
+from mlxtune.core.objectives.policy import PolicyObjective, StepObjective
 from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, rows_of
@@ -155,12 +156,18 @@ class Engine:
         """Return a step that is not built; by default, its number follows the launched step's."""
         if number is None:
             number = self.committed_steps + (1 if self.launched is None else 2)
-        training = training_examples(examples)
+        training = with_gradient(examples)
         lengths = self.batches.lengths(training)
-        indices = self._own_indices(lengths)
-        own_examples, own_lengths = [training[i] for i in indices], lengths.only(indices)
+        own = self._own_indices(lengths)
         return OptimizerStep(
-            examples, number, learning_rate, indices, own_examples, own_lengths, requests
+            number,
+            learning_rate,
+            examples,
+            all_lengths=lengths,
+            own_indices=own,
+            own_examples=[training[i] for i in own],
+            lengths=lengths.only(own),
+            requests=requests,
         )
 
     def _can_build_ahead(self, step: OptimizerStep) -> bool:
@@ -338,9 +345,13 @@ class Engine:
 
     def _loss(self, step: OptimizerStep) -> StepLoss:
         """Return a step's loss, after the forward passes that must come first."""
-        logps_of = partial(self._logps, number=step.number)
-        is_divided = self.objective.keeps_rows_whole and self._divides_rows(step)
-        return loss_of_step(self.objective, step.examples, logps_of, is_divided=is_divided)
+        objective = self.objective
+        if isinstance(objective, PolicyObjective):
+            return PolicyLoss.of(objective, step.examples)
+        if objective.is_sft:
+            return sft_loss(step.all_lengths)
+        logps_of, is_divided = partial(self._logps, number=step.number), self._divides_rows(step)
+        return preference_loss(objective, step.examples, logps_of, is_divided=is_divided)
 
     def _logps(self, examples: Sequence[Example], number: int) -> npt.NDArray[np.float64]:
         """Return examples' log-probabilities (E,) over all workers, with a step's dropout."""

@@ -115,15 +115,16 @@ class StepGradients:
 class OptimizerStep:
     """Step `number` on `examples`, at a learning rate, or without one only its gradients.
 
-    This worker computes the gradients of the examples `own_examples`, whose indices among all
-    examples that get a gradient are `own_indices`; `lengths` are their lengths. With several
-    workers, the step sends the `requests` of this worker. `built` is the step's graph until it is
-    computed, or fails. A committed step has an `outcome`. `started` is a `time.perf_counter`.
+    `all_lengths` are the lengths of the examples that get a gradient. This worker computes the
+    gradients of those at `own_indices`: `own_examples`, with their `lengths`. With several workers,
+    the step sends the `requests` of this worker. `built` is the step's graph until it is computed,
+    or fails. A committed step has an `outcome`. `started` is a `time.perf_counter`.
     """
 
-    examples: Sequence[Example]
     number: int
     learning_rate: float | None
+    examples: Sequence[Example]
+    all_lengths: StepLengths
     own_indices: Sequence[int]
     own_examples: Sequence[Example]
     lengths: StepLengths

@@ -20,12 +20,12 @@ from mlxtune.backend.lora.apply import LoRASummary, apply_lora
 from mlxtune.backend.step.engine import Engine
 from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
 from mlxtune.backend.step.phases import Phases
-from mlxtune.backend.step.step_loss import count_tokens, training_examples
+from mlxtune.backend.step.step_loss import count_tokens
 from mlxtune.backend.text.generate import Sampling
 from mlxtune.backend.text.sampling import sample
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import InstructConfig
-from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encode import Example, predicted_tokens, with_gradient
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.writing import make_folder
 from mlxtune.core.objectives.objective import SFT, Objective
@@ -204,8 +204,8 @@ class InstructPipeline:
 
         `logps` (E,) are the log-probabilities of the examples.
         """
-        counted = training_examples(examples)
-        tokens, total = count_tokens(counted), sum(map(len, counted))
+        counted = with_gradient(examples)
+        tokens, total = count_tokens(map(predicted_tokens, counted)), sum(map(len, counted))
         # A policy is judged by rewards; its losses are those of any answer.
         objective = self.objective if isinstance(self.objective, Objective) else SFT
         loss, metrics = objective.evaluate(examples, logps)

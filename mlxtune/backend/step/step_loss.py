@@ -20,15 +20,15 @@ import numpy.typing as npt
 
 from mlxtune.backend.forward.forward import ReduceFn, summed
 from mlxtune.core.data.conversation import MISMATCHED
-from mlxtune.core.data.encode import Example, predicted_tokens
+from mlxtune.core.data.encode import Example, predicted_tokens, with_gradient
 from mlxtune.core.objectives.objective import AnswerLayout, Objective, Totals
 from mlxtune.core.objectives.policy import (
     PolicyObjective,
     SampledExample,
     SampleLayout,
     SampleTotals,
-    StepObjective,
 )
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import ModelError
 
 # Tolerances for rounding: absolute for the first loss, and relative for a log-probability in 32 and
@@ -212,24 +212,28 @@ class PolicyLoss(StepLoss):
         return self.objective.metrics(self._layout.logps(trained, trained), self.totals)
 
 
-def loss_of_step(
-    objective: StepObjective,
+def sft_loss(lengths: StepLengths) -> StepLoss:
+    """Return the loss of supervised fine-tuning, from the lengths of all examples of a step.
+
+    Raises ValueError if no token is supervised.
+    """
+    return StepLoss(count_tokens(lengths.supervised), sum(lengths.tokens))
+
+
+def preference_loss(
+    objective: Objective,
     examples: Sequence[Example],
     logps_of: Callable[[Sequence[Example]], _Floats],
     *,
     is_divided: bool,
-) -> StepLoss:
-    """Return the loss of a step, after the forward passes that must come first.
+) -> PreferenceLoss:
+    """Return the loss of a step's preferences, after the forward passes that must come first.
 
     `is_divided` says whether any row's examples are in several micro-batches; `logps_of` computes
     log-probabilities (E,). Both cover all workers. Raises ValueError if no token is supervised.
     """
-    if isinstance(objective, PolicyObjective):
-        return PolicyLoss.of(objective, examples)
-    training = training_examples(examples)
-    tokens = count_tokens(training), sum(map(len, training))
-    if objective.is_sft:
-        return StepLoss(*tokens)
+    training = with_gradient(examples)
+    tokens = count_tokens(map(predicted_tokens, training)), sum(map(len, training))
     layout, kl = objective.lay_out(training), 0.0
     if others := [example for example in examples if example.role == MISMATCHED]:
         between = objective.lay_out(others)
@@ -242,14 +246,9 @@ def loss_of_step(
     return PreferenceLoss(*tokens, training, objective, layout, totals, weights, logps)
 
 
-def training_examples(examples: Sequence[Example]) -> list[Example]:
-    """Return the examples of a step that get a gradient."""
-    return [example for example in examples if example.has_gradient]
-
-
-def count_tokens(examples: Sequence[Example]) -> int:
-    """Return the number of predicted supervised tokens. Raises ValueError if it is 0."""
-    if tokens := sum(map(predicted_tokens, examples)):
+def count_tokens(counts: Iterable[int]) -> int:
+    """Return the sum of examples' predicted supervised tokens. Raises ValueError if it is 0."""
+    if tokens := sum(counts):
         return tokens
     raise ValueError(
         "no example has a supervised token after its first token: nothing is predicted"

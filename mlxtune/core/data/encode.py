@@ -96,6 +96,11 @@ def forward_tokens(example: Example) -> int:
     return len(supervised) - int(supervised.argmax()) if supervised.any() else 1
 
 
+def with_gradient(examples: Iterable[Example]) -> list[Example]:
+    """Return the examples that have a part in a step's gradient."""
+    return [example for example in examples if example.has_gradient]
+
+
 def predicted_tokens(example: Example) -> int:
     """Return the number of supervised tokens after the first token, which nothing predicts."""
     return int(example.assistant_mask[1:].sum())
