@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
@@ -84,14 +83,31 @@ class Callbacks(TrainingObserver):
             self._on_validation(step, loss)
 
 
+def _to_each(event: Callable[..., None]) -> Callable[..., None]:
+    """Return a method of `Observers` that passes an event on to each observer."""
+
+    def broadcast(observers: "Observers", *details: object) -> None:
+        for observer in observers.observers:
+            getattr(observer, event.__name__)(*details)
+
+    return broadcast
+
+
+@dataclass(frozen=True)
 class Observers(TrainingObserver):
     """Passes each event on to several observers, in order."""
 
-    def __init__(self, observers: Sequence[TrainingObserver]) -> None:
-        def broadcast(event: str, *details: object) -> None:
-            for observer in observers:
-                getattr(observer, event)(*details)
+    observers: Sequence[TrainingObserver]
 
-        for name in vars(TrainingObserver):
-            if name.startswith("on_"):
-                setattr(self, name, partial(broadcast, name))
+    on_start = _to_each(TrainingObserver.on_start)
+    on_step = _to_each(TrainingObserver.on_step)
+    on_evaluated = _to_each(TrainingObserver.on_evaluated)
+    on_validation = _to_each(TrainingObserver.on_validation)
+    on_epoch = _to_each(TrainingObserver.on_epoch)
+    on_checkpoint = _to_each(TrainingObserver.on_checkpoint)
+    on_profile = _to_each(TrainingObserver.on_profile)
+    on_problem = _to_each(TrainingObserver.on_problem)
+    on_note = _to_each(TrainingObserver.on_note)
+    on_thermal = _to_each(TrainingObserver.on_thermal)
+    on_result = _to_each(TrainingObserver.on_result)
+    on_end = _to_each(TrainingObserver.on_end)

@@ -98,3 +98,9 @@ def test_observer_is_always_notified_of_the_end(tmp_path: Path) -> None:
         train(tmp_path, FakePipeline(val_loss=lambda v: math.nan), observer=listener)
 
     assert listener.heard[-1] == ("end",)
+
+
+def test_observers_pass_on_every_event() -> None:
+    events = {name for name in vars(TrainingObserver) if name.startswith("on_")}
+
+    assert events == {name for name in vars(Observers) if name.startswith("on_")}
