@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -245,16 +245,13 @@ class Reader:
 
     def _encode(self, path: Path) -> EncodedFile:
         def encode(skipped: SkippedRows, notes: RowTally) -> Iterator[EncodedRows]:
-            done = 0
-            self._on_rows(path, done)
+            self._on_rows(path, 0)
             always = {**self.encoder.notes, **self.unknown_end_note}
             encoder = replace(self.encoder, notes=always)
-            for rows in encoder.encode(self.rows(path, skipped), skipped, notes):
-                yield rows
-                done += len(rows)
-                self._on_rows(path, done)
+            return encoder.encode(self.rows(path, skipped), skipped, notes)
 
-        return encode_file(path, encode, cache=self._config.cache_path, key=self._key(path))
+        cache, key = self._config.cache_path, self._key(path)
+        return encode_file(path, encode, cache=cache, key=key, on_rows=partial(self._on_rows, path))
 
     def why_skipped(self, path: Path, row: int) -> BadRow | None:
         """Return the reason for skipping a row; None if the row is kept, or does not exist."""

@@ -34,7 +34,7 @@ from mlxtune.config import TrainConfig
 from tests.models import CHATML, sums, write_chat, write_model
 from tests.paths import DOCS
 
-MAX_FILES, MAX_FORMS = 27, 14
+MAX_FILES, MAX_FORMS = 24, 14
 # The heads of the two tables in docs/architecture.md.
 FILES, FORMS = "| hop | where |", "| | form | made by |"
 PACKAGE = Path(mlxtune.__file__).parent

@@ -39,8 +39,17 @@ def key_of(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> EncodedFile:
+def encode_file(
+    path: Path,
+    encode: Encode,
+    *,
+    cache: Path | None,
+    key: str,
+    on_rows: Callable[[int], None] = lambda rows: None,
+) -> EncodedFile:
     """Return a file's examples from the cache, or encode the file and add them to the cache.
+
+    `on_rows` is called now and then with the number of rows encoded so far.
 
     Without a cache, or if the cache cannot be written, the examples are kept until the process
     ends. Raises OutputError if they cannot be written to the disk.
@@ -53,7 +62,7 @@ def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> 
         as_output_error(parent or Path(tempfile.gettempdir()), "--cache-dir"),
         scratch_folder("data", parent) as folder,
     ):
-        write_arrays(folder, encode(skipped, notes))
+        write_arrays(folder, encode(skipped, notes), on_rows)
         # Map the files before the folder is moved or removed: a mapping outlives its file's name.
         arrays = ExampleArrays.mapped(folder)
         if parent is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -237,9 +237,16 @@ def identity(row: Iterable[Example]) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) -> None:
-    """Write examples into a folder, one file for each column; each chunk contains a few rows."""
-    end = 0
+def write_arrays(
+    folder: Path,
+    chunks: Iterable[Sequence[Sequence[Example]]],
+    on_rows: Callable[[int], None] = lambda rows: None,
+) -> None:
+    """Write examples into a folder, one file for each column; each chunk contains a few rows.
+
+    `on_rows` is called after each chunk with the number of rows written so far.
+    """
+    end = written = 0
     with ExitStack() as stack:
         files = {name: stack.enter_context(new_file(folder / name)) for name in COLUMNS}
         for rows in filter(None, chunks):
@@ -247,6 +254,8 @@ def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) ->
             end = int(arrays.ends[-1])
             for name, file in files.items():
                 file.write(getattr(arrays, name).tobytes())
+            written += len(rows)
+            on_rows(written)
 
 
 def starts_of_equal_keys(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
