@@ -47,6 +47,16 @@ _ALWAYS = {ADAPTER, METADATA, METRICS, MANIFEST}
 _FILES = _ALWAYS | {ADAPTER_CONFIG, OPTIMIZER, PARAMETERS}
 
 
+def step_name(step: int) -> str:
+    """Return the name of the checkpoint of a step within an epoch."""
+    return f"step-{step}"
+
+
+def epoch_name(epoch: int) -> str:
+    """Return the name of the checkpoint at the end of an epoch."""
+    return f"epoch-{epoch}"
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose files match its manifest."""

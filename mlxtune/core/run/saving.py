@@ -102,30 +102,23 @@ class CheckpointSaver:
         self._kept, self._saved_step = list(folders), step
         self.latest = folders[-1] if folders else None
 
-    def checkpoint_name(
-        self, step: int, *, ended_epoch: int | None = None, requested: bool = False
-    ) -> str | None:
-        """Return the name of the checkpoint to write after a step, or None if none is due.
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after a step within an epoch, on every worker."""
+        return self.every_steps is not None and step - self._saved_step >= self.every_steps
 
-        Within an epoch, a checkpoint is also due if it is `requested`, as after a validation.
-        """
-        if ended_epoch is not None:
-            is_due = self.epochs <= self.every_epochs or ended_epoch % self.every_epochs == 0
-            return f"epoch-{ended_epoch}" if is_due else None
-        return f"step-{step}" if requested or self._is_due_by_steps(step) else None
+    def is_due_at_end(self, epoch: int) -> bool:
+        """Return whether a checkpoint is due at the end of an epoch, on every worker."""
+        return self.epochs <= self.every_epochs or epoch % self.every_epochs == 0
 
-    def requests(self, step: int, *, halved: bool) -> bool:
-        """Return whether to request a checkpoint, for a reason that only this worker knows.
+    def asks_for_save(self, step: int, *, halved: bool) -> bool:
+        """Return whether this worker asks the others for a checkpoint that is not due by itself.
 
         After `halved` micro-batches, a run must resume with the same size.
         """
         elapsed = self.clock() - self._saved_at
         retries = self._best_effort.failing and elapsed >= _RETRY_SECONDS
         own = halved or retries or 0 < self.every_minutes * 60 <= elapsed
-        return own and not self._is_due_by_steps(step)
-
-    def _is_due_by_steps(self, step: int) -> bool:
-        return self.every_steps is not None and step - self._saved_step >= self.every_steps
+        return own and not self.is_due(step)
 
     def try_save(self, name: str, content: CheckpointContent) -> None:
         """Write a checkpoint, and prune older ones; if that fails, warn and let training continue.

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.files.writing import as_json
 from mlxtune.core.run import run_folder
-from mlxtune.core.run.checkpoint import RECORDS
+from mlxtune.core.run.checkpoint import RECORDS, epoch_name, step_name
 from mlxtune.core.run.extension import extended
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult
 from mlxtune.core.run.progress import MetricsFile, Progress, Record
@@ -105,21 +105,21 @@ class RunRecorder:
             self.observer.on_epoch(metrics, self._is_best())
         # A killed run that is resumed at the end of an epoch may lack checkpoints of the epoch.
         metrics = self.progress.epochs[-1]
-        self._save(metrics, self.saver.checkpoint_name(self.progress.step, ended_epoch=epoch))
+        self._save(metrics, epoch_name(epoch) if self.saver.is_due_at_end(epoch) else None)
         self._epoch_started = time.perf_counter()
 
     def save_validated(self, val_loss: float | None) -> None:
-        name = self.saver.checkpoint_name(self.progress.step, requested=True)
-        self._save(self._epoch_metrics(val_loss), name)
+        """Write the checkpoints of a validation within an epoch."""
+        self._save(self._epoch_metrics(val_loss), step_name(self.progress.step))
 
-    def save_step(self, name: str) -> None:
-        self.saver.try_save(name, self._checkpoint())
+    def save_step(self) -> None:
+        """Write the checkpoint of the last step."""
+        self.saver.try_save(step_name(self.progress.step), self._checkpoint())
 
     def save_and_interrupt(self) -> NoReturn:
         """Save the run's state, and end the run early. Raises TrainingInterrupted."""
         step = self.progress.step
-        name = self.saver.checkpoint_name(step, requested=True)
-        saved = self.saver.save(name, self._checkpoint()) if step and name else None
+        saved = self.saver.save(step_name(step), self._checkpoint()) if step else None
         raise TrainingInterrupted(saved, step)
 
     def finish(

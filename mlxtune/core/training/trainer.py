@@ -315,17 +315,18 @@ class InstructTrainer:
 
     def _stop_or_save(self, step: Step, halved: bool) -> None:
         """Stop or save after a step that has started, if asked to or if a checkpoint is due."""
-        saver = self._recorder.saver
-        own = Requests(self._should_stop(), saver.requests(step.number, halved=halved))
+        number, saver = step.number, self._recorder.saver
+        own = Requests(self._should_stop(), saver.asks_for_save(number, halved=halved))
         agreed = self._requests.swap(own)
-        stopping = agreed.stop or step.number == self._stop_after
-        name = saver.checkpoint_name(step.number, requested=agreed.save)
-        if stopping or name or self._profiler:
+        stopping = agreed.stop or number == self._stop_after
+        saving = agreed.save or saver.is_due(number)
+        if stopping or saving or self._profiler:
             self._record_running_step()
         if stopping:
             self._recorder.save_and_interrupt()
-        if name and not self._validates_within(step.number):
-            self._recorder.save_step(name)
+        # A validation within the epoch saves its own checkpoint.
+        if saving and not self._validates_within(number):
+            self._recorder.save_step()
 
     def _stop_if_asked(self) -> None:
         """Stop between two steps, if asked to; several workers stop only together, after a step."""

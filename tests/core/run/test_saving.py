@@ -42,8 +42,7 @@ class Disk:
         return CheckpointContent(self.write, {"step": step}, list)
 
     def is_due(self, step: int) -> bool:
-        requested = self.saver.requests(step, halved=False)
-        return self.saver.checkpoint_name(step, requested=requested) == f"step-{step}"
+        return self.saver.is_due(step) or self.saver.asks_for_save(step, halved=False)
 
     def save(self, step: int) -> None:
         self.saver.try_save(f"step-{step}", self.content(step))
@@ -69,16 +68,14 @@ def test_checkpoint_is_due_after_steps_or_minutes(tmp_path: Path) -> None:
 
 def test_checkpoint_that_all_workers_know_is_due_is_not_requested(tmp_path: Path) -> None:
     saver = Disk(tmp_path, every_steps=5).saver
-    assert [saver.requests(step, halved=True) for step in (4, 5)] == [True, False]
-    assert [saver.checkpoint_name(step) for step in (4, 5)] == [None, "step-5"]
-    assert saver.checkpoint_name(4, requested=True) == "step-4"
+    assert [saver.asks_for_save(step, halved=True) for step in (4, 5)] == [True, False]
+    assert [saver.is_due(step) for step in (4, 5)] == [False, True]
 
 
 @pytest.mark.parametrize(("epochs", "saved"), [(4, [1, 2, 3, 4]), (9, [4, 8])])
 def test_long_run_saves_only_some_epochs(tmp_path: Path, epochs: int, saved: list[int]) -> None:
     saver = Disk(tmp_path, epochs=epochs, every_steps=1).saver
-    names = [saver.checkpoint_name(9, ended_epoch=epoch) for epoch in range(1, epochs + 1)]
-    assert [name for name in names if name] == [f"epoch-{epoch}" for epoch in saved]
+    assert [epoch for epoch in range(1, epochs + 1) if saver.is_due_at_end(epoch)] == saved
 
 
 def test_checkpoint_is_never_due_by_minutes_when_these_are_turned_off(tmp_path: Path) -> None:
