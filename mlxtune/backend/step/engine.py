@@ -1,7 +1,7 @@
 """The engine: takes optimizer steps, each built, launched and committed."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mlxtune.backend.device import allocator
 from mlxtune.backend.device.retry import Attempt
-from mlxtune.backend.forward.forward import Forward, ReduceFn, StepInputs
+from mlxtune.backend.forward.forward import Forward, StepInputs
 from mlxtune.backend.lora.apply import LoRASummary
 from mlxtune.backend.lora.lora_layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer
@@ -34,7 +34,7 @@ from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.objectives.policy import PolicyObjective, StepObjective
 from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, rows_of
+from mlxtune.core.steps.micro_batch import PaddedBatch, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths
 from mlxtune.core.training.pipeline import StepOutcome
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
@@ -206,13 +206,18 @@ class Engine:
             if total.counts.micro_batches:
                 # The device computes a micro-batch while the next one is built.
                 self.runner.start(total.graph)
-            arguments = self._arguments(step, total, micro_batch, batch.counts)
             inputs = self.inputs(batch, step.number)
+            members = [step.own_indices[i] for i in micro_batch.examples]
+            scale = mx.array(forward.loss_scale / total.step_loss.divisor)
+            reduce = total.step_loss.reduce(members, batch.counts)
             outputs = self.runner.new_outputs(micro_batch.tokens)
             # NumPy need not warn: the outcome reports a loss that is not finite.
             with np.errstate(all="ignore"):
-                values, gradients = compute(parameters, inputs, *arguments, outputs)
-            self._add(step, total, micro_batch, outputs, values, gradients)
+                values, gradients = compute(parameters, inputs, scale, reduce, outputs)
+            total.add(values, self.vectors.join_gradients(gradients))
+            total.count(micro_batch.tokens, micro_batch.padding(step.lengths.forward))
+            total.graph = self.runner.graph(micro_batch.tokens, outputs, gradients, *total.sums)
+            allocator.clear_cache_near_limit()
         total.finish(vectors, forward.loss_scale)
         if self._workers.world_size > 1:
             self._sum_over_workers(total, step.requests)
@@ -224,34 +229,6 @@ class Engine:
                 )
             )
         step.built = total
-
-    def _arguments(
-        self,
-        step: OptimizerStep,
-        total: StepGradients,
-        micro_batch: MicroBatch,
-        counts: Sequence[int],
-    ) -> tuple[mx.array, ReduceFn]:
-        """Return the scale of a micro-batch's loss, and what reduces its tokens' losses to it."""
-        examples = [step.own_indices[i] for i in micro_batch.examples]
-        scale = mx.array(self.forward.loss_scale / total.step_loss.divisor)
-        return scale, total.step_loss.reduce(examples, counts)
-
-    def _add(
-        self,
-        step: OptimizerStep,
-        total: StepGradients,
-        micro_batch: MicroBatch,
-        outputs: list[mx.array] | None,
-        values: Sequence[mx.array],
-        gradients: Mapping[str, mx.array],
-    ) -> None:
-        """Add a micro-batch's values and gradients to the step's, and set the graph to compute."""
-        tokens, padding = micro_batch.tokens, micro_batch.padding(step.lengths.forward)
-        total.add(values, self.vectors.join_gradients(gradients), tokens, padding)
-        sums = total.loss, total.gradients, total.values
-        total.compute_by(self.runner.graph(tokens, outputs, gradients, *sums))
-        allocator.clear_cache_near_limit()
 
     def launch(self, step: OptimizerStep) -> None:
         """Make the device compute a built step, without waiting for it."""

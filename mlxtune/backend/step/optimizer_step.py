@@ -52,25 +52,27 @@ class StepGradients:
         summed = self.summed_counts
         return self.counts if summed is None else StepCounts.from_array(summed)
 
-    def add(
-        self, values: Sequence[mx.array], gradients: list[mx.array], tokens: int, padding: int
-    ) -> None:
-        """Add a micro-batch: its loss, with the values that come with it, gradients and tokens."""
+    @property
+    def sums(self) -> tuple[Any, Any, Any]:
+        """The sums over the micro-batches so far, which a graph computes."""
+        return self.loss, self.gradients, self.values
+
+    def add(self, values: Sequence[mx.array], gradients: list[mx.array]) -> None:
+        """Add a micro-batch: its loss, with the values that come with it, and its gradients."""
         loss, *rest = values
         self.loss = self.loss + loss
         self.values = [total + part for total, part in zip(self.values, rest, strict=True)]
         first = self.gradients is None
         self.gradients = gradients if first else tree_map(mx.add, self.gradients, gradients)
+
+    def count(self, tokens: int, padding: int) -> None:
+        """Count a micro-batch, the tokens that run through the model, and the padding in them."""
         counts = self.counts
         self.counts = counts._replace(
             micro_batches=counts.micro_batches + 1,
             forward_tokens=counts.forward_tokens + tokens,
             padding=counts.padding + padding,
         )
-
-    def compute_by(self, graph: Graph) -> None:
-        """Set the graph that computes the sums."""
-        self.graph = graph
 
     def finish(self, vectors: Sequence[mx.array], loss_scale: float) -> None:
         """Undo float16's loss scale, after all micro-batches of this worker.
