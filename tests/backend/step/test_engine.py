@@ -82,7 +82,7 @@ def test_micro_batch_is_launched_when_the_next_one_is_built(
 ) -> None:
     pipeline = fresh(model_folder("qwen3"), PACKED, 30)
     events: list[str] = []
-    for owner, name in ((Engine, "inputs"), (Engine, "_add"), (GraphRunner, "start")):
+    for owner, name in ((Engine, "inputs"), (GraphRunner, "graph"), (GraphRunner, "start")):
         real = getattr(owner, name)
 
         def noted(*given: Any, name: str = name, real: Any = real) -> Any:
@@ -96,7 +96,7 @@ def test_micro_batch_is_launched_when_the_next_one_is_built(
     assert count > 1
     # No micro-batch is launched within the building of another.
     calls = [
-        f"{name} {when}" for name in ("inputs", "_add", "start") for when in ("begins", "ends")
+        f"{name} {when}" for name in ("inputs", "graph", "start") for when in ("begins", "ends")
     ]
     assert events == calls * count
 
