@@ -1,6 +1,13 @@
 """Fits the steps of a run into memory: chooses a plan, confirms it and reserves its memory.
 
-Also chooses how to multiply by quantised weights, which takes the largest micro-batch.
+A plan says how steps are computed, its `execution`. Only this module chooses it, in three stages,
+each of which knows one more fact:
+
+    choose_plan  sizes of the opened model, and the device's fastest operations
+    plan_run     the faster form of products with quantised weights, timed with the largest
+                 micro-batch of the plan
+    confirm      what the loaded model supports, and its measured memory; the pipeline then
+                 computes by this plan
 """
 
 import datetime
@@ -140,7 +147,7 @@ def confirm(
     recorded: Measured | None = None,
     workers: Workers = SINGLE_PROCESS,
 ) -> MemoryPlan:
-    """Choose the plan again from memory measured on the loaded model.
+    """Choose the plan again from memory measured on the loaded model, and make the pipeline use it.
 
     Only the loaded model shows whether its head can be split off and whether examples can be packed
     into one sequence. Memory is measured once and cached; a resumed run uses its `recorded` memory.
@@ -157,9 +164,10 @@ def confirm(
             key = memory_key(shapes, execution, config.dropout, base.dtype)
             save_measured(config.cache_path, key, known)
     shapes = replace(shapes, measured=known)
-    if (shapes, execution) == (plan.shapes, plan.execution):
-        return plan
-    return _choose(config, shapes, execution, work, plan.limit)
+    if (shapes, execution) != (plan.shapes, plan.execution):
+        plan = _choose(config, shapes, execution, work, plan.limit)
+    pipeline.run_as(plan.execution, plan.peak.total)
+    return plan
 
 
 def _agreed(measured: Measured | None, workers: Workers) -> Measured | None:

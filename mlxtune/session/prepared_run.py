@@ -173,5 +173,4 @@ def build_pipeline(
             console.say(name, f"by MLX's operations, not our kernels: {problem}")
     recorded = None if resume is None else memory_planning.recorded_memory(config.checkpoint_path)
     confirmed = memory_planning.confirm(config, base, pipeline, work, plan, recorded, workers)
-    pipeline.run_as(confirmed.execution, confirmed.peak.total)
     return pipeline, confirmed
