@@ -44,7 +44,7 @@ def skip_kernels_that_are_not_here() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def evaluate_in_micro_batches_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make evaluations use training's micro-batch size instead of a larger one."""
-    monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 0)
+    monkeypatch.setattr("mlxtune.backend.step.evaluator.max_batch_tokens", lambda parameters: 0)
 
 
 @pytest.fixture

@@ -237,12 +237,12 @@ os.fsync = fsync"""
 @pytest.mark.long
 def test_a_bug_on_one_worker_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path) -> None:
     patch = """from mlxtune.backend.step.engine import Engine
-real = Engine.accumulate
-def accumulate(self, step, *rest, **options):
+real = Engine.build
+def build(self, step, *rest, **options):
     if step.number == 14:
         raise KeyError("bug")
     return real(self, step, *rest, **options)
-Engine.accumulate = accumulate"""
+Engine.build = build"""
     said = run(2, patched(tmp_path, 1, patch), tmp_path / "log")
     assert "KeyError: 'bug'" in said
     assert "worker 1 is gone after step" in said

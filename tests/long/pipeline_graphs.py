@@ -24,7 +24,7 @@ class PipelineGraphs:
         pipeline = self._pipeline
         with compiled_as_on_gpu():
             step = pipeline._engine.new_step(examples, learning_rate=pipeline.learning_rate)
-            pipeline._engine.accumulate(step)
+            pipeline._engine.build(step)
             return step.take().graph.arrays
 
     def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:

@@ -114,7 +114,7 @@ class Engine:
 
         Returns None if it cannot be halved.
         """
-        half = self.batches.half(lengths)
+        half = self.batches.halved_limit(lengths)
         self.batches.max_tokens = half or self.batches.max_tokens
         return half
 
@@ -134,7 +134,7 @@ class Engine:
         """
         step = self.new_step(examples, number, learning_rate, requests)
         if self._can_build_ahead(step):
-            self.accumulate(step, after=self.launched)
+            self.build(step, after=self.launched)
         if not self.commit_launched():
             # The update that this step starts from has been computed again.
             step.built = None
@@ -142,7 +142,7 @@ class Engine:
         for attempt in self._attempts(step):
             with attempt:
                 if step.built is None:
-                    self.accumulate(step)
+                    self.build(step)
         self.launch(step)
         return step
 
@@ -182,13 +182,13 @@ class Engine:
         agrees = objective.keeps_rows_whole and self._workers.world_size > 1
         if not self.forward.operations.lazy or objective.needs_first_pass or agrees:
             return False
-        return self.batches.is_one(step.lengths)
+        return self.batches.fit_into_one(step.lengths)
 
     def _attempts(self, step: OptimizerStep) -> Iterator[Attempt]:
         """Yield a context for each attempt at work on a step; see `GraphRunner.attempts`."""
         return self.runner.attempts(step.lengths, self.halve)
 
-    def accumulate(self, step: OptimizerStep, after: OptimizerStep | None = None) -> None:
+    def build(self, step: OptimizerStep, after: OptimizerStep | None = None) -> None:
         """Build a step: the gradients of its micro-batches, then the update.
 
         Each micro-batch but the last is launched when the next is built. If `after` is given, the
@@ -210,7 +210,7 @@ class Engine:
             members = [step.own_indices[i] for i in micro_batch.examples]
             scale = mx.array(forward.loss_scale / total.step_loss.divisor)
             reduce = total.step_loss.reduce(members, batch.counts)
-            outputs = self.runner.new_outputs(micro_batch.tokens)
+            outputs = self.runner.outputs_of_stages(micro_batch.tokens)
             # NumPy need not warn: the outcome reports a loss that is not finite.
             with np.errstate(all="ignore"):
                 values, gradients = compute(parameters, inputs, scale, reduce, outputs)
@@ -274,8 +274,8 @@ class Engine:
     def _compute(self, step: OptimizerStep) -> StepGradients:
         """Wait for a step's graph, which is built first if it is missing."""
         if step.built is None:
-            self.accumulate(step)
-        total = step.take()
+            self.build(step)
+        total = step.take_built()
         self.runner.finish(total.graph)
         return total
 
@@ -284,7 +284,9 @@ class Engine:
         update, step_loss, dtype = total.update, total.step_loss, self.forward.dtype
         assert update is not None
         if step.number == 1 and not self._config.dropout:
-            step_loss.check_first(total.values, in_16_bits=dtype is not None and dtype.size == 2)
+            step_loss.check_first_loss(
+                total.values, in_16_bits=dtype is not None and dtype.size == 2
+            )
         metrics = step_loss.metrics(total.values)
         self.runner.warn_of_limit()
         self.forward.trained.assign(update.parameters)

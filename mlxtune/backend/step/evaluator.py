@@ -61,17 +61,17 @@ class LossEvaluator:
         self._forward = forward
         self._runner = runner
         self._training = training
-        self._most = most_tokens(parameters)
+        self._max_tokens = max_batch_tokens(parameters)
         # The largest batch, in tokens, once memory has run out in an evaluation.
-        self._lowered = sys.maxsize
+        self._halved_tokens = sys.maxsize
         self._memory = evaluation_memory(forward)
         weights = sum(array.nbytes for _, array in tree_flatten(forward.model.parameters()))
-        self._in_use = weights + other_bytes
-        self._free = mx.get_memory_limit() / (1 + MARGIN) - self._in_use
+        self._bytes_in_use = weights + other_bytes
+        self._free_bytes = mx.get_memory_limit() / (1 + MARGIN) - self._bytes_in_use
 
     def limit_memory(self, most: int) -> None:
         """Limit batches' memory peak to `most` bytes, unless training's micro-batches need more."""
-        self._free = min(self._free, most - self._in_use)
+        self._free_bytes = min(self._free_bytes, most - self._bytes_in_use)
 
     def compute(
         self,
@@ -162,14 +162,14 @@ class LossEvaluator:
 
     def _halve(self, lengths: StepLengths) -> int | None:
         """Halve the limit of an evaluation's batches, and return it; training's stays."""
-        half = self._batches_of(lengths).half(lengths)
+        half = self._batches_of(lengths).halved_limit(lengths)
         if half is not None:
-            self._most = self._lowered = half
+            self._max_tokens = self._halved_tokens = half
         return half
 
     def _batches_of(self, lengths: StepLengths) -> MicroBatches:
         """Return larger micro-batches than training's, if they fit in memory."""
-        tokens, least = self._most, min(self._training.max_tokens, self._lowered)
+        tokens, least = self._max_tokens, min(self._training.max_tokens, self._halved_tokens)
         while tokens > least:
             batches = replace(self._training, max_tokens=tokens)
             micro_batches = batches.divided(lengths)
@@ -185,7 +185,8 @@ class LossEvaluator:
         """
         execution = self._forward.execution
         return (
-            execution.head_apart and self._memory.estimate(load, execution.loss_chunk) <= self._free
+            execution.head_apart
+            and self._memory.estimate(load, execution.loss_chunk) <= self._free_bytes
         )
 
     def _compute(
@@ -205,7 +206,7 @@ class LossEvaluator:
             on_progress(done)
 
         for micro_batch, batch in batches:
-            outputs = self._runner.new_outputs(micro_batch.tokens)
+            outputs = self._runner.outputs_of_stages(micro_batch.tokens)
             each = self._forward.losses(batch, keys(batch), outputs)
             graph = self._runner.graph(micro_batch.tokens, outputs, {}, each)
             # This waits for the previous batch.
@@ -218,7 +219,7 @@ class LossEvaluator:
             finish(*waiting)
 
 
-def most_tokens(parameters: int) -> int:
+def max_batch_tokens(parameters: int) -> int:
     """Return how many tokens a batch may have so that a model of this size takes only seconds."""
     operations = _MAX_CPU_FLOPS if on_cpu() else _MAX_GPU_FLOPS
     return min(_MAX_TOKENS, int(operations / (_FLOPS_PER_PARAMETER * parameters)))
@@ -275,7 +276,7 @@ def passes_of(
         forward,
         forward.execution.micro_batch_tokens,
         keyed=keyed,
-        keeps_limit=not alone,
+        has_fixed_limit=not alone,
         whole_rows=whole_rows,
     )
     runner = GraphRunner(forward, parameters, remedy=remedy, warn=warn, retries=alone)

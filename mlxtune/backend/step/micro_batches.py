@@ -16,20 +16,20 @@ class MicroBatches:
 
     An `Engine` owns those of training, and only it changes their limit. With `keyed`, only examples
     with equal dropout keys share the tokens of a common prefix. With `whole_rows`, a row's examples
-    run together, unless any row is too long. With `keeps_limit`, the limit is never halved, because
-    all workers must use the same value.
+    run together, unless any row is too long. With `has_fixed_limit`, the limit is never halved,
+    because all workers must use the same value.
     """
 
     forward: Forward
     max_tokens: int
     _: KW_ONLY
     keyed: bool = False
-    keeps_limit: bool = False
+    has_fixed_limit: bool = False
     whole_rows: bool = False
 
     def __post_init__(self) -> None:
         # The last plan and its arguments: building the step asks for the same plan again.
-        self._last: tuple[Any, list[MicroBatch]] = None, []
+        self._last_division: tuple[Any, list[MicroBatch]] = None, []
 
     def lengths(self, examples: Sequence[Example]) -> StepLengths:
         """Return the lengths of examples, for dividing them into micro-batches."""
@@ -46,7 +46,7 @@ class MicroBatches:
             else:
                 yield micro_batch, collate(selected, micro_batch.width)
 
-    def is_one(self, lengths: StepLengths) -> bool:
+    def fit_into_one(self, lengths: StepLengths) -> bool:
         """Return whether the examples fit into one micro-batch."""
         if sum(lengths.forward) > self.max_tokens:
             return False
@@ -56,18 +56,18 @@ class MicroBatches:
         """Return the micro-batches into which examples are split."""
         execution = replace(self.forward.execution, micro_batch_tokens=self.max_tokens)
         asked = execution, lengths
-        if asked != self._last[0]:
+        if asked != self._last_division[0]:
             divide = execution.micro_batches
             whole = _whole_row_micro_batches(lengths, divide) if self.whole_rows else None
-            self._last = asked, divide(lengths) if whole is None else whole
-        return self._last[1]
+            self._last_division = asked, divide(lengths) if whole is None else whole
+        return self._last_division[1]
 
-    def half(self, lengths: StepLengths) -> int | None:
+    def halved_limit(self, lengths: StepLengths) -> int | None:
         """Return half the size in tokens of the largest micro-batch of several examples.
 
-        Returns None without such a micro-batch, or with `keeps_limit`.
+        Returns None without such a micro-batch, or with `has_fixed_limit`.
         """
-        if self.keeps_limit:
+        if self.has_fixed_limit:
             return None
         several = [each.tokens for each in self.divided(lengths) if len(each.examples) > 1]
         return max(several) // 2 if several else None

@@ -97,7 +97,7 @@ class StepGradients:
 
     def use_known_loss(self) -> None:
         """Replace the loss by the one that forward passes have shown, if any."""
-        if (known := self.step_loss.known) is not None:
+        if (known := self.step_loss.known_loss) is not None:
             self.loss = mx.array(known)
 
     def set_update(self, update: OptimizerUpdate) -> None:
@@ -135,7 +135,7 @@ class OptimizerStep:
     outcome: StepOutcome | None = None
     started: float = field(default_factory=time.perf_counter)
 
-    def take(self) -> StepGradients:
+    def take_built(self) -> StepGradients:
         """Return the graph and forget it, so that a failed graph's arrays are freed."""
         built, self.built = self.built, None
         assert built is not None

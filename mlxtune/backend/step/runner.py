@@ -49,7 +49,7 @@ class Graph:
     gradients: Any
     arrays: Any
 
-    def parts(self) -> list[Sequence[Any]]:
+    def arrays_of_stages(self) -> list[Sequence[Any]]:
         """Return the arrays of each stage, and clear `outputs`."""
         stages: list[Sequence[Any]] = []
         if self.stages > 1:
@@ -91,33 +91,33 @@ class GraphRunner:
         self._warned_of_limit = False
         # CUDA has no time limit on a card without a display.
         cuda = not on_cpu() and not has_metal()
-        self._most = 1 if cuda else max(2 * forward.mixers.count, 1)
+        self._max_stages = 1 if cuda else max(2 * forward.mixers.count, 1)
         # Nothing limits commands on the CPU.
         self.seconds_per_token = 0.0 if on_cpu() else _OPERATIONS * parameters / _METAL_SPEED
-        self._shortened = 1
+        self._shortening = 1
         # The kinds of passes, with or without a gradient, that have run once: the first pass of a
         # kind also compiles kernels, so it is not timed.
         self._compiled: set[bool] = set()
         self._running: Graph | None = None
-        self._left: list[Sequence[Any]] = []
+        self._remaining_stages: list[Sequence[Any]] = []
         self._started = 0.0
         # The memory peak of a pass excludes loading.
         allocator.start_peak()
 
     # Stages
 
-    def shorten(self) -> bool:
+    def shorten_stages(self) -> bool:
         """Halve the length of later stages; return False if they cannot be shorter."""
-        can = self._shortened < self._most
-        self._shortened *= 2 if can else 1
+        can = self._shortening < self._max_stages
+        self._shortening *= 2 if can else 1
         return can
 
     def stages_for(self, tokens: int) -> int:
         """Return the number of stages of a micro-batch with this many tokens."""
         needed = max(math.ceil(self.seconds_per_token * tokens / _SECONDS), 1)
-        return min(needed * self._shortened, self._most)
+        return min(needed * self._shortening, self._max_stages)
 
-    def new_outputs(self, tokens: int) -> list[mx.array] | None:
+    def outputs_of_stages(self, tokens: int) -> list[mx.array] | None:
         """Return a list for layers' outputs if a micro-batch needs several stages, else None."""
         return [] if self.stages_for(tokens) > 1 else None
 
@@ -139,7 +139,7 @@ class GraphRunner:
         if self._running is not graph:
             self._begin(graph)
         # Clears all references first, so that a failed graph's arrays are freed.
-        left, self._left, self._running = self._left, [], None
+        left, self._remaining_stages, self._running = self._remaining_stages, [], None
         while left:
             # The device runs the next stage while the host waits for this stage.
             for following in left[1:2]:
@@ -150,8 +150,8 @@ class GraphRunner:
 
     def _begin(self, graph: Graph) -> None:
         self._running, self._started = graph, time.perf_counter()
-        self._left = graph.parts()
-        mx.async_eval(*self._left[0])  # type: ignore[no-untyped-call]
+        self._remaining_stages = graph.arrays_of_stages()
+        mx.async_eval(*self._remaining_stages[0])  # type: ignore[no-untyped-call]
 
     def _time(self, graph: Graph, seconds: float) -> None:
         backward = bool(graph.gradients)
@@ -180,9 +180,9 @@ class GraphRunner:
 
         Raises MemoryLimitError or GpuError if all attempts fail.
         """
-        return attempts(partial(self._adapt, lengths, halve))
+        return attempts(partial(self._adapt_to_fault, lengths, halve))
 
-    def _adapt(self, lengths: StepLengths, halve: Halve, fault: Fault, text: str) -> None:
+    def _adapt_to_fault(self, lengths: StepLengths, halve: Halve, fault: Fault, text: str) -> None:
         """Change settings so that a pass over examples may succeed after a fault.
 
         Raises MemoryLimitError or GpuError if nothing is left to change.
@@ -193,7 +193,7 @@ class GraphRunner:
             raise fault_error(fault, text, "on this worker", "lower --memory-limit" if out else "")
         if not fault.asks_for_less:
             self._warn(f"{what} ({one_line(text)}): trying again")
-        elif fault is not Fault.OUT_OF_MEMORY and self.shorten():
+        elif fault is not Fault.OUT_OF_MEMORY and self.shorten_stages():
             self._warn(f"{what}: shorter evaluations from now on; to avoid this, {fault.remedy}")
         elif (tokens := halve(lengths)) is not None:
             self._warn(f"{what}: micro-batches of up to {tokens:,} tokens from now on")

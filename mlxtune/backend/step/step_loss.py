@@ -54,7 +54,7 @@ class StepLoss:
         return self.tokens
 
     @property
-    def known(self) -> float | None:
+    def known_loss(self) -> float | None:
         """The step's loss, if forward passes have already computed it; otherwise None."""
         return None
 
@@ -71,7 +71,7 @@ class StepLoss:
     def metrics(self, values: Sequence[mx.array]) -> dict[str, float]:
         return {}
 
-    def check_first(self, values: Sequence[mx.array], *, in_16_bits: bool) -> None:
+    def check_first_loss(self, values: Sequence[mx.array], *, in_16_bits: bool) -> None:
         """Raise ModelError if the values of the first step do not match the reference, if any."""
 
 
@@ -96,7 +96,7 @@ class PreferenceLoss(StepLoss):
         return 1
 
     @property
-    def known(self) -> float | None:
+    def known_loss(self) -> float | None:
         return None if self.logps is None else self._of(self.logps)
 
     def zeros(self) -> list[mx.array]:
@@ -123,7 +123,7 @@ class PreferenceLoss(StepLoss):
         logps = np.array(values[0], dtype=np.float64)
         return self.objective.metrics(logps, self.layout, self.totals.kl)
 
-    def check_first(self, values: Sequence[mx.array], *, in_16_bits: bool) -> None:
+    def check_first_loss(self, values: Sequence[mx.array], *, in_16_bits: bool) -> None:
         """Raise ModelError if the first step's loss does not match the reference.
 
         At the first step, policy and reference are the same model, so DPO's loss is ln 2, except

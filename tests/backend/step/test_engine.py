@@ -58,7 +58,7 @@ def test_step_is_built_then_launched_then_committed(monkeypatch: pytest.MonkeyPa
     assert step.number == 1
     assert step.built is None
 
-    engine.accumulate(step)
+    engine.build(step)
     assert step.built is not None
     assert calls == [], "nothing is computed"
     assert adapter(pipeline) == before

@@ -22,7 +22,7 @@ from mlxtune.backend.cpu import CPU
 from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models.loading import load_base
-from mlxtune.backend.step.evaluator import Evaluator, evaluation_memory, most_tokens
+from mlxtune.backend.step.evaluator import Evaluator, evaluation_memory, max_batch_tokens
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import InstructConfig
@@ -223,11 +223,11 @@ def test_batches_are_as_large_as_the_memory_allows(
 ) -> None:
     examples = random_examples(60)
     wanted = evaluator_of(WAYS["packed"]).losses(examples)
-    monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
+    monkeypatch.setattr("mlxtune.backend.step.evaluator.max_batch_tokens", lambda parameters: 16384)
     evaluator = evaluator_of(WAYS["packed"])
     sizes = []
     for free in (10**12, estimate(evaluator, BatchLoad(8, 40, 100, 320)), 0):
-        monkeypatch.setattr(evaluator._losses, "_free", free)
+        monkeypatch.setattr(evaluator._losses, "_free_bytes", free)
         done: list[int] = []
         np.testing.assert_allclose(evaluator.losses(examples, done.append), wanted, rtol=1e-5)
         sizes.append(len(done))
@@ -242,7 +242,7 @@ def test_most_tokens_of_a_batch_take_a_second_of_a_gpu_and_ten_of_two_cores(
     found = {}
     for cpu in (True, False):
         monkeypatch.setattr("mlxtune.backend.step.evaluator.on_cpu", lambda cpu=cpu: cpu)
-        found[cpu] = [most_tokens(size) for size in (10**6, 600_000_000, 4 * 10**9)]
+        found[cpu] = [max_batch_tokens(size) for size in (10**6, 600_000_000, 4 * 10**9)]
     # A token takes 2 FLOP per parameter; the limit is 10 TFLOP on a GPU, 1 TFLOP on the CPU.
     assert found == {True: [16384, 833, 125], False: [16384, 8333, 1250]}
 
@@ -250,7 +250,7 @@ def test_most_tokens_of_a_batch_take_a_second_of_a_gpu_and_ten_of_two_cores(
 def test_evaluation_remembers_the_batch_size_that_ran_out_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
+    monkeypatch.setattr("mlxtune.backend.step.evaluator.max_batch_tokens", lambda parameters: 16384)
     evaluator, warnings = evaluator_of(WAYS["packed"]), []
     batches, whole, largest = evaluator._losses._training, evaluator.forward.losses, []
     evaluator._losses._runner._warn = warnings.append
@@ -372,7 +372,7 @@ def evaluation(
 def test_evaluation_stays_below_the_predicted_peak_of_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
+    monkeypatch.setattr("mlxtune.backend.step.evaluator.max_batch_tokens", lambda parameters: 16384)
     examples, peaks = random_examples(200), []
     for memory_limit in (None, 6_000_000):
         evaluator = evaluator_of(Execution(MLX), 20)

@@ -144,7 +144,7 @@ def test_only_the_engine_changes_the_limit_of_micro_batches() -> None:
 def test_size_of_micro_batches_is_half_of_the_largest_until_an_execution_sets_it(make: Any) -> None:
     pipeline, _ = make(80)
     batches = pipeline._engine.batches
-    half = batches.half(batches.lengths(EXAMPLES))
+    half = batches.halved_limit(batches.lengths(EXAMPLES))
     assert batches.max_tokens == 80, "the caller sets it"
     assert pipeline.relieve_memory(EXAMPLES) == half == batches.max_tokens < 80
     pipeline.run_as(replace(pipeline.forward.execution, micro_batch_tokens=20))
@@ -255,7 +255,7 @@ def test_timeout_shortens_stages_before_halving_micro_batches(
 ) -> None:
     pipeline, warnings = make(80)
     answers = iter([True, False])
-    pipeline._engine.runner.shorten = lambda: next(answers)
+    pipeline._engine.runner.shorten_stages = lambda: next(answers)
     fail(monkeypatch, text, text)
     pipeline.train_batch(EXAMPLES)
     assert [warning.split(": ")[1][:7] for warning in warnings] == ["shorter", "micro-b"]

@@ -143,13 +143,13 @@ def test_cuda_uses_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = fresh(model_folder("qwen3"), PACKED, 10_000)._engine.runner
     stages.seconds_per_token = 1.0
     assert stages.stages_for(1000) == 1
-    assert not stages.shorten()
+    assert not stages.shorten_stages()
 
 
 def test_shorter_stages_are_refused_once_each_layer_has_its_own() -> None:
     stages = fresh(model_folder("qwen3"), PACKED, 10_000)._engine.runner
     counts = []
-    while stages.shorten():
+    while stages.shorten_stages():
         counts.append(stages.stages_for(1))
     assert counts == sorted(counts)
     assert 1 < len(counts) < 10
