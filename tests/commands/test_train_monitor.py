@@ -113,7 +113,7 @@ def test_machine_is_watched_for_the_battery_if_the_option_asks(
     paused: list[bool] = []
 
     def check(monitor: MachineMonitor, step: int) -> None:
-        paused.append(monitor._pauses())
+        paused.append(monitor._should_pause())
 
     monkeypatch.setattr(Sensors, "on_battery", lambda sensors: True)
     monkeypatch.setattr(MachineMonitor, "check", check)

@@ -67,7 +67,7 @@ class MachineMonitor:
         self._demanded = Pressure.NORMAL if pressure is Pressure.NORMAL else max(demanded, pressure)
         if pressure <= demanded:
             pressure = Pressure.NORMAL
-        demand = MachineDemand(pressure, self._pauses())
+        demand = MachineDemand(pressure, self._should_pause())
         return demand if demand.pause or pressure > Pressure.NORMAL else None
 
     def respond(
@@ -84,14 +84,14 @@ class MachineMonitor:
             self.observer.on_problem(
                 f"on battery: paused after step {step} until plugged in; Ctrl-C stops the run"
             )
-            while self._pauses():
+            while self._should_pause():
                 self.wait(_POLL_SECONDS)
                 self._latest = self.conditions()
             if not self.should_stop():
                 self.observer.on_note("Power", "plugged in: training continues")
         return halved
 
-    def _pauses(self) -> bool:
+    def _should_pause(self) -> bool:
         return self.pause_on_battery and bool(self._latest.on_battery) and not self.should_stop()
 
     def _relieve(

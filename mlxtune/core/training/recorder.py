@@ -61,9 +61,9 @@ class RunRecorder:
             on_saved=self.observer.on_checkpoint,
             on_problem=self.observer.on_problem,
         )
-        self.start()
+        self.start_timing()
 
-    def keep_hashes(self, files: Mapping[str, Any]) -> None:
+    def add_file_hashes(self, files: Mapping[str, Any]) -> None:
         """Put the hashes of files into the checkpoints, for `mlxtune verify`."""
         hashes = {
             name: sha256(content if isinstance(content, bytes) else as_json(content)).hexdigest()
@@ -72,7 +72,7 @@ class RunRecorder:
         if hashes:
             self.metadata = {**self.metadata, RECORDS: hashes}
 
-    def start(self) -> None:
+    def start_timing(self) -> None:
         self._started = self._epoch_started = time.perf_counter()
 
     def resume(self, point: ResumePoint, validated: Callable[[int], bool]) -> None:
@@ -138,7 +138,7 @@ class RunRecorder:
         return result
 
     @contextmanager
-    def naming_checkpoint(self) -> Iterator[None]:
+    def adding_checkpoint_to_errors(self) -> Iterator[None]:
         """Add the last good checkpoint, and the way to resume, to an error that ends the run."""
         try:
             yield

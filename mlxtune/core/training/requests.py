@@ -23,26 +23,26 @@ class RequestExchange:
 
     The way of requests that are made after step n has started:
 
-        running  host of a worker                                   device
-        n        `swap` takes the worker's requests as `sent`       computes n
-        n + 1    starts n + 1 with `sent`                           sums all workers' requests
-        n + 2    `receive` takes the sums, and `swap` returns them  computes n + 2
+        running  host of a worker                                     device
+        n        `exchange` takes the worker's requests as `sent`     computes n
+        n + 1    starts n + 1 with `sent`                             sums all workers' requests
+        n + 2    `receive` takes the sums, `exchange` returns them    computes n + 2
     """
 
     def __init__(self, group_size: int) -> None:
         self._alone = group_size == 1
         # The requests to send with the next step, and the requests received with earlier steps.
         self.sent = self._received = NO_REQUESTS
-        self._waits_to_save = False
+        self._save_pending = False
 
-    def swap(self, own: Requests) -> Requests:
+    def exchange(self, own: Requests) -> Requests:
         """Take the requests of this worker; return the requests on which all workers now act."""
         if self._alone:
             return own
         # Several steps may start before the answer arrives, so this requests a save only once.
-        self.sent = Requests(own.stop, own.save and not self._waits_to_save)
+        self.sent = Requests(own.stop, own.save and not self._save_pending)
         agreed, self._received = self._received, NO_REQUESTS
-        self._waits_to_save = (self._waits_to_save or own.save) and not agreed.save
+        self._save_pending = (self._save_is_sent or own.save) and not agreed.save
         return agreed
 
     def receive(self, requests: Requests) -> None:

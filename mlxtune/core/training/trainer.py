@@ -90,7 +90,7 @@ class InstructTrainer:
     ) -> None:
         self.pipeline = pipeline
         self.config = config
-        rows = _rows_of(corpus, validation, config)
+        rows = _chosen_rows(corpus, validation, config)
         self._data_hash = rows.train.corpus.data_hash()
         self.train_rows, self.val_rows = rows.train, rows.validation
         self.objective, self._cache = objective, cache
@@ -191,7 +191,7 @@ class InstructTrainer:
         make_folder(self._folder)
         previous = None if resume else run_folder.archive_previous_run(self._folder)
         try:
-            with self._discarding_unstarted(resume), self._recorder.naming_checkpoint():
+            with self._removing_unstarted_run(resume), self._recorder.adding_checkpoint_to_errors():
                 self._begin(files or {}, resume, previous)
                 over = self._validate_and_end_epoch(self.progress.step)
                 if self._stop_after == 0:
@@ -200,7 +200,7 @@ class InstructTrainer:
                 while not over:
                     step = next(remaining)
                     halved = self._respond_to_machine(step)
-                    data = self._source.draw(self.train_rows, step, self._on_drawn)
+                    data = self._source.draw(self.train_rows, step, self._on_draw_progress)
                     with self._profiler.step(step.number) if self._profiler else nullcontext():
                         handle = self.pipeline.start_batch(
                             data.examples,
@@ -231,8 +231,8 @@ class InstructTrainer:
                 write_file(self._folder / name, [content])
             else:
                 write_json(self._folder / name, content)
-        self._recorder.keep_hashes(files)
-        self._recorder.start()
+        self._recorder.add_file_hashes(files)
+        self._recorder.start_timing()
         self._load_reference_logps(resume)
         if resume is not None:
             self._recorder.resume(resume, self._validates_within)
@@ -248,7 +248,7 @@ class InstructTrainer:
         self._observer.on_start(start, previous)
 
     @contextmanager
-    def _discarding_unstarted(self, resume: ResumePoint | None) -> Iterator[None]:
+    def _removing_unstarted_run(self, resume: ResumePoint | None) -> Iterator[None]:
         """Remove the run's files if the run is interrupted before its first step."""
         try:
             yield
@@ -293,7 +293,7 @@ class InstructTrainer:
             rows = steps_of_epoch(epoch + 1)[index // self._source.updates]
             yield Step(number + 1, epoch + 1, self._schedule(number + 1), rows)
 
-    def _on_drawn(self, done: int, total: int) -> None:
+    def _on_draw_progress(self, done: int, total: int) -> None:
         """Show the progress of work before a step, which starts from the running step's update."""
         self._record_running_step()
         self._observer.on_evaluated(done, total)
@@ -308,7 +308,7 @@ class InstructTrainer:
         if (demand := self._monitor.check(done)) is None:
             return False
         self._record_running_step()
-        examples = self._source.draw(self.train_rows, step, self._on_drawn).examples
+        examples = self._source.draw(self.train_rows, step, self._on_draw_progress).examples
         halved = self._monitor.respond(demand, self.pipeline, examples, done)
         self._stop_if_asked()
         return halved
@@ -317,7 +317,7 @@ class InstructTrainer:
         """Stop or save after a step that has started, if asked to or if a checkpoint is due."""
         number, saver = step.number, self._recorder.saver
         own = Requests(self._should_stop(), saver.asks_for_save(number, halved=halved))
-        agreed = self._requests.swap(own)
+        agreed = self._requests.exchange(own)
         stopping = agreed.stop or number == self._stop_after
         saving = agreed.save or saver.is_due(number)
         if stopping or saving or self._profiler:
@@ -446,7 +446,7 @@ class InstructTrainer:
         return self._source.evaluate(self.val_rows, evaluated)
 
 
-def _rows_of(
+def _chosen_rows(
     corpus: Sequence[Example] | RunRows,
     validation: Sequence[Example] | None,
     config: InstructTrainingConfig,

@@ -25,7 +25,7 @@ def exchanged(asked: list[list[Requests]]) -> list[list[Requests]]:
             running = running.merged(worker.sent)
             worker.receive(ended)
         for worker, requests, answers in zip(workers, own, found, strict=True):
-            answers.append(worker.swap(requests))
+            answers.append(worker.exchange(requests))
     return found
 
 
