@@ -42,7 +42,7 @@ class RequestExchange:
         # Several steps may start before the answer arrives, so this requests a save only once.
         self.sent = Requests(own.stop, own.save and not self._save_pending)
         agreed, self._received = self._received, NO_REQUESTS
-        self._save_pending = (self._save_is_sent or own.save) and not agreed.save
+        self._save_pending = (self._save_pending or own.save) and not agreed.save
         return agreed
 
     def receive(self, requests: Requests) -> None:
