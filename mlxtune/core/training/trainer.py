@@ -90,7 +90,7 @@ class InstructTrainer:
     ) -> None:
         self.pipeline = pipeline
         self.config = config
-        rows = _chosen_rows(corpus, validation, config)
+        rows = _selected_rows(corpus, validation, config)
         self._data_hash = rows.train.corpus.data_hash()
         self.train_rows, self.val_rows = rows.train, rows.validation
         self.objective, self._cache = objective, cache
@@ -446,7 +446,7 @@ class InstructTrainer:
         return self._source.evaluate(self.val_rows, evaluated)
 
 
-def _chosen_rows(
+def _selected_rows(
     corpus: Sequence[Example] | RunRows,
     validation: Sequence[Example] | None,
     config: InstructTrainingConfig,
