@@ -74,7 +74,7 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; report all options of other tools at once, with our equivalents."""
-        problems = [] if ctx.resilient_parsing else list(self._unknown(args))
+        problems = [] if ctx.resilient_parsing else list(self._unknown_options(args))
         if problems:
             raise click.UsageError("; ".join(problems), ctx)
         try:
@@ -84,8 +84,8 @@ class Command(click.Command):
         except click.UsageError as error:
             if not error.message.startswith("Got unexpected extra argument"):
                 raise
-            remedy = f"write an option before each value{self._such_as(error.message)}"
-            if listed := self._listed(args):
+            remedy = f"write an option before each value{self._option_hint(error.message)}"
+            if listed := self._comma_hint(args):
                 remedy = f"use {listed}"
             raise click.UsageError(f"{error.message}: {remedy}; see --help", ctx) from error
 
@@ -101,7 +101,7 @@ class Command(click.Command):
         if problems:
             raise click.UsageError("; ".join(problems), ctx)
 
-    def _such_as(self, message: str) -> str:
+    def _option_hint(self, message: str) -> str:
         """Return a hint at the option that may be missing before an extra argument."""
         kind, _, typed = message.partition(" (")
         value = typed.removesuffix(")")
@@ -110,24 +110,24 @@ class Command(click.Command):
         names = ("--adapter", "--data") if folder else ("--prompt", "--data", "--adapter")
         option_names = {name for param in self.params for name in param.opts}
         option = next((name for name in names if name in option_names), "")
-        return f", such as {as_flag(_plain(option), value)}" if option else ""
+        return f", such as {as_flag(_field_name(option), value)}" if option else ""
 
-    def _listed(self, args: list[str]) -> str:
+    def _comma_hint(self, args: list[str]) -> str:
         """Return the option whose names are arguments of their own, with commas between them."""
         lists = {name for each in self.params if "," in str(each.metavar) for name in each.opts}
         for at, name in enumerate(args):
             values = list(takewhile(lambda value: not value.startswith("-"), args[at + 1 :]))
             if name in lists and len(values) > 1:
-                return as_flag(_plain(name), ",".join(value.strip(",") for value in values))
+                return as_flag(_field_name(name), ",".join(value.strip(",") for value in values))
         return ""
 
-    def _unknown(self, args: list[str]) -> Iterator[str]:
+    def _unknown_options(self, args: list[str]) -> Iterator[str]:
         """Yield a suggestion for each unknown option, if any of them has an equivalent in mlxtune.
 
         An option with choices but no value, as other tools allow, counts as unknown.
         """
         own = {name: each for each in self.params for name in each.opts}
-        options = {_plain(name): each for name, each in own.items() if name.startswith("--")}
+        options = {_field_name(name): each for name, each in own.items() if name.startswith("--")}
         flags = {name for name, each in options.items() if getattr(each, "is_flag", False)}
         left, answered = list(args), False
         unknown: list[str] = []
@@ -141,10 +141,10 @@ class Command(click.Command):
                 answered, shown = True, "on" if "|on" in choices else choices
                 unknown.append(f"{name} needs a value: {name} {shown}")
                 continue
-            if not equals and left and _takes(param, left[0]):
+            if not equals and left and _takes_next(param, left[0]):
                 value = left.pop(0)
             if param is None:
-                plain = _plain(name)
+                plain = _field_name(name)
                 elsewhere = ELSEWHERE.get((str(self.name), plain))
                 answered |= plain in KNOWN or plain in options or elsewhere is not None
                 end = suggestion(plain, value or None, options, as_flag, flags)
@@ -152,7 +152,7 @@ class Command(click.Command):
         yield from unknown if answered else ()
 
 
-def _plain(name: str) -> str:
+def _field_name(name: str) -> str:
     return name.removeprefix("--").replace("-", "_")
 
 
@@ -229,7 +229,7 @@ def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-def _takes(param: click.Parameter | None, following: str) -> bool:
+def _takes_next(param: click.Parameter | None, following: str) -> bool:
     """Return whether an option, None if unknown, takes the next argument as its value."""
     if isinstance(param, click.Option) and param.is_flag:
         return False
@@ -237,9 +237,9 @@ def _takes(param: click.Parameter | None, following: str) -> bool:
     return required or not following.startswith("--")
 
 
-def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:
+def build_config(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:
     """Build a config from a file and flags; flags win. Raises ConfigError with all problems."""
-    options, problems = given(kind, config, flags)
+    options, problems = read_options(kind, config, flags)
     try:
         checked = kind(**options)
     except ConfigError as error:
@@ -249,19 +249,19 @@ def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Con
     return checked
 
 
-def given(
+def read_options(
     kind: type, config: str | None, flags: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the unchecked options from a file and flags, and a problem for each unknown option."""
     options: dict[str, Any] = {}
     problems: list[str] = []
     if config is not None:
-        say = (lambda title, lines: None) if flags.get("quiet") else _say
+        say = (lambda title, lines: None) if flags.get("quiet") else _print_notes
         options, problems = load_config_file(as_path(config), kind, say)
     return options | {k: v for k, v in flags.items() if v not in (None, ())}, problems
 
 
-def _say(title: str, lines: Sequence[str]) -> None:
+def _print_notes(title: str, lines: Sequence[str]) -> None:
     from mlxtune.backend.workers.environment import launched_worker
     from mlxtune.views.console import RunConsole
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxtune import config as configs
-from mlxtune.cli.options import Command, ConfigCommand, given, merged
+from mlxtune.cli.options import Command, ConfigCommand, build_config, read_options
 from mlxtune.config import DemoConfig, TrainConfig, as_path
 from mlxtune.errors import ConfigError
 
@@ -37,7 +37,7 @@ def _command(
         named = resolve_name(str(function))
         if config is None:
             return named(**values)
-        return named(merged(config, values.pop("config"), values))
+        return named(build_config(config, values.pop("config"), values))
 
     callback = function if callable(function) else run
     every: dict[str, Any] = {"callback": callback, "help": help, "epilog": f"Example: {example}"}
@@ -66,12 +66,12 @@ def _train(
     """Start a run, or resume one with its recorded options, changed by the given options."""
     options: TrainConfig | ResolvedOptions[TrainConfig]
     if resume is None:
-        options, point = merged(TrainConfig, config, flags), None
+        options, point = build_config(TrainConfig, config, flags), None
         run = options
     else:
         from mlxtune.session.resuming import find_run
 
-        changes, problems = given(TrainConfig, config, flags)
+        changes, problems = read_options(TrainConfig, config, flags)
         if problems:
             raise ConfigError(problems)
         options, point = find_run(resume, changes)

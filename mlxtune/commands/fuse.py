@@ -30,7 +30,7 @@ from mlxtune.session.arguments import takes_options
 from mlxtune.session.dataset import load_dataset
 from mlxtune.session.reader import Reader
 from mlxtune.session.resuming import run_config
-from mlxtune.session.trained_model import as_trained
+from mlxtune.session.trained_model import with_recorded_options
 
 # The largest number of rows to measure on: more rows take longer and hardly change the result.
 _MAX_ROWS = 100
@@ -237,7 +237,7 @@ def _rows_of_data(config: FuseConfig, source: verified_output.Source) -> _Rows:
     named = EvalConfig(
         str(source.folder), adapter=adapter, data=config.data, trust_remote_code=trust
     )
-    data = as_trained(named, source.file).data_config(val_split=DataConfig.val_split)
+    data = with_recorded_options(named, source.file).data_config(val_split=DataConfig.val_split)
     rows = load_dataset(data, Reader(data, source.folder)).rows
     return _Rows(rows.train, _sample(rows.validation, data.seed))
 

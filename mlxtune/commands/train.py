@@ -40,13 +40,13 @@ from mlxtune.session.auto import with_auto_options
 from mlxtune.session.interrupt import stop_on_interrupt
 from mlxtune.session.judge import ValidationAnswers, judge
 from mlxtune.session.memory_planning import save_run_speed
-from mlxtune.session.prepared_run import RunParts, prepare
+from mlxtune.session.prepared_run import RunParts, prepare_run
 from mlxtune.session.resuming import check_unchanged, find_run, print_resume
 from mlxtune.session.run_records import about_result, about_run, write_adapter
 from mlxtune.session.run_session import (
     RunSession,
+    check_initial_adapter,
     check_paths,
-    check_start,
     lock_folder,
     trained_before,
 )
@@ -116,7 +116,7 @@ def train(
     """
     check_trackers(options.config.track)
     observers = [*observers, Callbacks(on_step, on_validation)]
-    with join_run(options.config, _console) as worker_run, ExitStack() as cleanup:
+    with join_run(options.config, _make_console) as worker_run, ExitStack() as cleanup:
         console = cleanup.enter_context(closing(worker_run.console))
         session = RunSession(worker_run, options.given, resume, options.initial)
         check_paths(session)
@@ -129,18 +129,18 @@ def train(
         is_new = not config.checkpoint_path.is_dir()
         if not (dry_run or is_new):
             lock_folder(session, cleanup)
-        check_start(session)
-        parts = prepare(session, cleanup, reserves=not dry_run)
+        check_initial_adapter(session)
+        parts = prepare_run(session, cleanup, reserves=not dry_run)
         result_of = partial(
             TrainResult,
             checkpoint_dir=config.checkpoint_path,
             ledgers=session.dataset.ledgers,
             model_path=config.model_path,
         )
-        with stop_requests(session) as should_stop, ConditionsPoller(Sensors()) as watch:
-            source = source_of(session, parts.pipeline, cleanup)
+        with stop_requests(session) as should_stop, ConditionsPoller(Sensors()) as poller:
+            source = step_source(session, parts.pipeline, cleanup)
             trainer = make_trainer(
-                session, parts, source, should_stop, stop_after, watch, observers, live
+                session, parts, source, should_stop, stop_after, poller, observers, live
             )
             print_plan(session, parts, trainer)
             check_run(session, parts, trainer)
@@ -153,7 +153,7 @@ def train(
             text_hash = session.reader.text_hash
             own = trained_rows.identities_of(trainer.train_rows, text_hash)
             trained = np.union1d(own, trained_before(session))
-            files = files_to_write(session, parts, trainer, trained)
+            files = first_files(session, parts, trainer, trained)
             write = partial(write_adapter, parts.pipeline, trainer, config.output_path, resume)
             # A run that is replayed up to a step writes checkpoints, but no adapter.
             training = trainer.train(
@@ -161,8 +161,8 @@ def train(
             )
         if stop_after is not None:
             return result_of(training=None, adapter=None, peak_memory_gb=allocator.peak_gb())
-        run = finish(session, parts, trainer, training, files[run_folder.ABOUT])
-        judged = JudgedRows.of(trainer.val_rows, trained, candidates_of(training), text_hash)
+        run = finish_run(session, parts, trainer, training, files[run_folder.ABOUT])
+        judged = JudgedRows.of(trainer.val_rows, trained, count_candidates(training), text_hash)
         peak_gb, total_steps = allocator.peak_gb(), trainer.total_steps
         # Free the model: the adapter is read back from its file and judged on a new one.
         del parts, trainer, write
@@ -183,7 +183,7 @@ def train(
         )
 
 
-def files_to_write(
+def first_files(
     session: RunSession, parts: RunParts, trainer: InstructTrainer, trained: npt.NDArray[np.uint64]
 ) -> dict[str, Any]:
     """Return the files that a run writes before its first step, by their names.
@@ -197,7 +197,7 @@ def files_to_write(
     }
 
 
-def candidates_of(result: InstructTrainResult) -> int:
+def count_candidates(result: InstructTrainResult) -> int:
     """Return the number of adapters from which training chose the best on the validation rows."""
     return max(sum(validation.step > 0 for validation in result.validations), 1)
 
@@ -212,7 +212,7 @@ def judge_and_report(session: RunSession, judged: JudgedRows) -> Evaluation | No
             console.say("Report", str(page))
 
 
-def _console(config: TrainConfig, log: TextIO | None) -> RunConsole:
+def _make_console(config: TrainConfig, log: TextIO | None) -> RunConsole:
     return RunConsole(
         quiet=config.quiet and log is None,
         log_every=config.log_every,
@@ -273,7 +273,7 @@ def stop_requests(session: RunSession) -> Iterator[Callable[[], bool]]:
         yield lambda: interrupted() or asked_by_watch()
 
 
-def source_of(
+def step_source(
     session: RunSession, pipeline: InstructPipeline, cleanup: ExitStack
 ) -> StepSource | None:
     """Return the source of the steps' examples, unless they are the rows' own."""
@@ -291,7 +291,7 @@ def make_trainer(
     source: StepSource | None,
     should_stop: Callable[[], bool],
     stop_after: int | None,
-    watch: ConditionsPoller,
+    poller: ConditionsPoller,
     observers: Sequence[TrainingObserver],
     live: bool,
 ) -> InstructTrainer:
@@ -315,7 +315,7 @@ def make_trainer(
             on_record=observer.on_profile,
             on_problem=observer.on_problem,
         )
-    monitor = MachineMonitor(lambda: watch.latest, observer, config.pause_on_battery, should_stop)
+    monitor = MachineMonitor(lambda: poller.latest, observer, config.pause_on_battery, should_stop)
     return InstructTrainer(
         pipeline,
         rows,
@@ -373,7 +373,7 @@ def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -
         console.warn(f"{folder} cannot be used: {why}")
 
 
-def finish(
+def finish_run(
     session: RunSession,
     parts: RunParts,
     trainer: InstructTrainer,

@@ -58,7 +58,7 @@ class ResolvedOptions(Generic[C]):
         return cls(config, frozenset(options_of(type(config))))
 
 
-def resolve(config: C) -> ResolvedOptions[C]:
+def resolve_options(config: C) -> ResolvedOptions[C]:
     """Return a config as its caller gave it, completed by the adapter in `init_adapter`, if any.
 
     The adapter's rank, alpha, targets, layers and kind replace the defaults of these options, and
@@ -121,7 +121,7 @@ def takes_resolved(
             passed = {name: given.pop(name) for name in own & given.keys()}
             if isinstance(config, ResolvedOptions):
                 return function(config, *more, **passed, **given)
-            resolved = resolve(_config_of(kind, function.__name__, config, given))
+            resolved = resolve_options(_config_of(kind, function.__name__, config, given))
             return function(resolved, *more, **passed)
 
         either = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -187,7 +187,7 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(next(iter(first), {}), str | os.PathLike):
                 changed[name] = list(every)
             else:
-                changed[name] = str(_saved(every, name, _length(changed[name])))
+                changed[name] = str(_save_rows(every, name, _length(changed[name])))
     return changed
 
 
@@ -225,8 +225,8 @@ def _is_rows(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | os.PathLike | dict)
 
 
-def _saved(rows: Iterable[Any], name: str, length: int | None) -> Path:
-    lines = list(_lines(rows, name, length))
+def _save_rows(rows: Iterable[Any], name: str, length: int | None) -> Path:
+    lines = list(_json_lines(rows, name, length))
     if not lines:
         raise DataError(f"{name} has no rows")
     digest = hashlib.sha256()
@@ -251,7 +251,7 @@ def _prune(keep: Path) -> None:
             ours.remove_file(each)
 
 
-def _lines(rows: Iterable[Any], name: str, length: int | None) -> Iterator[bytes]:
+def _json_lines(rows: Iterable[Any], name: str, length: int | None) -> Iterator[bytes]:
     size = 0
     for number, row in enumerate(rows, start=1):
         if length is not None and number > length:
@@ -269,7 +269,7 @@ def _lines(rows: Iterable[Any], name: str, length: int | None) -> Iterator[bytes
         try:
             # In tables, None and NaN are missing values.
             present = {key: value for key, value in row.items() if not _is_missing(value)}
-            line = json.dumps(present, ensure_ascii=False, default=_plain).encode() + b"\n"
+            line = json.dumps(present, ensure_ascii=False, default=_python_value).encode() + b"\n"
             size += len(line)
             yield line
         except (TypeError, ValueError, RecursionError) as error:
@@ -280,7 +280,7 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _plain(value: Any) -> Any:
+def _python_value(value: Any) -> Any:
     """Return a numpy number as a Python number, and a numpy array as a list."""
     if hasattr(value, "tolist"):
         return value.tolist()

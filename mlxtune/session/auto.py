@@ -46,18 +46,18 @@ def with_auto_options(session: S) -> S:
     base = session.base
     default_length = TrainConfig.max_seq_len
     loss = truncation_loss(files, default_length, config.cut)
-    facts = Facts(
+    facts = AutoFacts(
         rows=len(order.rows_of_epoch(rows.train, config.seed, 1)),
         validates=bool(rows.validation),
         parameters=base.parameters,
         needed=default_length if loss is None else loss.enough,
         fitting=_UNCUT,
     )
-    selected = choose(facts, config, session.given)
+    selected = choose_options(facts, config, session.given)
     # The longest example that fits depends on the selected LoRA options.
     lora = {name: selected[name] for name in ("rank", "alpha", "targets") if name in selected}
     longest = longest_example(config, base, replace(config.pipeline_config(), **lora))
-    selected = choose(replace(facts, fitting=longest.recomputed), config, session.given)
+    selected = choose_options(replace(facts, fitting=longest.recomputed), config, session.given)
     config = replace(config, auto=False, **selected)
     command = command_line(config)
     console.say("Auto", command, copyable=True)
@@ -71,7 +71,7 @@ def with_auto_options(session: S) -> S:
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class AutoFacts:
     """The facts that the choice of options depends on.
 
     `rows` counts the training rows, and `validates` says whether there are validation rows.
@@ -87,7 +87,9 @@ class Facts:
     fitting: int
 
 
-def choose(facts: Facts, config: TrainConfig, set_by_user: Collection[str]) -> dict[str, Any]:
+def choose_options(
+    facts: AutoFacts, config: TrainConfig, set_by_user: Collection[str]
+) -> dict[str, Any]:
     """Return values for the options that were not given.
 
     All linear projections are targets, with a higher rank than the default, which is for two

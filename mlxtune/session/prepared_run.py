@@ -29,7 +29,7 @@ from mlxtune.session import memory_planning
 from mlxtune.session.dataset import Dataset
 from mlxtune.session.run_records import provenance_of
 from mlxtune.session.run_session import RunSession
-from mlxtune.session.trained_model import await_result, trained_as
+from mlxtune.session.trained_model import await_result, training_record
 from mlxtune.views.console import RunConsole
 
 
@@ -63,7 +63,7 @@ def _check_no_validation(session: RunSession) -> None:
         raise ConfigError(problems)
 
 
-def prepare(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> RunParts:
+def prepare_run(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> RunParts:
     """Read the data, plan the memory, and load the model.
 
     With `reserves`, reserve the memory until `cleanup` closes. With `session.resume`, the trainer
@@ -146,7 +146,7 @@ def build_pipeline(
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
     plain_text, rows = (dataset.plain_text, dataset.rows) if dataset else (False, None)
-    trained = trained_as(config, plain_text, base.folder, rows)
+    trained = training_record(config, plain_text, base.folder, rows)
     pipeline = InstructPipeline(
         base.model,
         config.pipeline_config(),

@@ -84,10 +84,10 @@ class Reader:
         config, tokenizer = self._config, self.tokenizer
         if not self.template_source:
             if (built_in := self._built_in) is None:
-                return Encoder(self._refuse, tokenizer)
+                return Encoder(self._refuse_conversation, tokenizer)
             render, end = TEMPLATES[built_in], END_OF_TURN[built_in]
             known = _is_token(tokenizer, end)
-            always = {} if known else {NO_END_OF_TURN: f"{end}: use {self._fitting()}"}
+            always = {} if known else {NO_END_OF_TURN: f"{end}: use {self._fitting_templates()}"}
             return Encoder(
                 lambda row: render(row, self._turns),
                 tokenizer,
@@ -200,7 +200,7 @@ class Reader:
         if not self.has_template:
             raise ModelError(
                 f"{self._folder} has no chat template for messages: complete plain text with "
-                f"mlxtune generate --prompt alone, or use {self._fitting()}"
+                f"mlxtune generate --prompt alone, or use {self._fitting_templates()}"
             )
 
     def warn_of_thinking(self, thinking: str, console: RunConsole) -> None:
@@ -209,13 +209,13 @@ class Reader:
         for finding in findings.thinking_findings(source, thinking):
             console.warn(run_text.finding_line(finding))
 
-    def _refuse(self, row: Conversation) -> NoReturn:
+    def _refuse_conversation(self, row: Conversation) -> NoReturn:
         raise ModelError(
             f"{self._folder} has no chat template, like most base models: use its Instruct "
-            f"version or {self._fitting()}, or train on plain text with --format text"
+            f"version or {self._fitting_templates()}, or train on plain text with --format text"
         )
 
-    def _fitting(self) -> str:
+    def _fitting_templates(self) -> str:
         """Return --template options for templates that end turns with a token of the tokenizer."""
         tokenizer = self.tokenizer
         first = {end: name for name, end in reversed(END_OF_TURN.items())}

@@ -76,7 +76,7 @@ def check_paths(session: RunSession) -> None:
         check_known(output, run_folder.adapters_in(config.checkpoint_path))
 
 
-def check_start(session: RunSession) -> None:
+def check_initial_adapter(session: RunSession) -> None:
     """Raise ConfigError if a run would replace or move the adapter that it starts from.
 
     The run's verdict compares with that adapter, and its replay starts there. Raises ModelError if

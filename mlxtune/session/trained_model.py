@@ -159,13 +159,13 @@ class UseSession(Generic[U]):
 
     In this order: the adapter, the base model, the options of training that the adapter records,
     and how the base was quantised. `config` has these options, unless the user chose others; see
-    `as_trained`. Raises ModelError.
+    `with_recorded_options`. Raises ModelError.
     """
 
     def __init__(self, config: U, console: RunConsole, given: Collection[str] = ()) -> None:
         self.console = console
         self.adapter = None if config.adapter is None else AdapterFile.find(config.adapter)
-        self.config = as_trained(config, self.adapter, given)
+        self.config = with_recorded_options(config, self.adapter, given)
         self.folder = model_folder(self.config)
         _base_options(self.config, self.adapter, self.folder)
         if self.adapter is not None and self.config.template == "auto":
@@ -180,7 +180,7 @@ class UseSession(Generic[U]):
         return load_model(self.config, self.adapter, self.folder, self.console)
 
 
-def as_trained(config: U, adapter: AdapterFile | None, given: Collection[str] = ()) -> U:
+def with_recorded_options(config: U, adapter: AdapterFile | None, given: Collection[str] = ()) -> U:
     """Return the options with the adapter's base model, prompt options and objective.
 
     An option takes precedence: a model and any prompt option. An evaluation also reads its rows as
@@ -214,7 +214,7 @@ def _recorded(adapter: AdapterFile, record: str, names: Collection[str]) -> dict
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
-def trained_as(
+def training_record(
     config: TrainConfig, plain_text: bool, folder: Path, rows: RunRows | None = None
 ) -> dict[str, Any]:
     """Return the options of training, and hashes of its rows and template, for the adapter.

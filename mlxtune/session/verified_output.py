@@ -46,7 +46,12 @@ from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
 from mlxtune.session.interrupt import end_in_order
 from mlxtune.session.reader import Reader
-from mlxtune.session.trained_model import as_trained, find_base, trained_on_text, warn_of_template
+from mlxtune.session.trained_model import (
+    find_base,
+    trained_on_text,
+    warn_of_template,
+    with_recorded_options,
+)
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json, print_line
 
@@ -255,7 +260,7 @@ def _trained_reader(source: Source) -> tuple[UseConfig, Reader] | None:
     """Return the training options and the conversation reader; None for training on plain text."""
     trust = source.config.trust_remote_code
     use = UseConfig(str(source.folder), adapter=str(source.file.path), trust_remote_code=trust)
-    trained = as_trained(use, source.file)
+    trained = with_recorded_options(use, source.file)
     reader = Reader(trained.data_config(), source.folder)
     if trained_on_text(source.file) or not reader.has_template:
         return None

@@ -32,7 +32,7 @@ def test_name_is_refused_before_training(
 ) -> None:
     from mlxtune.commands import train as recipe
 
-    monkeypatch.setattr(recipe, "prepare", _not_reached)
+    monkeypatch.setattr(recipe, "prepare_run", _not_reached)
     before = snapshot(tmp_path)
     error = train(option, f"{tmp_path}/{NAMES[name]}").error
     assert "cannot be written: File name too long: choose another" in error
@@ -60,7 +60,7 @@ def test_character_that_the_file_system_refuses_is_found_by_trying(
     """exFAT and network file systems refuse some characters."""
     from mlxtune.commands import train as recipe
 
-    monkeypatch.setattr(recipe, "prepare", _not_reached)
+    monkeypatch.setattr(recipe, "prepare_run", _not_reached)
     touch, mkdir = Path.touch, Path.mkdir
 
     def check(path: Path) -> None:

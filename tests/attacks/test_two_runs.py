@@ -17,7 +17,7 @@ from tests.command import Cli
 def test_folder_that_another_run_makes_meanwhile_is_locked(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare, other = recipe.prepare, output.parent / "checkpoints"
+    prepare, other = recipe.prepare_run, output.parent / "checkpoints"
     locks = []
 
     def overtaken(*arguments: Any, **options: Any) -> Any:
@@ -25,7 +25,7 @@ def test_folder_that_another_run_makes_meanwhile_is_locked(
         locks.append(Lock(other / run_folder.LOCK))
         return prepare(*arguments, **options)
 
-    monkeypatch.setattr(recipe, "prepare", overtaken)
+    monkeypatch.setattr(recipe, "prepare_run", overtaken)
     try:
         outcome = train("--max-steps", 1)
     finally:

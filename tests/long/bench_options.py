@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import click
 
 from mlxtune.cli import command, main
-from mlxtune.cli.options import ConfigCommand, merged
+from mlxtune.cli.options import ConfigCommand, build_config
 from mlxtune.config import BenchConfig
 
 
@@ -18,7 +18,7 @@ def run_with_options(
     """Call `run` with the config that the arguments give, and exit like `mlxtune`."""
 
     def callback(config: str | None, **flags: Any) -> None:
-        run(merged(BenchConfig, config, flags))
+        run(build_config(BenchConfig, config, flags))
 
     params: list[click.Parameter] = [
         click.Option(["--config"], type=click.Path()),

@@ -25,7 +25,7 @@ from mlxtune.errors import ConfigError, DataError
 from mlxtune.session import arguments
 from mlxtune.session.arguments import (
     ResolvedOptions,
-    resolve,
+    resolve_options,
     takes_options,
     takes_resolved,
     with_rows,
@@ -265,7 +265,7 @@ def test_command_gets_the_names_of_the_given_options() -> None:
     given = {"model_path", "data", "rank"}
     assert rank_and_given(model_path="m", data="d", rank=8) == (8, given)
     assert rank_and_given(TrainConfig("m", data=("d",), rank=8)) == (8, given)
-    assert rank_and_given(resolve(config(rank=8))) == (8, given)
+    assert rank_and_given(resolve_options(config(rank=8))) == (8, given)
 
 
 def test_options_of_an_earlier_run_are_reused_unchanged() -> None:
@@ -277,7 +277,7 @@ def test_options_of_an_earlier_run_are_reused_unchanged() -> None:
 
 def test_options_without_an_adapter_are_the_same_config() -> None:
     for made in (config(), DataConfig("m", ("d",))):
-        assert resolve(made).config is made
+        assert resolve_options(made).config is made
 
 
 # The number of configs

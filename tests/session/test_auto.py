@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from mlxtune.cli.options import merged
+from mlxtune.cli.options import build_config
 from mlxtune.cli.table import COMMANDS
 from mlxtune.config import TrainConfig
 from mlxtune.config.fields import given_options
-from mlxtune.session.auto import Facts, choose, command_line, with_auto_options
+from mlxtune.session.auto import AutoFacts, choose_options, command_line, with_auto_options
 from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole
 from tests.command import Cli
 from tests.configs import config
 from tests.models import sums, write_chat, write_model
 
-FACTS = Facts(rows=800, validates=True, parameters=600_000_000, needed=512, fitting=10**6)
+FACTS = AutoFacts(rows=800, validates=True, parameters=600_000_000, needed=512, fitting=10**6)
 
 
 def settled(options: TrainConfig) -> TrainingSession[TrainConfig]:
@@ -77,7 +77,7 @@ def test_auto_counts_weighted_rows(tmp_path: Path, model: Path) -> None:
 
 
 def chosen(given: tuple[str, ...] = (), **facts: Any) -> dict[str, Any]:
-    return choose(dataclasses.replace(FACTS, **facts), config(), given)
+    return choose_options(dataclasses.replace(FACTS, **facts), config(), given)
 
 
 def test_choice_for_a_usual_run() -> None:
@@ -114,7 +114,7 @@ def test_smaller_models_take_higher_rates(parameters: int, rate: float) -> None:
 
 
 def test_objectives_of_preferences_take_a_twentieth_of_the_rate() -> None:
-    assert choose(FACTS, config(objective="dpo"), ())["lr"] == 2e-5
+    assert choose_options(FACTS, config(objective="dpo"), ())["lr"] == 2e-5
 
 
 def test_length_is_what_the_data_needs_and_the_memory_allows() -> None:
@@ -125,7 +125,7 @@ def test_length_is_what_the_data_needs_and_the_memory_allows() -> None:
 
 def test_options_set_by_the_user_stay() -> None:
     given = config(rank=4, epochs=2, batch_size=8)
-    found = choose(FACTS, given, given_options(given))
+    found = choose_options(FACTS, given, given_options(given))
     assert not found.keys() & {"rank", "epochs"}
     assert (found["alpha"], found["val_steps"]) == (8.0, 20)
 
@@ -148,4 +148,4 @@ def test_command_line_gives_the_same_options() -> None:
         flags.pop(name)
     fields = {field.name for field in dataclasses.fields(TrainConfig)}
     values = {name: value for name, value in flags.items() if name in fields}
-    assert merged(TrainConfig, None, values) == run
+    assert build_config(TrainConfig, None, values) == run

@@ -124,7 +124,7 @@ def test_released_model_is_not_opened_again(model: Path, chat: Path, calls: Call
 def test_trained_model_is_freed_before_the_adapter_is_judged(
     model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare, load_model = recipe.prepare, judge.load_model
+    prepare, load_model = recipe.prepare_run, judge.load_model
     trained: list[weakref.ref[Any]] = []
     alive: list[Any] = []
 
@@ -137,7 +137,7 @@ def test_trained_model_is_freed_before_the_adapter_is_judged(
         alive.append(trained[0]())
         return load_model(*arguments)
 
-    monkeypatch.setattr(recipe, "prepare", remember)
+    monkeypatch.setattr(recipe, "prepare_run", remember)
     monkeypatch.setattr(judge, "load_model", look)
     common: dict[str, Any] = {"model_path": model, "data": chat, "quiet": True, "samples": 0}
     mlxtune.train(**common, output=tmp_path / "out", max_steps=1)

@@ -14,7 +14,7 @@ import safetensors.numpy
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.config import EvalConfig, UseConfig
 from mlxtune.errors import ConfigError, ModelError
-from mlxtune.session.trained_model import as_trained
+from mlxtune.session.trained_model import with_recorded_options
 from tests.paths import DATA
 
 
@@ -33,11 +33,11 @@ def test_adapter_names_its_base_model(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "out", "demo-qwen3", working_directory=str(DATA))
 
     file = AdapterFile.find(str(adapter))
-    found = as_trained(UseConfig(adapter=str(adapter)), file)
+    found = with_recorded_options(UseConfig(adapter=str(adapter)), file)
 
     assert found.model_path == str(DATA / "demo-qwen3")
     given = UseConfig(model_path="other", adapter=str(adapter))
-    assert as_trained(given, file) is given
+    assert with_recorded_options(given, file) is given
 
 
 def test_adapter_completes_the_options_of_an_evaluation(tmp_path: Path) -> None:
@@ -50,11 +50,11 @@ def test_adapter_completes_the_options_of_an_evaluation(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     asked = EvalConfig(adapter=str(adapter), data=("test.jsonl",))
     file = AdapterFile.find(str(adapter))
-    found = as_trained(asked, file, {"adapter", "data", "beta"})
+    found = with_recorded_options(asked, file, {"adapter", "data", "beta"})
     assert (found.model_path, found.template) == (str(DATA / "demo-qwen3"), "chatml")
     # A given option stays.
     assert (found.objective, found.beta) == ("dpo", None)
-    assert as_trained(asked, file, {"objective"}).objective == "sft"
+    assert with_recorded_options(asked, file, {"objective"}).objective == "sft"
 
 
 def test_base_model_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_base_model_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
         f"{adapter / 'adapters.safetensors'}: its base model gone does not exist: pass --model-path"
     )
     with pytest.raises(ModelError, match=f"^{re.escape(said)}$"):
-        as_trained(UseConfig(adapter=str(adapter)), AdapterFile.find(str(adapter)))
+        with_recorded_options(UseConfig(adapter=str(adapter)), AdapterFile.find(str(adapter)))
 
 
 def test_missing_model_and_adapter_are_one_problem() -> None:
