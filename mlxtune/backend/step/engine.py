@@ -228,7 +228,7 @@ class Engine:
                     vectors, total.gradients, total.loss, step.learning_rate, before
                 )
             )
-        step.built = total
+        step.built, step.builds = total, step.builds + 1
 
     def launch(self, step: OptimizerStep) -> None:
         """Make the device compute a built step, without waiting for it."""
@@ -254,25 +254,26 @@ class Engine:
 
         Raises MemoryLimitError or GpuError if all attempts fail; the model is then unchanged.
         """
-        count = 0
-        for attempt in self._attempts(step):
-            count += 1
-            with attempt:
-                total = self._compute(step)
+        builds = step.builds
+        total = self._compute(step)
         self.launched = None
         step.outcome = self._apply(step, total)
-        return count == 1
+        return step.builds == builds
 
     def gradients(self, step: OptimizerStep) -> StepGradients:
         """Compute a step that has no rate; its loss becomes a float, and its gradients a tree."""
-        for attempt in self._attempts(step):
-            with attempt:
-                total = self._compute(step)
+        total = self._compute(step)
         total.read(self.vectors.matrices)
         return total
 
     def _compute(self, step: OptimizerStep) -> StepGradients:
-        """Wait for a step's graph, which is built first if it is missing."""
+        """Wait for a step's graph; build it if it is missing, and again after a fault."""
+        for attempt in self._attempts(step):
+            with attempt:
+                total = self._compute_once(step)
+        return total
+
+    def _compute_once(self, step: OptimizerStep) -> StepGradients:
         if step.built is None:
             self.build(step)
         total = step.take_built()

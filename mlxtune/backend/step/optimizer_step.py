@@ -120,7 +120,8 @@ class OptimizerStep:
     `all_lengths` are the lengths of the examples that get a gradient. This worker computes the
     gradients of those at `own_indices`: `own_examples`, with their `lengths`. With several workers,
     the step sends the `requests` of this worker. `built` is the step's graph until it is computed,
-    or fails. A committed step has an `outcome`. `started` is a `time.perf_counter`.
+    or fails, and `builds` how often it was built. A committed step has an `outcome`. `started` is a
+    `time.perf_counter`.
     """
 
     number: int
@@ -132,6 +133,7 @@ class OptimizerStep:
     lengths: StepLengths
     requests: Requests = NO_REQUESTS
     built: StepGradients | None = None
+    builds: int = 0
     outcome: StepOutcome | None = None
     started: float = field(default_factory=time.perf_counter)
 
