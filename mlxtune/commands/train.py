@@ -118,7 +118,7 @@ def train(
     observers = [*observers, Callbacks(on_step, on_validation)]
     with join_run(options.config, _make_console) as worker_run, ExitStack() as cleanup:
         console = cleanup.enter_context(closing(worker_run.console))
-        session = RunSession(worker_run, options.given, resume, options.initial)
+        session = RunSession(worker_run, options, resume)
         check_paths(session)
         if session.config.auto:
             session = with_auto_options(session)

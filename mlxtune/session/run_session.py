@@ -1,6 +1,6 @@
 """The session of a run, with the checks and locks before any work."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from mlxtune.core.run import run_folder, trained_rows
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.errors import ConfigError, OutputError, resume_command
+from mlxtune.session.arguments import ResolvedOptions
 from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole
 
@@ -25,17 +26,19 @@ _OTHER_FILES = (".bin", ".csv", ".gguf", ".json", ".jsonl", ".npz", ".pt", ".pth
 
 
 class RunSession(TrainingSession[TrainConfig]):
-    """The session of one worker of `train`, which resumes from the checkpoint `resume`, if any."""
+    """The session of one worker of `train`, which resumes from the checkpoint `resume`, if any.
+
+    `options` are those of all workers; `worker_run` has this worker's config and console.
+    """
 
     def __init__(
         self,
         worker_run: WorkerRun[RunConsole],
-        given: Collection[str],
-        resume: ResumePoint | None,
-        initial: AdapterFile | None,
+        options: ResolvedOptions[TrainConfig],
+        resume: ResumePoint | None = None,
     ) -> None:
-        super().__init__(worker_run.config, worker_run.console, given)
-        self._initial = initial
+        super().__init__(worker_run.config, worker_run.console, options.given)
+        self._initial = options.initial
         self.worker_run, self.workers, self.resume = worker_run, worker_run.workers, resume
 
     @contextmanager

@@ -13,6 +13,7 @@ from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import TrainConfig
 from mlxtune.core.run import run_folder
 from mlxtune.errors import MlxTuneError, OutputError
+from mlxtune.session.arguments import ResolvedOptions
 from mlxtune.session.run_session import RunSession, check_paths, lock_folder, trained_before
 from mlxtune.views.console import RunConsole
 
@@ -20,7 +21,7 @@ from mlxtune.views.console import RunConsole
 def session_of(model: Path, chat: Path, **options: Any) -> RunSession:
     config = TrainConfig(str(model), (str(chat),), **options)
     run = WorkerRun(Workers(), config, RunConsole(quiet=True), first_on_machine=True)
-    return RunSession(run, (), None, None)
+    return RunSession(run, ResolvedOptions(config, frozenset()))
 
 
 @pytest.mark.parametrize(

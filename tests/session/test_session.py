@@ -18,6 +18,7 @@ from mlxtune.commands import train as recipe
 from mlxtune.config import TrainConfig
 from mlxtune.core.steps import memory_plan
 from mlxtune.session import dataset, judge, reader
+from mlxtune.session.arguments import ResolvedOptions
 from mlxtune.session.auto import with_auto_options
 from mlxtune.session.run_session import RunSession
 from mlxtune.session.session import TrainingSession
@@ -162,6 +163,6 @@ def test_first_worker_of_a_machine_reads_data_before_the_others(
     monkeypatch.setattr(reader, "encode_file", read)
     options = TrainConfig(str(model), (str(chat),), auto=True)
     worker_run = WorkerRun(workers, options, RunConsole(quiet=True), first_on_machine=first)
-    session = RunSession(worker_run, (), None, None)
+    session = RunSession(worker_run, ResolvedOptions(options, frozenset()))
     with_auto_options(session).load()
     assert order == events
