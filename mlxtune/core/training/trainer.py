@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,15 @@ from mlxtune.errors import NonFiniteLossError
 
 # A run ends after this many consecutive steps without a finite loss and gradient.
 _MAX_SKIPPED_IN_A_ROW = 3
+
+
+@dataclass(frozen=True)
+class _RunningStep:
+    """A step that the pipeline has started: its handle, and the metrics known before its result."""
+
+    step: Step
+    handle: object
+    metrics: Mapping[str, float]
 
 
 class InstructTrainer:
@@ -132,8 +141,7 @@ class InstructTrainer:
                 "config": dict(run_config) if run_config is not None else asdict(config),
             },
         )
-        # The step that is running, with the pipeline's handle and its first metrics.
-        self._running: tuple[Step, object, Mapping[str, float]] | None = None
+        self._running: _RunningStep | None = None
         self._step_ended = time.perf_counter()
 
     @property
@@ -213,7 +221,7 @@ class InstructTrainer:
                             self.pipeline.wait(handle)
                     # A step's results are read while the device computes the next step.
                     self._record_running_step()
-                    self._running = step, handle, data.metrics
+                    self._running = _RunningStep(step, handle, data.metrics)
                     self._stop_or_save(step, halved)
                     over = self._validate_and_end_epoch(step.number)
                 result = self._recorder.finish(self.progress.step < self.total_steps, write_adapter)
@@ -382,8 +390,7 @@ class InstructTrainer:
         running, self._running = self._running, None
         if running is None:
             return
-        step, handle, metrics = running
-        outcome = self.pipeline.wait(handle)
+        step, outcome = running.step, self.pipeline.wait(running.handle)
         self._requests.receive(outcome.agreed)
         try:
             result = outcome.result()
@@ -397,7 +404,7 @@ class InstructTrainer:
             return
         # The step may have waited for the previous step.
         started, self._step_ended = max(outcome.started, self._step_ended), outcome.ended
-        record = step.record(result, self._step_ended - started, metrics)
+        record = step.record(result, self._step_ended - started, running.metrics)
         self._recorder.add(record)
         self._observer.on_step(record)
         if self._profiler:
