@@ -20,7 +20,7 @@ import click
 import mlxtune
 from mlxtune.cli import COMMANDS, EXIT_CODES
 from mlxtune.cli.options import ConfigCommand
-from mlxtune.config.fields import FIELDS, Checked, field_types, flag
+from mlxtune.config.fields import FIELDS, CheckedConfig, field_types, flag
 from mlxtune.config.option import Option, Section
 
 DOCS = Path(__file__).parent
@@ -254,7 +254,7 @@ def _methods(found: type) -> Iterator[str]:
             yield f"- `.{name}`: {_first_line(_doc(member))}"
         elif inspect.isfunction(member) or isinstance(member, classmethod):
             function = member.__func__ if isinstance(member, classmethod) else member
-            if not (issubclass(found, Checked) and name == "contradictions"):
+            if not (issubclass(found, CheckedConfig) and name == "contradictions"):
                 yield f"- `.{name}{_signature(function)}`: {_first_line(_doc(function))}"
     yield ""
 

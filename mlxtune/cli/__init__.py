@@ -27,7 +27,7 @@ from mlxtune.errors import (
     TrainingInterrupted,
     printable,
 )
-from mlxtune.session.interrupt import end_in_order
+from mlxtune.session.interrupt import interrupt_on_signal
 from mlxtune.start import unguard
 
 _STDIN, _STDOUT, _STDERR = range(3)
@@ -103,7 +103,7 @@ def _main(arguments: list[str]) -> NoReturn:
         sys.exit(shell_complete(command, {}, "mlxtune", _COMPLETE, request))
     try:
         # Bypass click's own main(), which turns every KeyboardInterrupt into click's Abort.
-        with end_in_order(), command.make_context("mlxtune", arguments) as context:
+        with interrupt_on_signal(), command.make_context("mlxtune", arguments) as context:
             check_current_folder()
             passed = command.invoke(context)
         flush_results()
@@ -124,8 +124,8 @@ def _main(arguments: list[str]) -> NoReturn:
         drop_results()
         sys.exit(FAILED)
     except TrainingInterrupted as interrupt:
-        said = f"interrupted after step {interrupt.step}; {interrupt.saved}"
-        _exit(f"mlxtune: {said}", code=_exit_status(interrupt))
+        message = f"interrupted after step {interrupt.step}; {interrupt.saved}"
+        _exit(f"mlxtune: {message}", code=_exit_status(interrupt))
     except Exception as error:
         if (behind := _interrupt_behind(error)) is not None:
             _exit(_INTERRUPTED, code=_exit_status(behind))
@@ -188,9 +188,9 @@ def open_streams() -> None:
         sys.stdin = open(_STDIN, encoding="utf-8", closefd=False)  # noqa: SIM115
     # Leave other streams alone: they belong to a test, or to a program that calls main().
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _text(_Stream(_STDOUT, "w", closefd=False), sys.stdout)
+        sys.stdout = _text_stream(_StandardStream(_STDOUT, "w", closefd=False), sys.stdout)
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _text(_Stream(_STDERR, "w", closefd=False), sys.stderr)
+        sys.stderr = _text_stream(_StandardStream(_STDERR, "w", closefd=False), sys.stderr)
 
 
 def flush_results() -> None:
@@ -211,7 +211,7 @@ def drop_results() -> None:
         sys.stdout.flush()
 
 
-def _text(raw: io.FileIO, before: TextIO | None) -> TextIO:
+def _text_stream(raw: io.FileIO, before: TextIO | None) -> TextIO:
     # Characters outside the encoding must not crash a command.
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
@@ -221,7 +221,7 @@ def _text(raw: io.FileIO, before: TextIO | None) -> TextIO:
     )
 
 
-class _Stream(io.FileIO):
+class _StandardStream(io.FileIO):
     """Standard output or standard error; only failures of standard output are reported."""
 
     def write(self, data: Any, /) -> int:

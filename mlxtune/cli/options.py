@@ -11,12 +11,19 @@ import click
 from click.shell_completion import CompletionItem
 
 from mlxtune.config import as_path
-from mlxtune.config.fields import Checked, every_option, field_types, flag, flags_of, options_of
+from mlxtune.config.fields import (
+    CheckedConfig,
+    every_option,
+    field_types,
+    flag,
+    flags_of,
+    options_of,
+)
 from mlxtune.config.known_names import ELSEWHERE, KNOWN, as_entry, as_flag, suggestion
 from mlxtune.config.option import Option, Section
 from mlxtune.errors import ConfigError, shorten
 
-Config = TypeVar("Config", bound=Checked)
+Config = TypeVar("Config", bound=CheckedConfig)
 _HELP_ALL = "--help-all"
 # The maximum number of unknown options that a message names.
 _MAX_NAMED = 10

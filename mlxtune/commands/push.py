@@ -16,7 +16,7 @@ from mlxtune.core.run.summary import RunView
 from mlxtune.errors import ConfigError, ModelError, OutputError, resume_command, shorten
 from mlxtune.hub.dataset_name import REPOSITORY
 from mlxtune.hub.upload import check_may_write, model_card, quoted_samples, upload
-from mlxtune.session.interrupt import end_in_order
+from mlxtune.session.interrupt import interrupt_on_signal
 from mlxtune.session.verified_output import Source, find_source
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import ask, print_line
@@ -42,7 +42,7 @@ def push(
 
     Raises a subclass of MlxTuneError, without changing the hub.
     """
-    with end_in_order(), scratch_folder("push") as folder:
+    with interrupt_on_signal(), scratch_folder("push") as folder:
         write_package(folder, str(run), repository, base_model, model_path, RunConsole(quiet=True))
         exists = check_may_write(repository, public=public)
         return upload(folder, repository, public=public, exists=exists)
@@ -59,7 +59,7 @@ def show(
     dry_run: bool,
 ) -> None:
     """Print the files, ask for permission, and upload them. Raises the errors of `push`."""
-    with end_in_order(), scratch_folder("push") as folder:
+    with interrupt_on_signal(), scratch_folder("push") as folder:
         write_package(folder, run, repository, base_model, model_path, RunConsole())
         _print_package(folder)
         kind = "public" if public else "private"

@@ -48,7 +48,7 @@ from mlxtune.errors import (
     TrainingInterrupted,
 )
 from mlxtune.session.arguments import ResolvedOptions
-from mlxtune.session.interrupt import end_in_order
+from mlxtune.session.interrupt import interrupt_on_signal
 from mlxtune.session.memory_planning import recorded_products
 from mlxtune.session.resuming import check_asked_again, check_initial, run_config
 from mlxtune.views.output import print_json, print_line
@@ -267,7 +267,7 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
             gone = f"the adapter from which the run started is missing: {text}"
             result.add("replay", f"{gone if moved else changed}: bring it back", "")
             return
-    with end_in_order(), scratch_folder("verify") as scratch:
+    with interrupt_on_signal(), scratch_folder("verify") as scratch:
         replayed = replace(
             config,
             output=str(scratch / ADAPTER),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
-from mlxtune.config.fields import Checked, as_path
+from mlxtune.config.fields import CheckedConfig, as_path
 from mlxtune.config.objective_config import RowObjectiveConfig
 from mlxtune.config.option import (
     COMMAND,
@@ -66,7 +66,7 @@ AS_STORED = BaseOptions()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Source(Checked):
+class _Source(CheckedConfig):
     """The model folder, and the format of its prompts."""
 
     model_path: str = FILES.option(

@@ -28,7 +28,7 @@ def as_path(text: str) -> Path:
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
-def same(
+def same_option(
     config: type, name: str, default: Any = dataclasses.MISSING, help: str = "", **changes: Any
 ) -> Any:
     """Reuse an option of another config as a field, with another default or help, if given.
@@ -97,7 +97,7 @@ def _elsewhere(name: str, own: Mapping[str, Option]) -> str:
 _Part = TypeVar("_Part")
 
 
-class Checked:
+class CheckedConfig:
     """A dataclass that converts and checks its fields, and reports every problem in one error."""
 
     # Names that the constructor still accepts for programs that pass them: of options that no
@@ -175,7 +175,7 @@ class Checked:
         return kind(**shared | changes)
 
 
-_Config = TypeVar("_Config", bound="Checked")
+_Config = TypeVar("_Config", bound="CheckedConfig")
 
 
 def former_names(**names: str) -> Callable[[type[_Config]], type[_Config]]:
@@ -200,7 +200,7 @@ def former_names(**names: str) -> Callable[[type[_Config]], type[_Config]]:
     return accept
 
 
-def given_options(config: Checked) -> frozenset[str]:
+def given_options(config: CheckedConfig) -> frozenset[str]:
     """Return the names of the options that the caller gave to a config.
 
     `dataclasses.replace` passes every field to the copy: its given options are the ones that differ
@@ -217,7 +217,7 @@ def every_option() -> set[str]:
     return {name for config in _configs() for name in options_of(config)}
 
 
-def _configs(parent: type = Checked) -> Iterator[type]:
+def _configs(parent: type = CheckedConfig) -> Iterator[type]:
     config: type
     for config in parent.__subclasses__():
         yield config

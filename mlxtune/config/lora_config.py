@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from mlxtune.config.fields import Checked
+from mlxtune.config.fields import CheckedConfig
 from mlxtune.config.option import INPUT, LORA, RESULT, TRAINING
 from mlxtune.errors import ConfigError
 
@@ -13,7 +13,7 @@ _NITER = re.compile(r"pissa_niter_([1-9][0-9]{0,2})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoraShapeConfig(Checked):
+class LoraShapeConfig(CheckedConfig):
     """Which projections get LoRA, and its rank and alpha."""
 
     rank: int = LORA.option(8, "Rank of the LoRA matrices.", RESULT, at_least=1, at_most=10**6)
@@ -32,7 +32,7 @@ class LoraShapeConfig(Checked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoraConfig(Checked):
+class LoraConfig(CheckedConfig):
     """How the LoRA matrices start and learn."""
 
     dropout: float = LORA.option(

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from mlxtune.config.fields import Checked, flag
+from mlxtune.config.fields import CheckedConfig, flag
 from mlxtune.config.option import RESULT, TRAINING
 
 # The objectives whose rows are pairs of answers, and the objectives whose rows have a label.
@@ -45,7 +45,7 @@ _BELONGS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowObjectiveConfig(Checked):
+class RowObjectiveConfig(CheckedConfig):
     """The options of an objective that decide which rows are read and how they are encoded."""
 
     objective: str = TRAINING.option(
@@ -143,7 +143,7 @@ class ObjectiveConfig(RowObjectiveConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyConfig(Checked):
+class PolicyConfig(CheckedConfig):
     """The options of the loss of sampled answers; the losses have TRL's names."""
 
     grpo_loss: str = TRAINING.option(

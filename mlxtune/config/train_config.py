@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mlxtune.config.data_config import BaseOptions, DataConfig, ModelConfig
-from mlxtune.config.fields import Checked, as_path, flag, former_names, options_of, same
+from mlxtune.config.fields import (
+    CheckedConfig,
+    as_path,
+    flag,
+    former_names,
+    options_of,
+    same_option,
+)
 from mlxtune.config.lora_config import LoraConfig, LoraShapeConfig
 from mlxtune.config.objective_config import (
     DEFAULT_RATE,
@@ -84,7 +91,7 @@ class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _LoopConfig(Checked):
+class _LoopConfig(CheckedConfig):
     """The options that InstructTrainingConfig and TrainConfig share."""
 
     max_steps: int | None = TRAINING.option(
@@ -143,7 +150,7 @@ class TrainConfig(_LoopConfig, LoraConfig, RewardedConfig, StepConfig):
     Raises ConfigError, which lists every problem.
     """
 
-    model_path: str = same(
+    model_path: str = same_option(
         StepConfig,
         "model_path",
         help="Model folder in MLX or Hugging Face layout, or owner/name to download; with "
@@ -324,16 +331,16 @@ class InstructTrainingConfig(_LoopConfig):
 
     ignored: ClassVar = ("log_interval",)
 
-    epochs: int = same(TrainConfig, "epochs")
-    val_split: float = same(TrainConfig, "val_split", at_least=None, above=0)
-    patience: int = same(TrainConfig, "patience")
-    checkpoint_dir: str = same(TrainConfig, "checkpoint_dir", "checkpoints")
-    seed: int = same(TrainConfig, "seed")
+    epochs: int = same_option(TrainConfig, "epochs")
+    val_split: float = same_option(TrainConfig, "val_split", at_least=None, above=0)
+    patience: int = same_option(TrainConfig, "patience")
+    checkpoint_dir: str = same_option(TrainConfig, "checkpoint_dir", "checkpoints")
+    seed: int = same_option(TrainConfig, "seed")
     log_interval: dataclasses.InitVar[object] = None
-    lr: float | None = same(TrainConfig, "lr", None)
-    batch_size: int = same(TrainConfig, "batch_size")
-    val_rows: int = same(TrainConfig, "val_rows")
-    order: str = same(TrainConfig, "order")
+    lr: float | None = same_option(TrainConfig, "lr", None)
+    batch_size: int = same_option(TrainConfig, "batch_size")
+    val_rows: int = same_option(TrainConfig, "val_rows")
+    order: str = same_option(TrainConfig, "order")
 
     def __post_init__(self, *_: object) -> None:
         super().__post_init__()
@@ -343,7 +350,7 @@ class InstructTrainingConfig(_LoopConfig):
 class TrainerConfig(InstructTrainingConfig):
     """Options of a run's trainer, whose validation rows, if any, are already chosen."""
 
-    val_split: float = same(TrainConfig, "val_split")
+    val_split: float = same_option(TrainConfig, "val_split")
 
 
 @former_names(
@@ -365,15 +372,15 @@ class InstructConfig(LoraConfig):
 
     ignored: ClassVar = ("epochs", "max_seq_len")
 
-    rank: int = same(TrainConfig, "rank")
-    alpha: float = same(TrainConfig, "alpha")
-    lr: float = same(TrainConfig, "lr", DEFAULT_RATE)
+    rank: int = same_option(TrainConfig, "rank")
+    alpha: float = same_option(TrainConfig, "alpha")
+    lr: float = same_option(TrainConfig, "lr", DEFAULT_RATE)
     epochs: dataclasses.InitVar[object] = None
     max_seq_len: dataclasses.InitVar[object] = None
-    max_grad_norm: float = same(TrainConfig, "max_grad_norm")
-    seed: int = same(TrainConfig, "seed")
-    targets: tuple[str, ...] = same(TrainConfig, "targets")
-    num_layers: int | None = same(TrainConfig, "num_layers")
+    max_grad_norm: float = same_option(TrainConfig, "max_grad_norm")
+    seed: int = same_option(TrainConfig, "seed")
+    targets: tuple[str, ...] = same_option(TrainConfig, "targets")
+    num_layers: int | None = same_option(TrainConfig, "num_layers")
 
     def __post_init__(self, *_: object) -> None:
         super().__post_init__()

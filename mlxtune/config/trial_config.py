@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.data_config import DataConfig, parse_fields
-from mlxtune.config.fields import Checked, as_path, same
+from mlxtune.config.fields import CheckedConfig, as_path, same_option
 from mlxtune.config.objective_config import REWARDED
 from mlxtune.config.option import BENCH, COMMAND, FILES, PLAN, RUN
 from mlxtune.config.train_config import StepConfig, TrainConfig
@@ -21,7 +21,7 @@ MODEL, DATA = "demo-qwen3", "bookings.jsonl"
 class PlanConfig(TrainConfig):
     """Options of `mlxtune plan`: the options of a run, with optional data."""
 
-    data: tuple[str, ...] = same(
+    data: tuple[str, ...] = same_option(
         TrainConfig,
         "data",
         (),
@@ -52,7 +52,7 @@ class BenchConfig(StepConfig):
 
     _: dataclasses.KW_ONLY
     # Rows held out for validation would not be timed.
-    val_split: float = same(DataConfig, "val_split", 0.0)
+    val_split: float = same_option(DataConfig, "val_split", 0.0)
     against: str | None = BENCH.option(
         None, "Also measure another trainer on the same steps.", COMMAND, choices=("mlx-lm",)
     )
@@ -99,7 +99,7 @@ class BenchConfig(StepConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardConfig(Checked):
+class RewardConfig(CheckedConfig):
     """Options of `mlxtune reward`. Raises ConfigError, which lists every problem."""
 
     reward: tuple[str, ...] = RUN.option(
@@ -111,7 +111,7 @@ class RewardConfig(Checked):
         several=True,
         metavar="REWARD",
     )
-    data: tuple[str, ...] = same(
+    data: tuple[str, ...] = same_option(
         DataConfig,
         "data",
         help="Data of prompts: any that train reads, or rows with only a 'prompt' and keys for the "
@@ -125,12 +125,12 @@ class RewardConfig(Checked):
         path=True,
     )
     rows: int = RUN.option(8, "Number of rows to try, from the first.", COMMAND, at_least=1)
-    format: str = same(
+    format: str = same_option(
         DataConfig,
         "format",
         choices=("auto", "chat", "prompt", "alpaca", "sharegpt", "chatgpt", "gemini"),
     )
-    field: tuple[str, ...] = same(DataConfig, "field")
+    field: tuple[str, ...] = same_option(DataConfig, "field")
     reward_timeout: float = RUN.option(
         10.0,
         "Seconds that a function of a file may take for an answer.",
@@ -155,7 +155,7 @@ def demo_file(name: str) -> Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class DemoConfig(Checked):
+class DemoConfig(CheckedConfig):
     """Options of the demo: a small model learns to answer a guest's message with JSON.
 
     `train(DemoConfig().trainer_config())` runs it from Python.
@@ -163,10 +163,10 @@ class DemoConfig(Checked):
     Raises ConfigError, which lists every problem.
     """
 
-    output: str = same(TrainConfig, "output", "mlxtune-demo/adapters.safetensors")
-    max_steps: int | None = same(TrainConfig, "max_steps")
-    overwrite: bool = same(TrainConfig, "overwrite")
-    quiet: bool = same(TrainConfig, "quiet")
+    output: str = same_option(TrainConfig, "output", "mlxtune-demo/adapters.safetensors")
+    max_steps: int | None = same_option(TrainConfig, "max_steps")
+    overwrite: bool = same_option(TrainConfig, "overwrite")
+    quiet: bool = same_option(TrainConfig, "quiet")
 
     def training(self) -> TrainConfig:
         """Return the options of the demo's run."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.data_config import FORMATS, DataConfig, ModelConfig, RowsConfig
-from mlxtune.config.fields import Checked, as_path, same
+from mlxtune.config.fields import CheckedConfig, as_path, same_option
 from mlxtune.config.limits import check_pattern
 from mlxtune.config.objective_config import REWARDED, ObjectiveConfig
 from mlxtune.config.option import COMMAND, EXPORT, FILES, GENERATION, RUN
@@ -30,7 +30,7 @@ _GGUF_TYPE = re.compile(r"[A-Za-z]+[0-9]+(_[A-Za-z0-9]+)*")
 class UseConfig(ModelConfig):
     """The model, its adapter and its prompt format."""
 
-    model_path: str | None = same(  # type: ignore[assignment]
+    model_path: str | None = same_option(  # type: ignore[assignment]
         ModelConfig,
         "model_path",
         None,
@@ -71,7 +71,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     Raises ConfigError, which lists every problem.
     """
 
-    data: tuple[str, ...] = same(
+    data: tuple[str, ...] = same_option(
         DataConfig,
         "data",
         help="Data to evaluate: .jsonl, .json, .csv or .tsv (also .gz), or .parquet; a folder "
@@ -81,7 +81,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     against: str | None = FILES.option(
         None, "Another adapter, with which to compare --adapter on the same rows.", COMMAND
     )
-    turns: str = same(DataConfig, "turns", help="Assistant turns to score.")
+    turns: str = same_option(DataConfig, "turns", help="Assistant turns to score.")
     generate: bool = GENERATION.option(
         False, "Also answer the last turn of each row greedily, and count exact matches.", COMMAND
     )
@@ -92,7 +92,9 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
         COMMAND,
         metavar="exact|json|contains|regex=PATTERN",
     )
-    seed: int = same(DataConfig, "seed", help="Seed of the bootstrap for the confidence interval.")
+    seed: int = same_option(
+        DataConfig, "seed", help="Seed of the bootstrap for the confidence interval."
+    )
     json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
 
     def contradictions(self) -> Iterator[str]:
@@ -142,7 +144,7 @@ class AnswerConfig(UseConfig):
         several=True,
         metavar="TEXT",
     )
-    seed: int | None = same(
+    seed: int | None = same_option(
         DataConfig, "seed", None, "Sampling seed; default: a new seed each time."
     )
 
@@ -228,13 +230,13 @@ class ServeConfig(ModelConfig):
         several=True,
         metavar="NAME=PATH",
     )
-    model_path: str | None = same(  # type: ignore[assignment]
+    model_path: str | None = same_option(  # type: ignore[assignment]
         UseConfig,
         "model_path",
         help="Folder of the base model; default: the base that the first adapter names.",
     )
-    quantize: str | None = same(UseConfig, "quantize")
-    max_new_tokens: int = same(
+    quantize: str | None = same_option(UseConfig, "quantize")
+    max_new_tokens: int = same_option(
         UseConfig,
         "max_new_tokens",
         help="Maximum length of an answer in tokens, for requests without max_tokens.",
@@ -268,10 +270,10 @@ class ServeConfig(ModelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class ImportConfig(Checked):
+class ImportConfig(CheckedConfig):
     """Options of `mlxtune import`. Raises ConfigError, which lists every problem."""
 
-    adapter: str = same(
+    adapter: str = same_option(
         UseConfig,
         "adapter",
         "",
@@ -281,16 +283,16 @@ class ImportConfig(Checked):
     output: str = EXPORT.option(
         "", "Folder to write, or its main file.", COMMAND, required=True, path=True
     )
-    model_path: str | None = same(
+    model_path: str | None = same_option(
         UseConfig,
         "model_path",
         None,
         "Folder of the base model; default: the base that the adapter names.",
         required=False,
     )
-    trust_remote_code: bool = same(UseConfig, "trust_remote_code")
-    overwrite: bool = same(TrainConfig, "overwrite", help="Replace an earlier result.")
-    quiet: bool = same(UseConfig, "quiet")
+    trust_remote_code: bool = same_option(UseConfig, "trust_remote_code")
+    overwrite: bool = same_option(TrainConfig, "overwrite", help="Replace an earlier result.")
+    quiet: bool = same_option(UseConfig, "quiet")
 
     def contradictions(self) -> Iterator[str]:
         given, files = as_path(self.output), self._main_files()
@@ -314,13 +316,13 @@ class ImportConfig(Checked):
 class FuseConfig(ImportConfig):
     """Options of `mlxtune fuse`. Raises ConfigError, which lists every problem."""
 
-    adapter: str = same(UseConfig, "adapter", "", required=True)
-    dtype: str = same(
+    adapter: str = same_option(UseConfig, "adapter", "", required=True)
+    dtype: str = same_option(
         UseConfig,
         "dtype",
         help="Dtype of the proof; auto is the model's own on a GPU, else float32.",
     )
-    other_base: bool = same(TrainConfig, "other_base")
+    other_base: bool = same_option(TrainConfig, "other_base")
     dequantize: bool = EXPORT.option(False, "Dequantise the base model's weights.", COMMAND)
     force: bool = EXPORT.option(
         False, "Quantise the trained projections like the base, however much gain is lost.", COMMAND
@@ -332,7 +334,7 @@ class FuseConfig(ImportConfig):
         at_least=2,
         at_most=8,
     )
-    data: tuple[str, ...] = same(
+    data: tuple[str, ...] = same_option(
         DataConfig,
         "data",
         (),
@@ -359,7 +361,7 @@ class FuseConfig(ImportConfig):
 class ExportConfig(ImportConfig):
     """Options of `mlxtune export`. Raises ConfigError, which lists every problem."""
 
-    adapter: str = same(FuseConfig, "adapter")
+    adapter: str = same_option(FuseConfig, "adapter")
     format: str = EXPORT.option(
         "",
         "Target: mlx-lm, PEFT and transformers, llama.cpp and Ollama, or a flat safetensors file.",
@@ -377,9 +379,9 @@ class ExportConfig(ImportConfig):
         COMMAND,
         metavar="TYPE",
     )
-    dtype: str = same(FuseConfig, "dtype")
-    other_base: bool = same(TrainConfig, "other_base")
-    json: bool = same(FuseConfig, "json")
+    dtype: str = same_option(FuseConfig, "dtype")
+    other_base: bool = same_option(TrainConfig, "other_base")
+    json: bool = same_option(FuseConfig, "json")
 
     def contradictions(self) -> Iterator[str]:
         if self.merge and self.format != "gguf":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from mlxtune.config.data_config import ROW_NAMES
-from mlxtune.config.fields import Checked, given_options, options_of
+from mlxtune.config.fields import CheckedConfig, given_options, options_of
 from mlxtune.core.data.cache import least_used
 from mlxtune.core.data.problems import rows_folder
 from mlxtune.core.data.sources.datafiles import VALIDATION
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mlxtune.backend.adapters.adapter_file import AdapterFile
 
 Result = TypeVar("Result")
-C = TypeVar("C", bound=Checked)
+C = TypeVar("C", bound=CheckedConfig)
 # The largest numbers of rows and of bytes to read from an iterable of unknown length.
 _MAX_ROWS, _MAX_BYTES = 1_000_000, 2**30
 # The name of a file of rows: the keyword, and a hash of the content.

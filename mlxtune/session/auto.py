@@ -67,7 +67,7 @@ def with_auto_options(session: S) -> S:
         f"within the first {facts.needed:,} of an example"
     )
     console.say("", reasons)
-    return session.with_choices(config, command)
+    return session.with_options(config, command)
 
 
 @dataclasses.dataclass(frozen=True)

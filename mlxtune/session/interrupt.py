@@ -54,7 +54,7 @@ def stop_on_interrupt(
 
 
 @contextmanager
-def end_in_order() -> Iterator[None]:
+def interrupt_on_signal() -> Iterator[None]:
     """Raise Interrupted on a signal that would end the process, so that scratch files are removed.
 
     A second signal ends the process as usual. Does nothing outside the main thread.

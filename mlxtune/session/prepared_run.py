@@ -47,7 +47,7 @@ class RunParts:
     notes: tuple[str, str]
 
 
-def _check_no_validation(session: RunSession) -> None:
+def _check_validation_options(session: RunSession) -> None:
     """Raise ConfigError for options that have no effect without validation rows."""
     # Earlier versions accepted --patience, and a repeated run has every option.
     repeated = {*session.given} >= {*OPTIONS}
@@ -74,7 +74,7 @@ def prepare_run(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> R
     # The data comes first, to report its problems before minutes of loading.
     dataset = session.load()
     if not dataset.rows.validation:
-        _check_no_validation(session)
+        _check_validation_options(session)
 
     # Memory comes next: a run that does not fit ends before its weights are read.
     base = prepare_base(config, session.release_base(), console, workers)

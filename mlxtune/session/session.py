@@ -103,7 +103,7 @@ class TrainingSession(Session[T]):
         self.given, self.command = given, ""
         self._has_base = True
 
-    def with_choices(self, config: T, command: str) -> Self:
+    def with_options(self, config: T, command: str) -> Self:
         """Return a session with the options that --auto chose and everything opened so far.
 
         No choice changes what --auto opens: the data files, their reader and the model.

@@ -44,7 +44,7 @@ from mlxtune.core.files.writing import (
 from mlxtune.core.formatting import pluralize
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
-from mlxtune.session.interrupt import end_in_order
+from mlxtune.session.interrupt import interrupt_on_signal
 from mlxtune.session.reader import Reader
 from mlxtune.session.trained_model import (
     find_base,
@@ -120,7 +120,7 @@ def output_folder(source: Source) -> Iterator[Path]:
     for left in remove_unfinished():
         console.say("Removed", f"{left}, which a killed process left")
     with (
-        end_in_order(),
+        interrupt_on_signal(),
         new_folder(target, sources, manifest=CERTIFICATE, overwrite=overwrite) as folder,
         noted(folder),
     ):

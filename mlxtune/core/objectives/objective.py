@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.config.fields import Checked
+from mlxtune.config.fields import CheckedConfig
 from mlxtune.config.objective_config import LABELED, PAIRED, ObjectiveConfig
 from mlxtune.core.data.conversation import (
     CHOSEN,
@@ -87,7 +87,7 @@ class Objective:
     options: ObjectiveConfig
 
     @classmethod
-    def of(cls, config: Checked) -> Objective:
+    def of(cls, config: CheckedConfig) -> Objective:
         """Return the objective that the options of a command name."""
         return cls(config.part(ObjectiveConfig))
 
