@@ -214,14 +214,13 @@ class Engine:
             # NumPy need not warn: the outcome reports a loss that is not finite.
             with np.errstate(all="ignore"):
                 values, gradients = compute(parameters, inputs, scale, reduce, outputs)
-            total.add(values, self.vectors.join_gradients(gradients))
-            total.count(micro_batch.tokens, micro_batch.padding(step.lengths.forward))
-            total.graph = self.runner.graph(micro_batch.tokens, outputs, gradients, *total.sums)
+            tokens, padding = micro_batch.tokens, micro_batch.padding(step.lengths.forward)
+            total.add(values, self.vectors.join_gradients(gradients), tokens, padding)
+            total.graph = self.runner.graph(tokens, outputs, gradients, *total.sums)
             allocator.clear_cache_near_limit()
         total.finish(vectors, forward.loss_scale)
         if self._workers.world_size > 1:
             self._sum_over_workers(total, step.requests)
-        total.use_known_loss()
         if step.learning_rate is not None:
             total.set_update(
                 self.optimizer.update(

@@ -57,16 +57,15 @@ class StepGradients:
         """The sums over the micro-batches so far, which a graph computes."""
         return self.loss, self.gradients, self.values
 
-    def add(self, values: Sequence[mx.array], gradients: list[mx.array]) -> None:
-        """Add a micro-batch: its loss, with the values that come with it, and its gradients."""
+    def add(
+        self, values: Sequence[mx.array], gradients: list[mx.array], tokens: int, padding: int
+    ) -> None:
+        """Add a micro-batch: its loss, with the values that come with it, gradients and tokens."""
         loss, *rest = values
         self.loss = self.loss + loss
         self.values = [total + part for total, part in zip(self.values, rest, strict=True)]
         first = self.gradients is None
         self.gradients = gradients if first else tree_map(mx.add, self.gradients, gradients)
-
-    def count(self, tokens: int, padding: int) -> None:
-        """Count a micro-batch, the tokens that run through the model, and the padding in them."""
         counts = self.counts
         self.counts = counts._replace(
             micro_batches=counts.micro_batches + 1,
@@ -77,8 +76,8 @@ class StepGradients:
     def finish(self, vectors: Sequence[mx.array], loss_scale: float) -> None:
         """Undo float16's loss scale, after all micro-batches of this worker.
 
-        Without micro-batches, as when workers outnumber the examples, the gradients are zeros like
-        `vectors`.
+        A loss that is known from forward passes replaces the sum. Without micro-batches, as when
+        workers outnumber the examples, the gradients are zeros like `vectors`.
         """
         if self.gradients is None:
             self.gradients = tree_map(mx.zeros_like, vectors)
@@ -86,17 +85,18 @@ class StepGradients:
             self.loss, self.gradients = tree_map(
                 lambda each: each / loss_scale, (self.loss, self.gradients)
             )
+        self._use_known_loss()
 
     def merge(
         self, loss: mx.array, gradients: Any, counts: mx.array, values: list[mx.array]
     ) -> None:
-        """Replace this worker's sums by those over all workers."""
+        """Replace this worker's sums by those over all workers; a known loss stays."""
         self.loss, self.gradients, self.values = loss, gradients, values
         self.summed_counts = counts
         self.graph = replace(self.graph, arrays=(loss, gradients, counts, values))
+        self._use_known_loss()
 
-    def use_known_loss(self) -> None:
-        """Replace the loss by the one that forward passes have shown, if any."""
+    def _use_known_loss(self) -> None:
         if (known := self.step_loss.known_loss) is not None:
             self.loss = mx.array(known)
 
