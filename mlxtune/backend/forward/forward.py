@@ -314,6 +314,10 @@ class Forward:
         chunk = self.execution.loss_chunk
         return trained_head(self._backbone_and_head.logits, labels, chunk, self._entropies)
 
+    def turn_dropout_off(self) -> None:
+        """Turn dropout off for calls of the model, until the next pass over a micro-batch."""
+        self._dropout.set(None, None)
+
     def _set_dropout(self, inputs: StepInputs) -> None:
         """Set the dropout keys, and the positions in a packed sequence."""
         layout = inputs.layout

@@ -231,13 +231,8 @@ class InstructPipeline:
         """
         engine = self._idle()
         self.model.eval()
-        own = self.forward.trained.values()
-        try:
-            if before_training:
-                self.forward.trained.assign(self._initial)
+        with self.forward.trained.replaced(self._initial if before_training else {}):
             losses = engine.losses.of_tokens(examples)
-        finally:
-            self.forward.trained.assign(own)
         return [-each.astype(np.float32) for each in losses]
 
     def sample(
@@ -249,8 +244,7 @@ class InstructPipeline:
     ) -> list[SampledAnswer]:
         """Return an answer of the current model for each request; see `sampling.sample`."""
         self._idle()
-        # The last step may have had dropout.
-        self.lora.dropout_keys.set(None, None)
+        self.forward.turn_dropout_off()  # the last step may have had dropout
         return sample(self.model, requests, sampling, ends, on_progress)
 
     def adapter_hash(self) -> str:
