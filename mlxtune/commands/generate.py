@@ -206,8 +206,8 @@ def _conversation(
     if not messages and empty is not None and not str(row[asked or empty] or "").strip():
         raise DataError(f"{place}: {shorten(empty)} is empty: write a prompt, or remove the row")
     if messages is None and asked is None:
-        found = ", ".join(map(shorten, [*row][:5])) or "none"
-        raise DataError(f"{place}: no 'prompt' or 'messages' (its keys: {found}): rename one")
+        present = ", ".join(map(shorten, [*row][:5])) or "none"
+        raise DataError(f"{place}: no 'prompt' or 'messages' (its keys: {present}): rename one")
     text = messages if asked is None or messages is not None else row[asked]
     if isinstance(messages := text, list):
         while messages and role_of(messages[-1]) == "assistant":

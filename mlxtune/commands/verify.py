@@ -110,9 +110,9 @@ def _compare_samples(result: Verification, run: Path, again: Path, replay: "_Rep
         groups = list(read_samples(folder / SAMPLED))
         return [each for each in groups if replay.start < each.step <= replay.step]
 
-    own, found = drawn(run), drawn(again)
-    differing = (one for one, other in zip(own, found, strict=False) if one != other)
-    problem = None if len(own) == len(found) else "another number of samples"
+    own, drawn_again = drawn(run), drawn(again)
+    differing = (one for one, other in zip(own, drawn_again, strict=False) if one != other)
+    problem = None if len(own) == len(drawn_again) else "another number of samples"
     if (first := next(differing, None)) is not None:
         problem = f"step {first.step} gives other samples for {first.row}"
     result.add("samples", problem, f"those of {pluralize(len(own), 'prompt')} drawn again")

@@ -127,16 +127,16 @@ def _refusal(error: errors.HfHubHTTPError, kind: str, here: str) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         readers = "one that this token may not read" if known else f"a private one: {_LOG_IN}"
         return f"{here}no such {kind} on the hub, or {readers}"
-    said = one_line(error.server_message or "")
+    answer = one_line(error.server_message or "")
     if code in (401, 403):
-        return f"the hub denies access ({said}): {_LOG_IN} to a token with access"
+        return f"the hub denies access ({answer}): {_LOG_IN} to a token with access"
     if code == 404:
         return "the hub lacks a file that it lists: try again, or name another revision"
     if code == 429:
         return "the hub has received too many requests: wait a few minutes, and try again"
     if code >= 500:
         return f"the hub is not working ({code}): try again later"
-    return f"the hub answers with error {code} ({said})"
+    return f"the hub answers with error {code} ({answer})"
 
 
 class BadResponseError(ValueError):

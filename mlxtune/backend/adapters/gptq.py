@@ -236,13 +236,13 @@ class _Rounding:
         fewest = 1 if len(inputs) == 1 else matrices.shape[-1]
         arrays = [made[n].reshape(len(inputs), *made[n].shape[-2:]) for n in names if n in made]
         for number, (matrix, own) in enumerate(zip(matrices, inputs, strict=True)):
-            own, found = own.astype(mx.float32), None
+            own, quantized = own.astype(mx.float32), None
             if form["mode"] == "affine" and len(own) >= fewest:
-                found = quantize(matrix, own.T @ own, **form)
-            if found is None:
+                quantized = quantize(matrix, own.T @ own, **form)
+            if quantized is None:
                 self.nearest += 1
                 continue
-            for array, part in zip(arrays, found, strict=True):
+            for array, part in zip(arrays, quantized, strict=True):
                 array[number] = part
         for name, array in zip(names, arrays, strict=False):
             made[name] = array.reshape(made[name].shape)

@@ -96,15 +96,15 @@ def _sources(name: str) -> tuple[frozenset[str], str]:
 
 def _with_imports(module: ModuleType) -> Iterator[ModuleType]:
     """Yield a module and the architectures that it imports, for their parts of the config."""
-    found, left = {module.__name__}, [module]
+    seen, left = {module.__name__}, [module]
     while left:
         yield (each := left.pop())
         for _, member in inspect.getmembers(each):
             name = str(
                 getattr(member, "__name__" if inspect.ismodule(member) else "__module__", "")
             )
-            if name.startswith(_MODELS) and name not in found:
-                found.add(name)
+            if name.startswith(_MODELS) and name not in seen:
+                seen.add(name)
                 if hasattr(sys.modules[name], "ModelArgs"):
                     left.append(sys.modules[name])
 
@@ -174,7 +174,7 @@ def _unread_in_rope(given: Any, keys: frozenset[str]) -> dict[str, Any]:
 
 def unread_keys(config: Mapping[str, Any], architecture: str) -> list[str]:
     """Return the keys, with their values, that change the model but that mlx-lm does not read."""
-    found: list[str] = []
+    listed: list[str] = []
     parts = {"": config}
     parts |= {f"{name}.": inner for name in PARTS if isinstance(inner := config.get(name), Mapping)}
     for prefix, part in parts.items():
@@ -198,8 +198,8 @@ def unread_keys(config: Mapping[str, Any], architecture: str) -> list[str]:
                     named = {key: value}
                     if key == "rope_parameters":
                         named = _unread_in_rope(value, keys)
-                    found += [f"{prefix}{name} ({_shown(each)})" for name, each in named.items()]
-    return found
+                    listed += [f"{prefix}{name} ({_shown(each)})" for name, each in named.items()]
+    return listed
 
 
 def _shown(value: Any) -> str:

@@ -118,15 +118,15 @@ class Heartbeat:
             return
         except OSError:
             more = b""
-        said = waiting[connection] = waiting[connection] + more
-        if more and len(said) < size:
+        received = waiting[connection] = waiting[connection] + more
+        if more and len(received) < size:
             return
         selector.unregister(connection)
         del waiting[connection]
-        worker = int.from_bytes(said[TOKEN_SIZE:], "big")
-        known = hmac.compare_digest(said[:TOKEN_SIZE], self._token)
+        worker = int.from_bytes(received[TOKEN_SIZE:], "big")
+        known = hmac.compare_digest(received[:TOKEN_SIZE], self._token)
         new = worker > 0 and all(worker != peer.worker for peer in self._peers)
-        if known and new and len(said) == size:
+        if known and new and len(received) == size:
             self._peers.append(_Peer(worker, connection))
         else:
             connection.close()
@@ -190,17 +190,17 @@ class Heartbeat:
 
     def _hear(self, peer: _Peer, selector: selectors.BaseSelector) -> None:
         try:
-            said = peer.connection.recv(4096)
+            received = peer.connection.recv(4096)
         except BlockingIOError:
             return
         except OSError:
-            said = b""
+            received = b""
         peer.heard = time.monotonic()
-        peer.said_bye |= _BYE in said
-        if _FAILED in said:
+        peer.said_bye |= _BYE in received
+        if _FAILED in received:
             self.lost, self.failed = peer.worker, True
             return
-        if not said or peer.said_bye:
+        if not received or peer.said_bye:
             selector.unregister(peer.connection)
             peer.connection.close()
             if not peer.said_bye:

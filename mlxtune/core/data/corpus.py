@@ -271,14 +271,18 @@ class CorpusRows:
 
     def hash_answers(self, hash_of: HashOf) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
         """Return the indices and hashes of `answers`, by another hash of an answer's example."""
-        found = [(index, hash_of(example)) for index, example in self._examples_of_answers()]
-        indices, hashes = zip(*found, strict=True) if found else ((), ())
+        hashed = [(index, hash_of(example)) for index, example in self._examples_of_answers()]
+        indices, hashes = zip(*hashed, strict=True) if hashed else ((), ())
         return np.array(indices, dtype=np.int64), np.array(hashes, dtype=np.uint64)
 
     def hash_texts(self, text_hash: TextHash) -> npt.NDArray[np.uint64]:
         """Return the hashes of the texts of `answers`, and of each answer with its question."""
-        found = (text_hash.with_pairs(example) for _, example in self._examples_of_answers())
-        hashes = np.array([each for hashes in found for each in hashes], dtype=np.uint64)
+        hashes_of_examples = (
+            text_hash.with_pairs(example) for _, example in self._examples_of_answers()
+        )
+        hashes = np.array(
+            [each for hashes in hashes_of_examples for each in hashes], dtype=np.uint64
+        )
         return np.concatenate([hashes, self._hash_without_start(text_hash)[1]])
 
     def _hash_without_start(

@@ -245,8 +245,8 @@ class Encoder:
                 except BadRow as problem:
                     skipped.add(row.row, problem)
                     continue
-                said = row.chosen if isinstance(row, Pair) else row
-                noted = dict(rendering.notes) | dict(notes_on(said, text))
+                conversation = row.chosen if isinstance(row, Pair) else row
+                noted = dict(rendering.notes) | dict(notes_on(conversation, text))
                 noted |= notes_on_keys(row, self.source)
                 if RENDERED_CHAT not in noted and (written := control.search(text)):
                     noted[CONTROL_TOKEN] = written

@@ -148,9 +148,9 @@ def _reward_change(rewards: RowRewards, seed: int) -> RewardChange | None:
     before, after = rewards.before[usable], rewards.after[usable]
     if not len(before):
         return None
-    found = paired_difference(before, after, np.ones(len(before), dtype=np.int64), seed)
+    interval = paired_difference(before, after, np.ones(len(before), dtype=np.int64), seed)
     means = float(before.mean()), float(after.mean())
-    return RewardChange(rewards.name, rewards.sampled, *means, found.low, found.high)
+    return RewardChange(rewards.name, rewards.sampled, *means, interval.low, interval.high)
 
 
 def _with_verdicts_by_file(

@@ -188,10 +188,12 @@ def read_memory(limit: int = sys.maxsize) -> Memory:
 
 @cache
 def versions() -> dict[str, str]:
-    found = {name: installed_version(name) for name in ("mlx", "mlx-lm", "transformers", "numpy")}
+    installed = {
+        name: installed_version(name) for name in ("mlx", "mlx-lm", "transformers", "numpy")
+    }
     return {"python": platform.python_version()} | {
         package: version or UNINSTALLED
-        for package, version in ({"mlxtune": installed_version()} | found).items()
+        for package, version in ({"mlxtune": installed_version()} | installed).items()
     }
 
 

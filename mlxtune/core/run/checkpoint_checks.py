@@ -111,13 +111,13 @@ def _check_scale(checkpoint: Checkpoint) -> None:
 
 
 def check_options(values: Mapping[str, Any], newest: Checkpoint, *, all_options: bool) -> None:
-    said, kept = get_mapping(values, "config"), get_mapping(newest.metadata, "config")
+    written, kept = get_mapping(values, "config"), get_mapping(newest.metadata, "config")
     for name, option in OPTIONS.items():
         fixed = option.affects is Affects.RESULT and not option.path
-        both = name in said and name in kept
-        if both and (fixed or all_options) and said[name] != kept[name]:
+        both = name in written and name in kept
+        if both and (fixed or all_options) and written[name] != kept[name]:
             raise ValueError(
-                f"has {flag(name)} {said[name]!r:.40}, but {newest.folder.name} has "
+                f"has {flag(name)} {written[name]!r:.40}, but {newest.folder.name} has "
                 f"{kept[name]!r:.40}"
             )
 

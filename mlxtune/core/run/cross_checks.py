@@ -234,42 +234,47 @@ def check_result(result: Mapping[str, Any], progress: Progress, good: Sequence[C
 
 def check_evaluation(run: Path, progress: Progress | None, options: Mapping[str, Any]) -> str:
     """Compute the verdict again, and compare the evaluation with the ledger and the metrics."""
-    found, ledgers = read_evaluation(run / EVALUATION), read_ledgers(run / LEDGER)
-    if found is None or found.verdict is None or found.adapted is None or found.difference is None:
+    evaluation, ledgers = read_evaluation(run / EVALUATION), read_ledgers(run / LEDGER)
+    if (
+        evaluation is None
+        or evaluation.verdict is None
+        or evaluation.adapted is None
+        or evaluation.difference is None
+    ):
         raise ValueError("has no verdict")
-    before = found.base if found.start is None else found.start
+    before = evaluation.base if evaluation.start is None else evaluation.start
     held_out = sum(ledger.rows_validation for ledger in ledgers)
     # Answers without a reward do not count.
-    if ledgers and not found.rewards and found.rows + found.left_out != held_out:
+    if ledgers and not evaluation.rewards and evaluation.rows + evaluation.left_out != held_out:
         raise ValueError(
-            f"has {pluralize(found.rows + found.left_out, 'row')}, but {LEDGER} has "
+            f"has {pluralize(evaluation.rows + evaluation.left_out, 'row')}, but {LEDGER} has "
             f"{pluralize(held_out, 'validation row')}"
         )
-    _check_difference(found, before, found.adapted)
-    if progress is not None and found.candidates > 1:  # earlier versions did not count them
+    _check_difference(evaluation, before, evaluation.adapted)
+    if progress is not None and evaluation.candidates > 1:  # earlier versions did not count them
         after = sum(validation.step > 0 for validation in progress.validations)
-        check_equal("it", METRICS, {"candidates": (found.candidates, after)})
-    _check_verdict(found)
-    if progress is not None and not found.left_out and options.get("objective") == "sft":
+        check_equal("it", METRICS, {"candidates": (evaluation.candidates, after)})
+    _check_verdict(evaluation)
+    if progress is not None and not evaluation.left_out and options.get("objective") == "sft":
         best = progress.best
         for name, loss, kept in (
             ("before", before, progress.initial_val_loss),
-            ("after", found.adapted, best.val_loss if best else None),
+            ("after", evaluation.adapted, best.val_loss if best else None),
         ):
             if kept is not None and abs(loss.loss - kept) > max(_ROUNDING * kept, _MIN_DIFFERENCE):
                 raise ValueError(
                     f"has loss {loss.loss:.4f} {name} training, but {METRICS} has {kept:.4f}"
                 )
-    adverb = "hardly " * found.hardly
-    return f"{adverb}{found.verdict} on {pluralize(found.rows, 'row')}"
+    adverb = "hardly " * evaluation.hardly
+    return f"{adverb}{evaluation.verdict} on {pluralize(evaluation.rows, 'row')}"
 
 
-def _check_difference(found: Evaluation, before: Loss, adapted: Loss) -> None:
-    difference = found.difference
+def _check_difference(evaluation: Evaluation, before: Loss, adapted: Loss) -> None:
+    difference = evaluation.difference
     assert difference is not None
     values = {
         "perplexity": (adapted.perplexity, perplexity(adapted.loss)),
-        "base perplexity": (found.base.perplexity, perplexity(found.base.loss)),
+        "base perplexity": (evaluation.base.perplexity, perplexity(evaluation.base.loss)),
         "first perplexity": (before.perplexity, perplexity(before.loss)),
         "difference": (difference.loss, adapted.loss - before.loss),
         "share": (difference.share, difference.loss / before.loss if before.loss else 0.0),
@@ -279,7 +284,7 @@ def _check_difference(found: Evaluation, before: Loss, adapted: Loss) -> None:
             raise ValueError(f"has {name} {own:.6g}, but its losses give {again:.6g}")
     if difference.low > difference.high:
         raise ValueError(f"has an interval from {difference.low:.6g} to {difference.high:.6g}")
-    if (generated := found.generated) is not None and generated.samples:
+    if (generated := evaluation.generated) is not None and generated.samples:
         samples = generated.samples
         facts = {
             "answers": (generated.rows, len(samples)),
@@ -288,12 +293,12 @@ def _check_difference(found: Evaluation, before: Loss, adapted: Loss) -> None:
         check_equal("it", "its samples", facts)
 
 
-def _check_verdict(found: Evaluation) -> None:
+def _check_verdict(evaluation: Evaluation) -> None:
     """Derive the verdict again from the interval."""
-    assert found.difference is not None
-    verdict = verdict_of(found)
+    assert evaluation.difference is not None
+    verdict = verdict_of(evaluation)
     # The relative size of a preference is not recorded, so its `hardly` cannot be derived.
-    if found.preference is None:
-        negligible = is_negligible(verdict, found.difference.share) and not found.rewards
-        check_equal("it", "its interval", {"hardly": (found.hardly, negligible)})
-    check_equal("it", "its interval", {"verdict": (found.verdict, verdict)})
+    if evaluation.preference is None:
+        negligible = is_negligible(verdict, evaluation.difference.share) and not evaluation.rewards
+        check_equal("it", "its interval", {"hardly": (evaluation.hardly, negligible)})
+    check_equal("it", "its interval", {"verdict": (evaluation.verdict, verdict)})

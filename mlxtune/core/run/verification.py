@@ -144,9 +144,9 @@ def _check_mark(run: Path) -> str:
 
 
 def _check_trained_rows(run: Path, newest: Checkpoint | None) -> str:
-    found = check_trained_rows(run)
+    summary = check_trained_rows(run)
     cross_checks.check_record(run / TRAINED_ROWS, newest)
-    return found
+    return summary
 
 
 def _check_metrics(

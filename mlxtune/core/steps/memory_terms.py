@@ -56,10 +56,10 @@ class Measured:
     def of(cls, content: Any) -> Measured | None:
         try:
             factors = {name: Factors(**each) for name, each in content.items()}
-            found = cls(**factors)
+            measured = cls(**factors)
         except (AttributeError, TypeError):
             return None
-        return found if all(map(Factors.is_sound, factors.values())) else None
+        return measured if all(map(Factors.is_sound, factors.values())) else None
 
 
 @dataclass(frozen=True)

@@ -118,9 +118,9 @@ def _run(command: Sequence[str], made: Path, remedy: str) -> None:
     # A link could lead out of the folder, so it is refused.
     if done.status or not is_ours(made):
         lines = (done.stdout + done.stderr).split("\n")
-        said = next((line for line in reversed(lines) if line.strip()), "no output")
-        remedy = _GET_CONVERTER if said.startswith("ModuleNotFoundError") else remedy
-        raise OutputError(f"{program}: failed ({one_line(said)}): {remedy}")
+        last_line = next((line for line in reversed(lines) if line.strip()), "no output")
+        remedy = _GET_CONVERTER if last_line.startswith("ModuleNotFoundError") else remedy
+        raise OutputError(f"{program}: failed ({one_line(last_line)}): {remedy}")
 
 
 def check_merged(folder: Path, adapter: Adapter, options: BaseOptions) -> str:

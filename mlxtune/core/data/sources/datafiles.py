@@ -131,13 +131,13 @@ def _known_files(folder: Path, *, texts: bool) -> list[Path]:
             path for path in folder.iterdir() if CHATGPT_FILE.fullmatch(path.name)
         ):
             return _without_links_out(folder, exported)
-        found = list(islice(_text_files(folder), _MAX_TEXTS + 1)) if texts else []
-    if len(found) > _MAX_TEXTS:
+        text_files = list(islice(_text_files(folder), _MAX_TEXTS + 1)) if texts else []
+    if len(text_files) > _MAX_TEXTS:
         raise DataError(
             f"{folder} has more than {_MAX_TEXTS:,} text files: write them as JSON lines, such as "
             '{"text": "…"}'
         )
-    return _without_links_out(folder, sorted(found))
+    return _without_links_out(folder, sorted(text_files))
 
 
 def _without_links_out(folder: Path, files: list[Path]) -> list[Path]:

@@ -199,11 +199,11 @@ def pair_keys(content: JsonObject) -> dict[str, str]:
     openai = {"preferred_output", "non_preferred_output"} & content.keys()
     if "rejected" in content or len(openai) > ("input" not in content):
         return {}
-    found = {
+    candidates = {
         name: [key for key in content if content[key] and known.fullmatch(letters(key))]
         for name, known in _PAIR_KEYS.items()
     }
-    return {name: keys[0] for name, keys in found.items() if len(keys) == 1}
+    return {name: keys[0] for name, keys in candidates.items() if len(keys) == 1}
 
 
 def preference_options(content: JsonObject, formats: Mapping[str, Format]) -> str:

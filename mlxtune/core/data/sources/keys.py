@@ -147,18 +147,18 @@ def is_mark(key: str) -> bool:
 
 def is_learned(marks: Mapping[str, Any], where: str) -> bool:
     """Return whether the marks of a message allow to learn it. Raises BadRow for unclear marks."""
-    found: dict[str, bool] = {}
+    learned: dict[str, bool] = {}
     for key, value in marks.items():
         name, verdict = letters(key), _verdict(value)
         if name in _AMBIGUOUS:
             raise BadRow(f"{shorten(key)} of a turn is ambiguous", f"{where}: write 'weight'")
         if verdict is None:
             raise BadRow(f"{shorten(key)} is neither 0 nor 1", where)
-        found[key] = verdict is not (name in _MASKED)
-    if len({*found.values()}) > 1:
-        names = " and ".join(map(shorten, found))
+        learned[key] = verdict is not (name in _MASKED)
+    if len({*learned.values()}) > 1:
+        names = " and ".join(map(shorten, learned))
         raise BadRow("marks of a turn that contradict each other", f"{where}: {names}")
-    return all(found.values())
+    return all(learned.values())
 
 
 def check_row_is_learned(marks: Mapping[str, Any]) -> None:
@@ -185,15 +185,15 @@ def are_learned(listed: Mapping[str, Any]) -> dict[str, list[bool]]:
 
     Raises BadRow for marks with two meanings.
     """
-    found = {}
+    learned = {}
     for key, value in listed.items():
         name, verdicts = letters(key), [_verdict(each) for each in value]
         if None in verdicts:
             continue
         if name in _AMBIGUOUS:
             raise BadRow(f"{shorten(key)} of a row is ambiguous", "write 'loss_mask'")
-        found[key] = [verdict is not (name in _MASKED) for verdict in verdicts]
-    return found
+        learned[key] = [verdict is not (name in _MASKED) for verdict in verdicts]
+    return learned
 
 
 @lru_cache(4096)

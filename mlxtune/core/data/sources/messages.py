@@ -259,11 +259,11 @@ def role_options(message: Mapping[str, Any]) -> str:
     """Return the options that read a message whose role is under another key; "" if unknown."""
     texts = {key: value for key, value in message.items() if isinstance(value, str)}
     roles = [key for key, value in texts.items() if value.lower() in (*ROLES, *SHAREGPT_ROLES)]
-    said = [key for key in texts if key not in (*roles, *_NO_CONTENT)]
-    if len(roles) != 1 or len(said) != 1:
+    content_keys = [key for key in texts if key not in (*roles, *_NO_CONTENT)]
+    if len(roles) != 1 or len(content_keys) != 1:
         return ""
     names = ("role", "content") if texts[roles[0]].lower() in ROLES else ("from", "value")
-    keys = zip(names, (*roles, *said), strict=True)
+    keys = zip(names, (*roles, *content_keys), strict=True)
     return " ".join(field_option(name, key) for name, key in keys if name != key)
 
 

@@ -180,23 +180,23 @@ def notes_on_keys(row: Row, template: str) -> dict[str, str]:
 
     `template` is the source of the model's own template, or empty.
     """
-    found: dict[str, str] = {}
+    notes: dict[str, str] = {}
     metadata = set()
     parts = row.answers if isinstance(row, Pair) else (row,)
     for kind, detail in chain.from_iterable(part.unread for part in parts):
         if kind == UNREAD_METADATA:
             metadata.add(detail)
         else:
-            found[kind] = detail
+            notes[kind] = detail
     for part in parts:
         if isinstance(part, Document):
             continue
         for name in part.options:
             if not reads_variable(template, name):
-                found[unread_key("the template's options", name)] = ""
+                notes[unread_key("the template's options", name)] = ""
         for position, message in enumerate(part.messages, start=1):
             if message.trained and (tag := _thinking_tag(message)) and tag not in template:
-                found.setdefault(UNKNOWN_TAGS, f"message {position}: {tag}")
+                notes.setdefault(UNKNOWN_TAGS, f"message {position}: {tag}")
             removed = (("a message", key) for key in message.removed)
             fields = {k: v for k, v in message.fields.items() if v not in EMPTY}
             unread = unread_in_message(message.role, fields.keys(), message.tool_calls, template)
@@ -205,10 +205,10 @@ def notes_on_keys(row: Row, template: str) -> dict[str, str]:
                 if is_metadata(key) and not holds:
                     metadata.add(key)
                     continue
-                found.setdefault(unread_key(level, key, holds), f"message {position}")
+                notes.setdefault(unread_key(level, key, holds), f"message {position}")
     if metadata:
-        found[UNREAD_METADATA] = quoted(metadata)
-    return found
+        notes[UNREAD_METADATA] = quoted(metadata)
+    return notes
 
 
 class ControlTokens:

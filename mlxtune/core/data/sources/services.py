@@ -49,13 +49,13 @@ def from_chatgpt(row: int, content: JsonObject) -> Conversation:
 
 def _from_node(message: JsonObject) -> JsonObject | None:
     """Convert a message of a ChatGPT export; return None if it is hidden or no turn."""
-    author, said, about = (
+    author, body, about = (
         value if isinstance(value := message.get(key), dict) else {}
         for key in ("author", "content", "metadata")
     )
     hidden = about.get("is_visually_hidden_from_conversation")
-    parts = said.get("parts")
-    if hidden or parts == [""] or said.get("content_type") in _ASIDE:
+    parts = body.get("parts")
+    if hidden or parts == [""] or body.get("content_type") in _ASIDE:
         return None
     if author.get("role") == "tool" or message.get("recipient") not in (None, "all"):
         raise BadRow("a ChatGPT conversation with tools", "its export does not declare them")
@@ -98,7 +98,7 @@ def as_sharegpt(content: JsonObject) -> JsonObject:
 
 def _from_claude(message: JsonObject, where: str) -> JsonObject:
     parts = message.get("content") or [{"type": "text", "text": message.get("text")}]
-    said, thoughts = [], []
+    content, thoughts = [], []
     for part in parts if isinstance(parts, list) else [parts]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("tool_use", "tool_result"):
@@ -107,10 +107,10 @@ def _from_claude(message: JsonObject, where: str) -> JsonObject:
             thoughts += [str(part.get("thinking", ""))]
         else:
             text = {"type": kind, "text": part.get("text")} if isinstance(part, dict) else part
-            said += [text]
+            content += [text]
     others = {key: value for key, value in message.items() if key not in _OF_TURN}
     thinking = {"reasoning_content": "".join(thoughts)} if thoughts else {}
-    return others | thinking | {"from": message.get("sender"), "value": said}
+    return others | thinking | {"from": message.get("sender"), "value": content}
 
 
 def from_gemini(row: int, content: JsonObject) -> Conversation:
@@ -145,7 +145,7 @@ def _from_gemini(entry: dict[str, Any], where: str) -> list[dict[str, Any]]:
     parts = [parts] if isinstance(parts, dict) else parts
     if not isinstance(parts, list):
         return [message | {"content": parts}]
-    said, thoughts, calls, results = [], [], [], []
+    content, thoughts, calls, results = [], [], [], []
     for part in parts:
         named = {letters(key): value for key, value in part.items()} if _is_object(part) else {}
         if (call := named.get("functioncall")) is not None:
@@ -155,10 +155,10 @@ def _from_gemini(entry: dict[str, Any], where: str) -> list[dict[str, Any]]:
         elif named.get("thought"):
             thoughts += [str(named.get("text", ""))]
         else:
-            said += [_without_thought(part)]
-    if results and not said:
+            content += [_without_thought(part)]
+    if results and not content:
         return results
-    message["content"] = said
+    message["content"] = content
     if calls:
         message["tool_calls"] = calls
     if thinking := "".join(thoughts):
@@ -189,12 +189,12 @@ def _gemini_result(result: Any, where: str) -> dict[str, Any]:
 
 def _gemini_tools(tools: Any) -> list[dict[str, Any]]:
     """Return tools, with Gemini's lists of functions as the tools that templates expect."""
-    found = []
+    expected = []
     for tool in parse_tools(tools):
         listed = next((tool[key] for key in tool if letters(key) == "functiondeclarations"), None)
         functions = parse_tools(listed)
-        found += [{"type": "function", "function": each} for each in functions] or [tool]
-    return found
+        expected += [{"type": "function", "function": each} for each in functions] or [tool]
+    return expected
 
 
 def _without_thought(part: Any) -> Any:

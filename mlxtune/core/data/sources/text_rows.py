@@ -196,15 +196,15 @@ def _row_of_cells(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] 
     if len(values) > len(names) and any(values[len(names) :]):
         detail = f"{len(values)} cells, {len(names)} columns: quote values that contain a separator"
         return BadRow("more cells than columns", detail)
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         name: value or None for name, value in zip(names, values, strict=False) if name
     }
     try:
-        for value in filter(None, found.values()):
+        for value in filter(None, row.values()):
             value.encode("utf-8")
     except UnicodeEncodeError:
         return BadRow("not UTF-8", "save it as CSV UTF-8")
-    return found
+    return row
 
 
 # Plain text

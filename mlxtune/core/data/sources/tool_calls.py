@@ -82,15 +82,15 @@ def plain_call(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 def with_objects(calls: Iterable[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """Return calls without arguments that stay text, as `plain_call` leaves them. Raises BadRow."""
-    found = []
+    converted = []
     for call in calls:
         function = call["function"] if isinstance(call.get("function"), dict) else call
         if isinstance(text := function.get("arguments"), str):
             function = function | {"arguments": parse_json(text)}
             check_numbers(function["arguments"], where)
             call = function if "arguments" in call else call | {"function": function}
-        found.append(call)
-    return found
+        converted.append(call)
+    return converted
 
 
 def check_numbers(arguments: dict[str, Any], where: str) -> None:
