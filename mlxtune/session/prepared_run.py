@@ -77,21 +77,22 @@ def prepare_run(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> R
         _check_validation_options(session)
 
     # Memory comes next: a run that does not fit ends before its weights are read.
-    base = prepare_base(config, session.release_base(), console, workers)
+    opened = prepare_base(config, session.release_base(), console, workers)
     if session.initial is not None and (
-        other := base_mismatch(session.initial, base, config.base_options())
+        other := base_mismatch(session.initial, opened, config.base_options())
     ):
         console.warn(f"--init-adapter {other}")
     work = memory_planning.sampled_work(
         config, memory_planning.first_steps(config, dataset), dataset
     )
-    if line := memory_planning.truncation_loss_line(config, base, work, dataset):
+    if line := memory_planning.truncation_loss_line(config, opened, work, dataset):
         console.warn(line)
-    base, plan, products = memory_planning.plan_run(
-        config, base, work, resume=session.resume, workers=workers
+    base, estimate, products = memory_planning.plan_run(
+        config, opened, work, resume=session.resume, workers=workers
     )
+    del opened  # the run may free its model
     if reserves:
-        memory_planning.reserve_memory(config, plan, cleanup, console)
+        memory_planning.reserve_memory(config, estimate, cleanup, console)
 
     model_hash = hash_in_background(session.folder, None if config.no_cache else user_cache())
     loading.read_weights(base)
@@ -100,7 +101,7 @@ def prepare_run(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> R
         config,
         base,
         work,
-        plan,
+        estimate,
         console,
         provenance=partial(provenance_of, base, model_hash),
         resume=session.resume,
@@ -128,7 +129,7 @@ def build_pipeline(
     config: TrainConfig,
     base: BaseModel,
     work: Workload,
-    plan: MemoryPlan,
+    estimate: MemoryPlan,
     console: RunConsole,
     *,
     provenance: Callable[[], Mapping[str, Any]] = dict,
@@ -137,12 +138,12 @@ def build_pipeline(
     dataset: Dataset | None = None,
     initial: AdapterFile | None = None,
 ) -> tuple[InstructPipeline, MemoryPlan]:
-    """Apply LoRA, set up the optimizer, and choose the plan again for the loaded model.
+    """Apply LoRA, set up the optimizer, and return the plan of the loaded model.
 
-    `provenance` returns the facts about the model that checkpoints record. The new plan uses the
-    memory that the resumed run recorded, or else cached or new measurements. Adapters record facts
-    about the rows of `dataset`. `initial` is the adapter that training starts
-    from, if it is already open.
+    `estimate` is the plan of the opened model. `provenance` returns the facts about the model that
+    checkpoints record. The plan uses the memory that the resumed run recorded, or else cached or
+    new measurements. Adapters record facts about the rows of `dataset`. `initial` is the adapter
+    that training starts from, if it is already open.
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
     plain_text, rows = (dataset.plain_text, dataset.rows) if dataset else (False, None)
@@ -150,7 +151,7 @@ def build_pipeline(
     pipeline = InstructPipeline(
         base.model,
         config.pipeline_config(),
-        execution=plan.execution,
+        execution=estimate.execution,
         base_model=config.model_path,
         fresh=resume is None,
         initial=initial,
@@ -172,5 +173,5 @@ def build_pipeline(
         if problem:
             console.say(name, f"by MLX's operations, not our kernels: {problem}")
     recorded = None if resume is None else memory_planning.recorded_memory(config.checkpoint_path)
-    confirmed = memory_planning.confirm(config, base, pipeline, work, plan, recorded, workers)
-    return pipeline, confirmed
+    plan = memory_planning.confirm(config, base, pipeline, work, estimate, recorded, workers)
+    return pipeline, plan
