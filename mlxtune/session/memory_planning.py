@@ -104,22 +104,22 @@ def sampled_work(
 
 
 def choose_plan(
-    config: TrainConfig, base: BaseModel, work: Workload, execution: str = "auto"
+    config: TrainConfig, base: BaseModel, work: Workload, kind: str = "auto"
 ) -> MemoryPlan:
-    """Choose how to run the steps within the memory limit.
+    """Choose how to run the steps within the memory limit, with the execution of a `kind`.
 
     Estimates the memory unless an earlier run measured and cached it. Raises MemoryLimitError if
     not even one example fits.
     """
-    allowed, shapes = _possible(config, base, config.pipeline_config(), execution)
+    allowed, shapes = _execution_and_shapes(config, base, config.pipeline_config(), kind)
     return _choose(config, shapes, allowed, work, allocator.find_limits(config.memory_limit).memory)
 
 
-def _possible(
-    config: TrainConfig, base: BaseModel, lora: InstructConfig, execution: str = "auto"
+def _execution_and_shapes(
+    config: TrainConfig, base: BaseModel, lora: InstructConfig, kind: str = "auto"
 ) -> tuple[Execution, ModelShapes]:
     """Return the model's fastest execution, and the model's shapes with any measured memory."""
-    allowed = best_execution(base.parameters, base.dtype, execution, base.model)
+    allowed = best_execution(base.parameters, base.dtype, kind, base.model)
     shapes = model_shapes(base, lora, allowed.operations.memory)
     key = memory_key(shapes, allowed, config.dropout, base.dtype)
     return allowed, replace(shapes, measured=read_measured(config.cache_path, key))
@@ -128,7 +128,7 @@ def _possible(
 def longest_example(config: TrainConfig, base: BaseModel, lora: InstructConfig) -> LongestFit:
     context = base.text_config.get("max_position_embeddings")
     context = context if isinstance(context, int) and context > 0 else _MAX_LENGTH
-    allowed, shapes = _possible(config, base, lora)
+    allowed, shapes = _execution_and_shapes(config, base, lora)
     limit = allocator.find_limits(config.memory_limit).memory
     values = _RECOMPUTE_CHOICES[config.grad_checkpoint]
     with_activations, recomputed = (
@@ -278,7 +278,7 @@ def plan_run(
     config: TrainConfig,
     base: BaseModel,
     work: Workload,
-    execution: str = "auto",
+    kind: str = "auto",
     resume: ResumePoint | None = None,
     workers: Workers = SINGLE_PROCESS,
 ) -> tuple[BaseModel, MemoryPlan, str]:
@@ -287,10 +287,10 @@ def plan_run(
     Returns the model with that choice, the plan, and the line of `choose_products`. Raises
     MemoryLimitError if not even one example fits.
     """
-    plan = choose_plan(config, base, work, execution)
+    plan = choose_plan(config, base, work, kind)
     faster_base, line = choose_products(config, base, work, plan, resume, workers)
     if faster_base is not base:
-        plan = choose_plan(config, faster_base, work, execution)
+        plan = choose_plan(config, faster_base, work, kind)
     return faster_base, plan, line
 
 
