@@ -145,6 +145,15 @@ def test_ledger_counts_what_a_loop_over_rows_counts(
     )
 
 
+def test_file_that_is_truncated_twice_counts_each_row_once() -> None:
+    file = encoded([(1, [[0, 1, 1]]), (2, [[0, 0, 0, 1]])])
+    first, second = file.truncate(2), file.truncate(2)
+
+    assert (first.skipped.total, first.notes.counts.total()) == (1, 1)
+    assert first.ledger() == second.ledger()
+    assert (file.skipped.total, file.notes.counts.total()) == (0, 0)
+
+
 def test_ledger_includes_notes_added_later() -> None:
     file = encoded([(1, [[0, 1]])]).truncate(10)
     ledger = file.ledger()
