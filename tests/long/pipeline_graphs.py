@@ -65,5 +65,5 @@ class PipelineGraphs:
         yield from found
 
     def _inputs(self, examples: Sequence[Example]) -> Iterator[StepInputs]:
-        for _, batch in self._pipeline._engine.batches.iterate(examples):
+        for _, batch in self._pipeline._engine.micro_batches.iterate(examples):
             yield self._pipeline._engine.inputs(batch, 1)

@@ -64,7 +64,7 @@ def costs(job: Job) -> dict[str, Any]:
 
 def needed_products(trainer: OurTrainer, examples: Sequence[Example]) -> Products:
     """Return the products that one of mlxtune's steps needs."""
-    batches = trainer.pipeline._engine.batches.iterate(examples)
+    batches = trainer.pipeline._engine.micro_batches.iterate(examples)
     return step_products(
         trainer.pipeline.model,
         [stretch for _, batch in batches for stretch in batch.stretches],

@@ -100,7 +100,7 @@ def test_loaded_model_runs_as_the_measured_plan_says(loaded: Loaded) -> None:
     assert found.execution.recompute
     assert pipeline.forward.execution.recompute
     assert pipeline.forward.execution.loss_chunk == found.execution.loss_chunk
-    assert pipeline._engine.batches.max_tokens == found.execution.micro_batch_tokens
+    assert pipeline._engine.micro_batches.max_tokens == found.execution.micro_batch_tokens
     pipeline.train_batch(examples())
 
 

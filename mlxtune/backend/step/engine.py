@@ -75,7 +75,7 @@ class Engine:
         self._lora = lora
         self._config = config
         self._workers = workers
-        self.batches, self.runner, self.losses = passes_of(
+        self.micro_batches, self.runner, self.losses = passes_of(
             forward,
             lora.total_parameters,
             workers,
@@ -102,20 +102,20 @@ class Engine:
         self.optimizer.adopt(self.forward.model)
         self.optimizer.take_from_file(state)
         self.committed_steps = steps
-        self.batches.max_tokens = min(max_tokens, self.batches.max_tokens)
+        self.micro_batches.max_tokens = min(max_tokens, self.micro_batches.max_tokens)
 
     def run_as(self, execution: Execution) -> None:
         """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
         self.forward.run_as(execution)
-        self.batches.max_tokens = execution.micro_batch_tokens
+        self.micro_batches.max_tokens = execution.micro_batch_tokens
 
     def halve(self, lengths: StepLengths) -> int | None:
         """Halve the limit of micro-batches in tokens, for a step's examples, and return it.
 
         Returns None if it cannot be halved.
         """
-        half = self.batches.halved_limit(lengths)
-        self.batches.max_tokens = half or self.batches.max_tokens
+        half = self.micro_batches.halved_limit(lengths)
+        self.micro_batches.max_tokens = half or self.micro_batches.max_tokens
         return half
 
     # The states of a step
@@ -157,7 +157,7 @@ class Engine:
         if number is None:
             number = self.committed_steps + (1 if self.launched is None else 2)
         training = with_gradient(examples)
-        lengths = self.batches.lengths(training)
+        lengths = self.micro_batches.lengths(training)
         own = self._own_indices(lengths)
         return OptimizerStep(
             number,
@@ -182,7 +182,7 @@ class Engine:
         agrees = objective.keeps_rows_whole and self._workers.world_size > 1
         if not self.forward.operations.lazy or objective.needs_first_pass or agrees:
             return False
-        return self.batches.fit_into_one(step.lengths)
+        return self.micro_batches.fit_into_one(step.lengths)
 
     def _attempts(self, step: OptimizerStep) -> Iterator[Attempt]:
         """Yield a context for each attempt at work on a step; see `GraphRunner.attempts`."""
@@ -202,7 +202,7 @@ class Engine:
         parameters = self.vectors.matrices_of_step(vectors)
         total = StepGradients(self._loss(step))
         compute = self.phases.gradients if self.phases.timer else forward.gradients
-        for micro_batch, batch in self.batches.iterate(step.own_examples, step.lengths):
+        for micro_batch, batch in self.micro_batches.iterate(step.own_examples, step.lengths):
             if total.counts.micro_batches:
                 # The device computes a micro-batch while the next one is built.
                 self.runner.start(total.graph)
@@ -316,9 +316,9 @@ class Engine:
 
     def inputs(self, batch: PaddedBatch | Pack, number: int) -> StepInputs:
         """Return the model's inputs for a micro-batch, with the dropout keys of step `number`."""
-        return self.forward.inputs(batch, self._keys(number, batch))
+        return self.forward.inputs(batch, self._dropout_keys(number, batch))
 
-    def _keys(self, number: int, batch: PaddedBatch | Pack) -> mx.array | None:
+    def _dropout_keys(self, number: int, batch: PaddedBatch | Pack) -> mx.array | None:
         keyed = self._config.dropout and self.forward.model.training
         return step_keys(self._config.seed, number, batch.row_ids) if keyed else None
 
@@ -334,11 +334,11 @@ class Engine:
 
     def _logps(self, examples: Sequence[Example], number: int) -> npt.NDArray[np.float64]:
         """Return examples' log-probabilities (E,) over all workers, with a step's dropout."""
-        return -self.losses.compute(examples, keys=partial(self._keys, number))
+        return -self.losses.compute(examples, keys=partial(self._dropout_keys, number))
 
     def _divides_rows(self, step: OptimizerStep) -> bool:
         """Return whether any worker cuts a row into several micro-batches."""
-        divided = [micro_batch.examples for micro_batch in self.batches.divided(step.lengths)]
+        divided = [micro_batch.examples for micro_batch in self.micro_batches.divided(step.lengths)]
         divides = np.zeros(self._workers.world_size)
         divides[self._workers.rank] = divides_rows(step.lengths.row_ids, divided)
         return bool(self._workers.merge(divides).any())

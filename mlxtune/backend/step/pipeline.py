@@ -299,7 +299,10 @@ class InstructPipeline:
         """
         engine = self._idle()
         self._workers.check_same(self.model.trainable_parameters(), engine.committed_steps)
-        settings = {"step": engine.committed_steps, "micro_batch_tokens": engine.batches.max_tokens}
+        settings = {
+            "step": engine.committed_steps,
+            "micro_batch_tokens": engine.micro_batches.max_tokens,
+        }
         adapter = checkpoint_tensors.adapter_writer(self.model, self.lora, *self._base)
         parameters = checkpoint_tensors.parameters_writer(self.model, self.lora)
         optimizer = checkpoint_tensors.optimizer_writer(engine.optimizer.state_for_file(), settings)

@@ -255,7 +255,7 @@ def products(recompute: bool, tmp_path: Path) -> int:
     how = Execution(MLX, recompute=recompute)
     made = fresh(model_folder("qwen3"), how, 10_000, dropout=0.3)
     made.model.train()
-    batch = next(batch for _, batch in made._engine.batches.iterate(fixed_step()))
+    batch = next(batch for _, batch in made._engine.micro_batches.iterate(fixed_step()))
     inputs = made._engine.inputs(batch, 1)
     given = (made.forward.trained.values(), inputs, mx.array(1.0))
     mx.eval(given, inputs.arrays)
@@ -275,7 +275,7 @@ def test_layers_run_again_in_the_backward_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_leave_the_models_own_parameters(operations: Any, recompute: bool) -> None:
     made = fresh(model_folder("qwen3"), Execution(operations, recompute=recompute), 10_000)
-    (_, batch), *_ = made._engine.batches.iterate(fixed_step())
+    (_, batch), *_ = made._engine.micro_batches.iterate(fixed_step())
     before = made.forward.trained.values()
     made.forward.gradients(before, made._engine.inputs(batch, 1), mx.array(1.0))
     assert all(made.forward.trained.values()[name] is value for name, value in before.items())

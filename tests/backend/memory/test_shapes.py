@@ -162,7 +162,7 @@ def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[
     elsewhere = mx.get_active_memory()
     read_weights(base)
     pipeline = InstructPipeline(base.model, config, execution=how)
-    (group,) = [group for group, _ in pipeline._engine.batches.iterate(step)]
+    (group,) = [group for group, _ in pipeline._engine.micro_batches.iterate(step)]
     found = measure(pipeline, shapes, [how.recompute])
     load = load_of(group, StepLengths.of(step))
     release()

@@ -37,7 +37,7 @@ def kept(layers: int, tokens: int, fraction: float) -> int:
     mask = np.ones(tokens, np.uint8)
     mask[0] = 0
     example = Example(1, np.arange(tokens, dtype=np.int32) % 64, mask)
-    ((_, batch),) = pipeline._engine.batches.iterate([example])
+    ((_, batch),) = pipeline._engine.micro_batches.iterate([example])
     parameters = pipeline.forward.trained.values()
     mx.eval(model.parameters(), parameters)
     inputs = pipeline._engine.inputs(batch, 1)

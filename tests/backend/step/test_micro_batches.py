@@ -86,7 +86,7 @@ def test_out_of_memory_equals_a_run_with_the_halved_limit(
         fail(patch, ALLOCATION)
         results = [halved.train_batch(EXAMPLES) for _ in range(2)]
 
-    tokens = halved._engine.batches.max_tokens
+    tokens = halved._engine.micro_batches.max_tokens
     assert tokens <= 40
     assert len(warnings) == 1
     assert f"memory ran out: micro-batches of up to {tokens} " in warnings[0]
@@ -105,7 +105,7 @@ def test_out_of_memory_halves_the_largest_micro_batch_that_ran(
     fail(monkeypatch, ALLOCATION, times=2)
     for _ in range(2):
         pipeline.train_batch(EXAMPLES)
-    assert pipeline._engine.batches.max_tokens <= tokens / 4
+    assert pipeline._engine.micro_batches.max_tokens <= tokens / 4
 
 
 def test_out_of_memory_in_an_evaluation_keeps_the_limit_of_training(
@@ -117,7 +117,7 @@ def test_out_of_memory_in_an_evaluation_keeps_the_limit_of_training(
     for _ in range(2):
         assert pipeline.evaluate(EXAMPLES).avg_loss == pytest.approx(expected, rel=1e-5)
     assert len(warnings) == 2
-    assert pipeline._engine.batches.max_tokens == LARGE
+    assert pipeline._engine.micro_batches.max_tokens == LARGE
     pipeline.snapshot()(tmp_path)
     with safetensors.safe_open(tmp_path / OPTIMIZER, "numpy") as file:
         assert file.metadata()["micro_batch_tokens"] == str(LARGE)
@@ -143,7 +143,7 @@ def test_only_the_engine_changes_the_limit_of_micro_batches() -> None:
 
 def test_size_of_micro_batches_is_half_of_the_largest_until_an_execution_sets_it(make: Any) -> None:
     pipeline, _ = make(80)
-    batches = pipeline._engine.batches
+    batches = pipeline._engine.micro_batches
     half = batches.halved_limit(batches.lengths(EXAMPLES))
     assert batches.max_tokens == 80, "the caller sets it"
     assert pipeline.relieve_memory(EXAMPLES) == half == batches.max_tokens < 80
@@ -167,11 +167,11 @@ def test_requested_halving_equals_a_run_with_the_halved_limit(make: Any) -> None
     halved, warnings = make(80)
     started = halved.start_batch(EXAMPLES, learning_rate=halved.learning_rate)
     tokens = halved.relieve_memory(EXAMPLES)
-    assert tokens == halved._engine.batches.max_tokens <= 40
+    assert tokens == halved._engine.micro_batches.max_tokens <= 40
     # The step that was already started keeps its micro-batches.
     whole, _ = make(80)
     assert halved.wait(started).result() == whole.train_batch(EXAMPLES)
-    whole._engine.batches.max_tokens = tokens
+    whole._engine.micro_batches.max_tokens = tokens
     assert halved.train_batch(EXAMPLES) == whole.train_batch(EXAMPLES)
     expected = adapters(whole)
     for name, value in adapters(halved).items():
@@ -182,9 +182,9 @@ def test_requested_halving_equals_a_run_with_the_halved_limit(make: Any) -> None
 def test_single_examples_are_not_halved(make: Any) -> None:
     pipeline, _ = make(80)
     assert pipeline.relieve_memory(EXAMPLES[:1]) is None
-    assert pipeline._engine.batches.max_tokens == 80
+    assert pipeline._engine.micro_batches.max_tokens == 80
     while (tokens := pipeline.relieve_memory(EXAMPLES)) is not None:
-        assert pipeline._engine.batches.max_tokens == tokens
+        assert pipeline._engine.micro_batches.max_tokens == tokens
     assert pipeline.relieve_memory() is None
     assert pipeline.train_batch(EXAMPLES).micro_batches == len(EXAMPLES)
 
@@ -214,7 +214,7 @@ def test_transient_fault_is_retried_once(
     fail(monkeypatch, text)
     result = pipeline.train_batch(EXAMPLES)
 
-    assert pipeline._engine.batches.max_tokens == 80
+    assert pipeline._engine.micro_batches.max_tokens == 80
     assert len(warnings) == 1
     assert "trying again" in warnings[0]
     expected, parameters = taken_alone(make, 80)
@@ -260,7 +260,7 @@ def test_timeout_shortens_stages_before_halving_micro_batches(
     pipeline.train_batch(EXAMPLES)
     assert [warning.split(": ")[1][:7] for warning in warnings] == ["shorter", "micro-b"]
     assert "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1" in warnings[0]
-    assert pipeline._engine.batches.max_tokens <= 40
+    assert pipeline._engine.micro_batches.max_tokens <= 40
 
 
 def test_timeout_with_one_example_is_an_error(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_resource_limit_retries_without_new_shapes(
     pipeline, _ = make(80)
     fail(monkeypatch, RESOURCES)
     pipeline.train_batch(EXAMPLES)
-    assert pipeline._engine.batches.max_tokens == 80
+    assert pipeline._engine.micro_batches.max_tokens == 80
 
 
 def test_fault_in_an_earlier_micro_batch_retries_the_step(
@@ -310,7 +310,7 @@ def test_exceeding_the_memory_limit_warns_once_and_changes_nothing(make: Any) ->
     mx.set_memory_limit(mx.get_active_memory() + 1000)
     assert [pipeline.train_batch(EXAMPLES) for _ in range(3)] == expected
     pipeline.evaluate(EXAMPLES)
-    assert pipeline._engine.batches.max_tokens == LARGE
+    assert pipeline._engine.micro_batches.max_tokens == LARGE
     assert len(warnings) == 1
     assert "more than the limit" in warnings[0]
     assert "lower --memory-limit" in warnings[0]
@@ -331,10 +331,10 @@ def test_step_counts_its_micro_batches_and_their_padding(
 ) -> None:
     pipeline, _ = make(LARGE)
     for tokens in (LARGE, 40):
-        pipeline._engine.batches.max_tokens = tokens
-        batches = [batch for _, batch in pipeline._engine.batches.iterate(EXAMPLES)]
+        pipeline._engine.micro_batches.max_tokens = tokens
+        batches = [batch for _, batch in pipeline._engine.micro_batches.iterate(EXAMPLES)]
         micro_batches = [
-            micro_batch for micro_batch, _ in pipeline._engine.batches.iterate(EXAMPLES)
+            micro_batch for micro_batch, _ in pipeline._engine.micro_batches.iterate(EXAMPLES)
         ]
         found = pipeline.train_batch(EXAMPLES)
         assert found.micro_batches == len(batches)
@@ -353,7 +353,7 @@ def test_step_reports_its_own_memory_peak(
     large = mx.zeros((100_000_000,), mx.uint8)
     mx.eval(large)
     del large
-    pipeline._engine.batches.max_tokens = 1
+    pipeline._engine.micro_batches.max_tokens = 1
     alone = pipeline.train_batch(EXAMPLES).memory - before
     assert 0 < alone < wide < 50_000_000
     assert allocator.peak_bytes() - before >= 50_000_000, "that of the run is kept"
@@ -367,7 +367,7 @@ def test_plan_is_cached_until_the_limit_changes(make: Any, monkeypatch: pytest.M
         return plan(self, lengths)
 
     monkeypatch.setattr(Execution, "micro_batches", counted)
-    batches = pipeline._engine.batches
+    batches = pipeline._engine.micro_batches
     first = batches.divided(batches.lengths(EXAMPLES))
     assert batches.divided(batches.lengths(EXAMPLES)) == first
     assert len(limits) == 1

@@ -100,7 +100,7 @@ def test_step_that_is_not_profiled_evaluates_no_more_than_it_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pipeline = fresh(model_folder("qwen3"), SPLIT, 60)
-    batches = len(list(pipeline._engine.batches.iterate(fixed_step())))
+    batches = len(list(pipeline._engine.micro_batches.iterate(fixed_step())))
     assert batches > 1
     # Each micro-batch is started and awaited once; the last one includes the update.
     expected = {"eval": batches, "async_eval": batches}
@@ -144,5 +144,5 @@ def test_micro_batches_are_halved_in_a_profiled_step_as_in_any_other(
 
     monkeypatch.setattr(BackboneAndHead, "hidden", failing)
     profiled_step(pipeline, 1)
-    assert pipeline._engine.batches.max_tokens < 10_000
+    assert pipeline._engine.micro_batches.max_tokens < 10_000
     assert len(heard) == 1

@@ -52,7 +52,7 @@ def assert_rounded(how: Execution, folder: Path, tokens: int = 10_000, **config:
     """Compare a rounded step with the plain path, and check its token counts."""
     made = fresh(folder, how, tokens, **config)
     assert made.forward.execution.packs
-    for micro_batch, batch in made._engine.batches.iterate(fixed_step()):
+    for micro_batch, batch in made._engine.micro_batches.iterate(fixed_step()):
         assert batch.inputs.size == micro_batch.tokens
     found = computed(made, fixed_step())
     assert_same(found, computed(fresh(folder, PLAIN, **config), fixed_step()))

@@ -56,7 +56,8 @@ def test_stage_takes_about_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "eval", counted)
     pipeline.train_batch(fixed_step())
     tokens = sum(
-        micro_batch.tokens for micro_batch, _ in pipeline._engine.batches.iterate(fixed_step())
+        micro_batch.tokens
+        for micro_batch, _ in pipeline._engine.micro_batches.iterate(fixed_step())
     )
     assert 2 <= stages.stages_for(tokens) <= evaluations[0] <= stages.stages_for(tokens) + 2
 
