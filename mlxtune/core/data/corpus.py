@@ -103,7 +103,7 @@ class Corpus(Sequence[Example]):
         paths: Sequence[str] = (),
         weights: Sequence[float] = (),
     ) -> Corpus:
-        return cls([file.kept for file in files], paths, weights)
+        return cls([file.truncated for file in files], paths, weights)
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> Corpus:

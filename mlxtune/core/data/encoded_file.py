@@ -300,19 +300,21 @@ class EncodedFile:
         numbers = arrays.rows[arrays.first_of_row[:-1]]
         for row in numbers[kept_rows & (lost > 0)]:
             notes.count(int(row), TRUNCATED_ANSWER)
-        return TruncatedFile(arrays, skipped, notes, int(lost[kept_rows].sum()), kept=truncated)
+        return TruncatedFile(
+            arrays, skipped, notes, int(lost[kept_rows].sum()), truncated=truncated
+        )
 
 
 @dataclass
 class TruncatedFile(EncodedFile):
-    """One data file with its examples before truncation, `arrays`, and after it, `kept`."""
+    """One data file with its examples before truncation, `arrays`, and after it, `truncated`."""
 
-    kept: ExampleArrays = field(kw_only=True)
+    truncated: ExampleArrays = field(kw_only=True)
 
     @property
     def rows_kept(self) -> int:
-        """The number of rows of which an example is kept."""
-        return int(self.kept.rows_kept.sum())
+        """The number of rows of which any example is kept."""
+        return int(self.truncated.rows_kept.sum())
 
     def ledger(
         self, *, path: str | None = None, rows_validation: int = 0, weight: float = 1.0
@@ -321,19 +323,19 @@ class TruncatedFile(EncodedFile):
 
         All rows that are kept train, except `rows_validation` rows.
         """
-        kept, supervised = self.kept, int(self.kept.supervised.sum())
+        truncated, supervised = self.truncated, int(self.truncated.supervised.sum())
         return Ledger(
             path=str(self.skipped.path) if path is None else path,
             rows_read=self.rows_kept + self.skipped.total,
             rows_train=self.rows_kept - rows_validation,
             rows_validation=rows_validation,
             rows_skipped=self.skipped.counts,
-            rows_truncated=int(kept.rows_truncated.sum()),
-            examples=int((kept.supervised > 0).sum()),
+            rows_truncated=int(truncated.rows_truncated.sum()),
+            examples=int((truncated.supervised > 0).sum()),
             tokens=int(self.arrays.lengths.sum()),
             tokens_supervised=supervised,
-            tokens_context=int(kept.lengths.sum()) - supervised,
-            tokens_truncated=int(kept.tokens_truncated.sum()),
+            tokens_context=int(truncated.lengths.sum()) - supervised,
+            tokens_truncated=int(truncated.tokens_truncated.sum()),
             notes=self.notes.counts,
             weight=weight,
         )
