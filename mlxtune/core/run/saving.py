@@ -111,7 +111,7 @@ class CheckpointSaver:
         return self.epochs <= self.every_epochs or epoch % self.every_epochs == 0
 
     def asks_for_save(self, step: int, *, halved: bool) -> bool:
-        """Return whether this worker asks the others for a checkpoint that is not due by itself.
+        """Return whether this worker asks the others for a checkpoint that they don't know is due.
 
         After `halved` micro-batches, a run must resume with the same size.
         """
