@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -293,13 +293,16 @@ class InstructTrainer:
 
     def _remaining_steps(self) -> Iterator[Step]:
         """Yield the steps after the last recorded step, in order."""
-        config = self.config
-        in_order = partial(order.steps_of, self.train_rows, config.batch_size, config.order)
-        steps_of_epoch = lru_cache(1)(partial(in_order, config.seed))
+        config, rows = self.config, self.train_rows
+
+        @lru_cache(1)
+        def steps_of(epoch: int) -> list[list[int]]:
+            return order.steps_of(rows, config.batch_size, config.order, config.seed, epoch)
+
         for number in range(self.progress.step, self.total_steps):
             epoch, index = divmod(number, self.steps_per_epoch)
-            rows = steps_of_epoch(epoch + 1)[index // self._source.updates]
-            yield Step(number + 1, epoch + 1, self._schedule(number + 1), rows)
+            indices = steps_of(epoch + 1)[index // self._source.updates]
+            yield Step(number + 1, epoch + 1, self._schedule(number + 1), indices)
 
     def _on_draw_progress(self, done: int, total: int) -> None:
         """Show the progress of work before a step, which starts from the running step's update."""
