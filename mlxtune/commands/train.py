@@ -153,7 +153,7 @@ def train(
             text_hash = session.reader.text_hash
             own = trained_rows.identities_of(trainer.train_rows, text_hash)
             trained = np.union1d(own, trained_before(session))
-            files = first_files(session, parts, trainer, trained)
+            files = files_at_start(session, parts, trainer, trained)
             write = partial(write_adapter, parts.pipeline, trainer, config.output_path, resume)
             # A run that is replayed up to a step writes checkpoints, but no adapter.
             training = trainer.train(
@@ -183,7 +183,7 @@ def train(
         )
 
 
-def first_files(
+def files_at_start(
     session: RunSession, parts: RunParts, trainer: InstructTrainer, trained: npt.NDArray[np.uint64]
 ) -> dict[str, Any]:
     """Return the files that a run writes before its first step, by their names.
