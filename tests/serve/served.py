@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 DEMO, GEMMA = DATA / "demo-qwen3", DATA / "demo-gemma3"
 CHAT = "/v1/chat/completions"
 RANK = 4
+NEW_TOKENS = 10
 
 
 def write_adapter(
@@ -65,7 +66,7 @@ def server_of(*runs: Path, **options: Any) -> Iterator[ApiServer]:
     """Serve adapters in this process."""
     from mlxtune.serve.serving import serving
 
-    config = ServeConfig(adapters=tuple(map(str, runs)), port=0, **{"max_new_tokens": 20} | options)
+    config = ServeConfig(adapters=tuple(map(str, runs)), port=0, **{"max_new_tokens": NEW_TOKENS} | options)
     with serving(config, RunConsole(quiet=True)) as server:
         yield server
 
@@ -109,7 +110,7 @@ def answer_of(server: ApiServer, model: str, asked: list[Any], **options: Any) -
 def generated(text: str, adapter: Path | None, base: Path = DEMO, **options: Any) -> str:
     """Return the answer of `mlxtune generate`."""
     named = {} if adapter is None else {"adapter": str(adapter)}
-    settings = {"max_new_tokens": 20, "quiet": True} | named | options
+    settings = {"max_new_tokens": NEW_TOKENS, "quiet": True} | named | options
     return str(generate(GenerateConfig(model_path=str(base), prompt=text, **settings)))
 
 

@@ -49,6 +49,7 @@ def test_served_answers_equal_generated_ones(
         assert answer == generated(PROMPTS[0], adapter)
 
 
+@pytest.mark.slow
 def test_served_answer_of_another_family_equals_the_generated_one(tmp_path: Path) -> None:
     run = write_adapter(tmp_path / "run", 1, base=GEMMA)
     expected = generated(PROMPTS[0], run, base=GEMMA)
@@ -58,13 +59,13 @@ def test_served_answer_of_another_family_equals_the_generated_one(tmp_path: Path
             assert answer == expected
 
 
-@pytest.mark.parametrize("count", [12, long(100)])
+@pytest.mark.parametrize("count", [8, long(100)])
 def test_interleaved_requests_are_answered_by_their_own_adapters(
     server: ApiServer, count: int
 ) -> None:
     names = ["base", "run-0", "run-1", "run-2"]
     expected = {(n, p): answer_of(server, n, messages(p)) for n in names for p in PROMPTS}
-    assert len({expected[name, PROMPTS[0]] for name in names}) == len(names)
+    assert len({tuple(expected[name, p] for p in PROMPTS) for name in names}) == len(names)
     asked = random.Random(0).choices(list(expected), k=count)
 
     def answer(each: tuple[str, str]) -> str:
@@ -91,7 +92,7 @@ def test_length_of_an_answer_is_limited(server: ApiServer) -> None:
         assert response["usage"]["completion_tokens"] == 3
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [slow(False), True])
 def test_log_probabilities_have_the_form_of_the_protocol(server: ApiServer, streamed: bool) -> None:
     options: dict[str, Any] = {"logprobs": True, "top_logprobs": 5, "stream": streamed}
     _, response = ask(server, model="base", messages=messages(PROMPTS[0]), **options)

@@ -27,6 +27,7 @@ from tests.serve.served import (
     server_of,
     write_adapter,
 )
+from tests.slow import slow
 from tests.waiting import SECONDS
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def test_adapter_with_other_shapes_leaves_the_base_unchanged(tmp_path: Path) -> 
         assert answer_of(server, "run", messages(ASKED)) == generated(ASKED, run)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [slow(False), True])
 def test_logits_that_are_not_finite_are_an_error(
     tmp_path: Path, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
