@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,7 @@ def _row(cells: tuple[str, ...]) -> str:
 # Modules
 
 
+@cache
 def modules() -> str:
     """Return the list of modules by folder, each with the first line of its docstring."""
     folders: dict[Path, list[Path]] = {}

@@ -219,6 +219,7 @@ AVOIDED_IN_NAMES = {
 }
 
 
+@cache
 def names_of_tests() -> list[Name]:
     """Return the names that the tests give, by their files."""
     return [

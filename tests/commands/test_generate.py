@@ -472,7 +472,7 @@ def test_answers_to_rows_are_resumed_and_the_file_is_the_same(say: Any, tmp_path
     whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
     assert say(*command, whole, *sampled).code == 0
     content = whole.read_bytes()
-    for kept in (0, 1, 2, 4):
+    for kept in (0, 2, 4):
         lines = content.splitlines(keepends=True)
         part.write_bytes(b"".join(lines[:kept]) + b'{"row": 9, "ans'[: 15 * (kept < 4)])
         assert say(*command, part, *sampled).code == 0

@@ -72,7 +72,7 @@ def results(update: Update, varied: Any, frozen: Any, limit: tuple[float, float]
         return [np.array(gradient.astype(mx.float64)) for gradient in (*outputs, *gradients)]
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     st.integers(1, 2),
     st.integers(2, 150),
