@@ -172,6 +172,7 @@ def test_recomputation_follows_the_option_and_learns_the_same(train: Cli, output
         assert np.allclose(value, adapters["off"][name], rtol=1e-5, atol=1e-5), name
 
 
+@pytest.mark.slow
 def test_oversized_plan_survives_its_limit_and_learns_the_same(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from mlxtune.errors import DataError
 from mlxtune.session.trained_model import trained_on_text
 from tests.command import Cli, Outcome, unless_given
 from tests.models import CHATML, sums, write_adapter_config, write_chat, write_model
+from tests.slow import slow
 
 ROWS = 40
 
@@ -117,7 +118,7 @@ def test_useless_or_harmful_adapter_is_reported(
     assert json.loads(judged("--adapter", adapter, "--json").out)["verdict"] == verdict
 
 
-@pytest.mark.parametrize("factor", [0.0, 1e-42])
+@pytest.mark.parametrize("factor", [slow(0.0), 1e-42])
 def test_adapter_of_zeros_changes_nothing(
     judged: Cli, home: Path, tmp_path: Path, factor: float
 ) -> None:
@@ -155,6 +156,7 @@ def test_rows_of_the_run_are_found_in_any_file_and_left_out(
     assert json.loads(judged("--adapter", alone, "--data", mixed, "--json").out)["left_out"] == 0
 
 
+@pytest.mark.slow
 def test_near_copies_of_trained_rows_are_left_out_too(
     judged: Cli, train: Cli, home: Path, output: Path, tmp_path: Path
 ) -> None:
@@ -173,6 +175,7 @@ def test_near_copies_of_trained_rows_are_left_out_too(
     assert " but for white space, case, punctuation" in outcome.err
 
 
+@pytest.mark.slow
 def test_rows_of_the_first_adapter_count_as_trained_on_too(
     judged: Cli, train: Cli, home: Path, output: Path, tmp_path: Path
 ) -> None:
@@ -300,6 +303,7 @@ def test_run_without_validation_has_no_verdict(train: Cli, output: Path) -> None
     assert not (output.parent / "checkpoints" / "evaluation.json").exists()
 
 
+@pytest.mark.slow
 def test_resumed_run_writes_the_same_evaluation(home: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(home / "out", tmp_path / "out"))
     before = evaluation(folder)
@@ -347,6 +351,7 @@ def test_evaluation_that_fails_is_a_warning(
     assert output.exists()
 
 
+@pytest.mark.slow
 def test_samples_match_mlx_lm_without_and_with_the_adapter(home: Path) -> None:
     from mlx_lm import generate
     from mlx_lm.utils import load

@@ -113,6 +113,7 @@ def test_measured_loss_is_that_of_the_folder_written(
     assert found.selected.value == pytest.approx(loss(tmp_path / "fused", data), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_imported_adapter_is_rounded_by_gptq_on_rows_that_are_named(
     cli: Cli, run: Path, tmp_path: Path
 ) -> None:
@@ -286,6 +287,7 @@ def test_weights_for_images_are_kept_to_the_bit(tmp_path: Path, cli: Cli) -> Non
     assert config["vision_config"] == {"depth": 1}
 
 
+@pytest.mark.slow
 def test_weights_for_images_that_fit_no_more_are_left_out_and_the_config_agrees(
     cli: Cli, tmp_path: Path
 ) -> None:

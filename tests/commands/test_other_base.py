@@ -14,6 +14,7 @@ from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig
 from tests.command import Cli
 from tests.models import CHATML, sums, write_adapter_config, write_chat, write_model
+from tests.slow import slow
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +96,8 @@ def test_commands_that_write_refuse_another_base(
     "command",
     [
         ("eval", "--data", "chat.jsonl", "--json"),
-        ("generate", "--prompt", "2 + 2?", "--max-new-tokens", 1),
-        ("fuse", "--output", "to"),
+        slow(("generate", "--prompt", "2 + 2?", "--max-new-tokens", 1)),
+        slow(("fuse", "--output", "to")),
     ],
 )
 def test_commands_warn_of_a_chat_template_that_changed(

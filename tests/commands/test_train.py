@@ -586,6 +586,7 @@ def test_answers_that_fail_do_not_fail_the_run(
     assert not (configured.checkpoint_path / "samples.json").exists()
 
 
+@pytest.mark.slow
 def test_run_whose_folder_moves_stops_and_is_resumed_where_it_is(
     run: Run, model: Path, chat: Path, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def test_run_continues_from_an_adapter_with_its_options(
     assert said["lora_parameters"]["keys"] == before["lora_parameters"]["keys"]
 
 
+@pytest.mark.slow
 def test_python_continues_from_an_adapter_as_the_command_line_does(
     cli: Cli, model: Path, chat: Path, first: Path, tmp_path: Path
 ) -> None:

@@ -263,7 +263,7 @@ def test_base_model_that_was_changed_or_moved_away_is_found(
     assert "BAD model" in outcome.out
 
 
-@pytest.mark.parametrize("first_only", [False, True])
+@pytest.mark.parametrize("first_only", [slow(False), True])
 def test_replay_trains_to_the_same_bytes_from_the_first_checkpoint_or_the_start(
     cli: Cli, run: Path, first_only: bool
 ) -> None:
@@ -835,7 +835,7 @@ FORGED: dict[str, tuple[Callable[[Path], None], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(FORGED, "only trained", "optimizer", "ledger"))
+@pytest.mark.parametrize("name", slow_except(FORGED, "optimizer", "ledger"))
 def test_replay_finds_what_was_hashed_again(run: Path, name: str) -> None:
     change, check, problem = FORGED[name]
     change(run)
