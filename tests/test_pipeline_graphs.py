@@ -18,7 +18,7 @@ from tests.benchmark.test_peers import examples
 from tests.long.counts import StepCounts, count_steps, counted_evaluations, kernels_of_a_gpu
 from tests.long.pipeline_graphs import PipelineGraphs
 from tests.models import VOCAB_SIZE, write_model
-from tests.slow import compiled
+from tests.slow import compiled, slow
 
 # The sizes of tests/models.py.
 HIDDEN, INNER, HEADS, KV_HEADS, WIDTH, RANK = 64, 96, 4, 2, 16, 4
@@ -78,7 +78,7 @@ def test_layer_that_runs_again_is_counted_again(folder: Path) -> None:
 
 @compiled
 @pytest.mark.parametrize(
-    ("targets", "most"), [(("all",), 2_935), (("q_proj", "v_proj"), 1_780)], ids=str
+    ("targets", "most"), [(("all",), 2_935), slow(("q_proj", "v_proj"), 1_780)], ids=str
 )
 def test_step_of_36_layers_launches_few_kernels(
     tmp_path: Path, targets: tuple[str, ...], most: int

@@ -144,7 +144,7 @@ def test_strangers_config_file_is_refused_in_one_line(cli: Cli, tmp_path: Path, 
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("name", ["merged.yaml", "sexagesimal float.yaml", "dots.toml"])
+@pytest.mark.parametrize("name", ["merged.yaml", slow("sexagesimal float.yaml"), slow("dots.toml")])
 def test_strangers_config_file_takes_little_memory(tmp_path: Path, name: str) -> None:
     text, expected = FILES[name]
     path = tmp_path / f"options{Path(name).suffix}"

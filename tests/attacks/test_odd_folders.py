@@ -12,9 +12,10 @@ import pytest
 from mlxtune.backend.text.tokenizer import try_tokenizer
 from mlxtune.errors import ModelError
 from tests.command import Cli
+from tests.slow import slow
 
 
-@pytest.mark.parametrize("name", ["br[1]m", "a*", "wh?t", "[!x]"])
+@pytest.mark.parametrize("name", ["br[1]m", slow("a*"), slow("wh?t"), slow("[!x]")])
 def test_folder_whose_name_is_a_pattern_is_a_folder_like_any_other(
     cli: Cli, model: Path, chat: Path, tmp_path: Path, name: str
 ) -> None:

@@ -37,6 +37,7 @@ from tests.command import Cli, Outcome, finish, read_until, start, unless_given
 from tests.core.training.fake_pipeline import FakePipeline
 from tests.models import sums, write_chat
 from tests.paths import DOCS
+from tests.slow import slow
 from tests.waiting import SECONDS, wait_until
 
 PAGE = DOCS / "bench.md"
@@ -483,7 +484,7 @@ def test_killed_command_leaves_no_process(long_bench: Any) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("gpu", [slow(False), True])
 def test_preferences_are_timed_with_their_reference(
     cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.command import Cli, Outcome, files_in, finish, read_until, start
 from tests.models import sums, write_chat
+from tests.slow import slow
 from tests.waiting import SECONDS, wait_until
 
 
@@ -74,7 +75,7 @@ def test_interrupt_finishes_the_step_saves_and_says_where(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    ("number", "code"), [slow(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_signal_in_a_step_lets_the_step_end(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
@@ -142,7 +143,7 @@ def test_interrupt_within_a_locks_own_code_is_still_an_interrupt(
     assert outcome.err.splitlines()[-1] == "mlxtune: interrupted"
 
 
-@pytest.mark.parametrize("stage", ["Memory", "Model", "LoRA"])
+@pytest.mark.parametrize("stage", ["Memory", slow("Model"), "LoRA"])
 def test_interrupt_while_loading_ends_without_a_traceback(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:

@@ -18,6 +18,7 @@ from mlxtune import FuseConfig, GenerateConfig, fuse, generate
 from mlxtune.backend.models.loading import load_base
 from tests.models import write_model
 from tests.serve.served import write_adapter
+from tests.slow import slow_except
 
 ROPE: dict[str, dict[str, Any]] = {
     "qwen3": {"rope_type": "default", "rope_theta": 50.0},
@@ -35,7 +36,7 @@ def logits(folder: Path) -> mx.array:
     return load_base(folder, "float32").model(TOKENS)
 
 
-@pytest.mark.parametrize("kind", ROPE)
+@pytest.mark.parametrize("kind", slow_except(ROPE, "gemma3_text"))
 def test_rope_parameters_stay_and_give_the_same_answers(tmp_path: Path, kind: str) -> None:
     model, fused = write_model(tmp_path / "model", kind), tmp_path / "fused"
     path = model / "config.json"

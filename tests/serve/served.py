@@ -66,7 +66,9 @@ def server_of(*runs: Path, **options: Any) -> Iterator[ApiServer]:
     """Serve adapters in this process."""
     from mlxtune.serve.serving import serving
 
-    config = ServeConfig(adapters=tuple(map(str, runs)), port=0, **{"max_new_tokens": NEW_TOKENS} | options)
+    config = ServeConfig(
+        adapters=tuple(map(str, runs)), port=0, **{"max_new_tokens": NEW_TOKENS} | options
+    )
     with serving(config, RunConsole(quiet=True)) as server:
         yield server
 

@@ -132,7 +132,7 @@ CPU, GPU = (SimpleNamespace(on_cpu=lambda found=found: found) for found in (True
     # Between loading a model and the first message, chat waits for no result.
     [
         ("train", 1),
-        ("dry run", 1),
+        slow("dry run", 1),
         long("eval", 1),
         ("generate", 1),
         slow("chat", 2),

@@ -106,7 +106,7 @@ def test_examples_of_a_sequence_compute_as_if_alone(
     assert_same(found, replace(found, loss=loss, gradients=gradients))
 
 
-@pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
+@pytest.mark.parametrize("operations", [slow(MLX, id="mlx"), pytest.param(CPU, id="cpu")])
 @pytest.mark.parametrize("window", [8, slow(64)])
 def test_windows_shorter_than_the_examples(window: int, operations: Operations) -> None:
     folder = model_folder("gemma3_text", overrides=(("sliding_window", window),))

@@ -28,6 +28,7 @@ from mlxtune.core.steps.memory_terms import BatchLoad, Entries, Factors, Measure
 from tests.backend.conftest import random_examples
 from tests.long.architectures import ARCHITECTURES
 from tests.models import write_model
+from tests.slow import slow
 
 RWKV = ARCHITECTURES["rwkv7"] | {"num_hidden_layers": 5}
 # Wide enough to make Python's own objects negligible.
@@ -45,7 +46,7 @@ def started(
     return InstructPipeline(base.model, config, execution=Execution(operations)), shapes
 
 
-@pytest.mark.parametrize("operations", [MLX, CPU], ids=["MLX", "CPU"])
+@pytest.mark.parametrize("operations", [slow(MLX, id="MLX"), pytest.param(CPU, id="CPU")])
 def test_passes_change_nothing_of_what_a_step_computes(tmp_path: Path, operations: Any) -> None:
     found = []
     for measures in (False, True):

@@ -53,7 +53,7 @@ def parameters(model: nn.Module) -> dict[str, mx.array]:
     return dict(tree_flatten(model.parameters()))
 
 
-@pytest.mark.parametrize("architecture", slow_except(MODELS, "gemma3_text", "qwen3_moe"))
+@pytest.mark.parametrize("architecture", slow_except(MODELS, "qwen3_moe"))
 def test_result_matches_mlx_lm_bit_for_bit(tmp_path: Path, architecture: str) -> None:
     assert_as_mlx_lm(tmp_path, architecture)
 

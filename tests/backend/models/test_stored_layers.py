@@ -87,7 +87,7 @@ def close(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
 @pytest.mark.parametrize(
     ("architecture", "name"),
     [
-        *(("llama", "mxfp4"), ("qwen3", "4"), ("gemma3_text", "nf4")),
+        *(slow("llama", "mxfp4"), slow("qwen3", "4"), ("gemma3_text", "nf4")),
         *(slow("llama", name) for name in FORMATS if name != "mxfp4"),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.errors import DataError
 from tests.core.data.datafiles import read
+from tests.slow import slow
 
 
 def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
@@ -110,12 +111,11 @@ def test_parquet_is_not_held_as_a_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda content: content[:4],
-        lambda content: content[: len(content) // 2],
-        lambda content: content[:4] + b"\xff" * 60 + content[64:],
-        lambda content: content[:-40] + b"\xff" * 32 + content[-8:],
+        slow(lambda content: content[:4], id="magic"),
+        slow(lambda content: content[: len(content) // 2], id="half"),
+        pytest.param(lambda content: content[:4] + b"\xff" * 60 + content[64:], id="pages"),
+        pytest.param(lambda content: content[:-40] + b"\xff" * 32 + content[-8:], id="footer"),
     ],
-    ids=["magic", "half", "pages", "footer"],
 )
 def test_damaged_parquet_is_an_error_that_names_the_file(
     tmp_path: Path, damage: Callable[[bytes], bytes]
