@@ -54,6 +54,8 @@ RUN_FILES: dict[str, str] = {
     "checkpoints/samples.json": "answers to validation rows after the last validation; with --open",
     "checkpoints/reference.json": "the reference's log-probabilities of the answers; with "
     "--objective dpo or kto",
+    "checkpoints/initial.safetensors": "LoRA's values before the first step, for --resume; with "
+    "--kl",
     "checkpoints/worker-N.log": "the messages of worker N, on its own machine; with --hosts or -n "
     "of mlx.launch",
     "checkpoints/tracking.json": "the run's ids in its trackers; with --track",

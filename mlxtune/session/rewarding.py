@@ -28,7 +28,9 @@ from mlxtune.core.evaluation.outcome import Evaluation, Generated, Sample
 from mlxtune.core.evaluation.verdict import JudgedRows, RowRewards, evaluate_rewards
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
-from mlxtune.core.run.run_folder import SAMPLED
+from mlxtune.core.run.checkpoint import RECORDS
+from mlxtune.core.run.run_folder import INITIAL, SAMPLED
+from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.training.pipeline import OnProgress, StepSource
 from mlxtune.errors import ConfigError, ModelError, NonFiniteLossError
 from mlxtune.rewards.functions import parse_rewards
@@ -194,6 +196,10 @@ def rollouts_of(session: RunSession, pipeline: InstructPipeline, cleanup: ExitSt
     config, console = session.config, session.console
     if session.workers.world_size > 1:
         raise ConfigError(["--objective grpo runs in one process: start it without mlx.launch"])
+    if config.kl and session.resume is not None:
+        checkpoint = session.resume.checkpoint
+        hashes = get_mapping(checkpoint.metadata, RECORDS)
+        pipeline.load_initial(checkpoint.folder.parent / INITIAL, hashes.get(INITIAL))
     return Rollouts(
         config.part(RewardedConfig),
         config.seed,

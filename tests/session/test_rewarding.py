@@ -15,8 +15,8 @@ from mlxtune import TrainConfig, TrainingInterrupted, resume, train
 from mlxtune.commands.plan import plan
 from mlxtune.commands.verify import verify
 from mlxtune.config import PlanConfig
-from mlxtune.core.run.run_folder import SAMPLED
-from mlxtune.errors import ConfigError, DataError
+from mlxtune.core.run.run_folder import INITIAL, SAMPLED
+from mlxtune.errors import ConfigError, DataError, ModelError
 from mlxtune.rewards.rollouts import Rollouts
 from mlxtune.rewards.samples import read_samples
 from tests.configs import problems
@@ -148,6 +148,28 @@ def test_resumed_run_ends_like_an_undisturbed_one(
     resume(stopped, quiet=True)
     assert result_of(stopped) == result_of(whole)
     assert drawn == ([3] if options.get("updates") else [2, 3, 4])
+
+
+@pytest.mark.parametrize("options", [slow({"init": "pissa"}), slow({"dora": True})])
+def test_resumed_run_measures_the_divergence_from_its_first_model(
+    folder: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(config(folder, whole, kl=0.3, save_steps=2, keep=9, **options))
+    with pytest.raises(TrainingInterrupted):
+        train(config(folder, stopped, kl=0.3, **options), stop_after=2)
+    file = stopped / "checkpoints" / INITIAL
+    content = file.read_bytes()
+    file.write_bytes(content + b"?")
+    with pytest.raises(ModelError, match="from which --kl measures, has changed"):
+        resume(stopped, quiet=True)
+    file.write_bytes(content)
+    resume(stopped, quiet=True)
+    assert file.read_bytes() == (whole / "checkpoints" / INITIAL).read_bytes() == content
+    assert result_of(stopped) == result_of(whole)
+    result = verify(whole, replay=True)
+    assert result.ok, [each for each in result.checks if not each.ok]
+    assert "trained again from step 2" in str(result.checks)
 
 
 def test_run_that_died_after_sampling_reads_the_samples(

@@ -237,12 +237,17 @@ def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Write MLX or numpy arrays as a safetensors file. Raises OutputError.
+    """Write MLX or numpy arrays as a safetensors file. Raises OutputError."""
+    write_file(path, [tensor_bytes(tensors, metadata)])
+
+
+def tensor_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """Return the content of a safetensors file of MLX or numpy arrays.
 
     Arrays are sorted by name, so that equal tensors give equal bytes.
     """
     arrays = {name: np.array(value, order="C") for name, value in sorted(tensors.items())}
-    write_file(path, [_sort_metadata(safetensors.numpy.save(arrays, metadata=dict(metadata)))])
+    return _sort_metadata(safetensors.numpy.save(arrays, metadata=dict(metadata)))
 
 
 def _sort_metadata(content: bytes) -> bytes:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from mlxtune.backend.adapters import checkpoint_tensors, initialize
 from mlxtune.backend.adapters.adapter_file import AdapterFile
+from mlxtune.backend.adapters.adapter_folder import load_tensors, tensor_bytes
 from mlxtune.backend.forward.forward import Forward, StepInputs
 from mlxtune.backend.forward.operations import best_execution, logits_dtype
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
@@ -27,6 +28,7 @@ from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example, predicted_tokens, with_gradient
 from mlxtune.core.evaluation.outcome import perplexity
+from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.writing import make_folder
 from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.objectives.policy import (
@@ -234,6 +236,31 @@ class InstructPipeline:
         with self.forward.trained.replaced(self._initial if before_training else {}):
             losses = engine.losses.of_tokens(examples)
         return [-each.astype(np.float32) for each in losses]
+
+    def initial_file(self) -> bytes | None:
+        """Return a file of LoRA's values before the first step, if the objective needs them."""
+        return tensor_bytes(self._initial, {"format": "mlx"}) if self._initial else None
+
+    def load_initial(self, path: Path, digest: object) -> None:
+        """Load the file of `initial_file`; with several workers, worker 0 reads it for all.
+
+        Raises ModelError if it is missing, or if its SHA-256 is not `digest`.
+        """
+        if self._workers.rank == 0:
+            try:
+                problem = "has changed" if file_hash(path) != digest else ""
+            except OSError:
+                problem = "is missing"
+            if problem:
+                raise ModelError(
+                    f"{path}, the model from which --kl measures, {problem}: bring it back, or "
+                    "start over with --overwrite"
+                )
+            self._initial = load_tensors(path, self._initial)[0]
+        # Their names are paths, which a tree of arrays would split.
+        names = sorted(self._initial)
+        values = self._workers.broadcast([self._initial[name] for name in names])
+        self._initial = dict(zip(names, values, strict=True))
 
     def sample(
         self,

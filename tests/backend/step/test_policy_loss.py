@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Sampling
 from mlxtune.config.objective_config import PolicyConfig
@@ -18,6 +22,7 @@ from mlxtune.core.objectives.policy import (
     SampleRequest,
     advantages_of,
 )
+from mlxtune.errors import ModelError
 from tests.backend.step.executions import (
     PLAIN,
     WAYS,
@@ -135,6 +140,37 @@ def test_initial_model_is_the_reference_after_updates() -> None:
     assert all(map(np.array_equal, before, again))
     assert not any(map(np.array_equal, before, after))
     assert all(map(np.array_equal, after, pipeline.token_logps(step)))
+
+
+@pytest.mark.parametrize("options", [{"init": "pissa"}, slow({"dora": True})])
+def test_resumed_pipeline_reads_the_initial_model_back(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    model, objective, step = model_folder("qwen3"), OBJECTIVES["dapo"], step_of("dapo")
+    first = fresh(model, WAYS["packed"], objective=objective, **options)
+    before = first.token_logps(step, before_training=True)
+    first.train_batch(step, step=1, learning_rate=0.1)
+    first.snapshot()(tmp_path)
+    resumed = InstructPipeline(
+        load_base(model, "float32").model,
+        first.config,
+        execution=WAYS["packed"],
+        fresh=False,
+        objective=objective,
+    )
+    resumed.restore(tmp_path)
+    file, content = tmp_path / "initial", first.initial_file()
+    assert content is not None
+    for problem in ("is missing", "has changed"):
+        with pytest.raises(ModelError, match=f"initial, the model from .* {problem}: bring it"):
+            resumed.load_initial(file, sha256(content).hexdigest())
+        file.write_bytes(content + b"?")
+    file.write_bytes(content)
+    resumed.load_initial(file, sha256(content).hexdigest())
+    assert resumed.initial_file() == content
+    found = resumed.token_logps(step, before_training=True)
+    assert all(map(np.array_equal, found, before))
+    assert made("gspo").initial_file() is None
 
 
 @pytest.mark.parametrize("way", slow_except(["packed", "all", "split head"], "packed"))
