@@ -199,6 +199,13 @@ class PolicyConfig(CheckedConfig):
         at_least=1,
         at_most=10**9,
     )
+    temperature: float = TRAINING.option(
+        1.0,
+        "Temperature at which grpo samples answers and computes their probabilities.",
+        RESULT,
+        above=0,
+        at_most=100,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,9 +229,6 @@ class RewardedConfig(PolicyConfig):
     )
     group_size: int = TRAINING.option(
         8, "Answers that grpo samples for each row.", RESULT, at_least=2, at_most=10**4
-    )
-    temperature: float = TRAINING.option(
-        1.0, "Temperature at which grpo samples answers.", RESULT, above=0, at_most=100
     )
     top_p: float = TRAINING.option(
         1.0,

@@ -94,9 +94,17 @@ CASES = {
         )
         for name in _LOSSES
     },
+    **{
+        f"{name}, temperature": with_options(
+            name,
+            {"temperature": 0.7, "kl": 0.3, **_BOUNDS[0]},
+            {"beta": 0.3, **_BOUNDS[1]},
+        )
+        for name in ("dapo", "gspo")
+    },
     "dapo, corrected": with_options("dapo", {"correct": True}, {"use_vllm": True}),
 }
-FAST = ("dapo", "gspo, KL", "dr_grpo, truncated", "dapo, corrected")
+FAST = ("dapo", "gspo, KL", "dr_grpo, truncated", "dapo, temperature", "dapo, corrected")
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,7 @@ def our_examples(policy: InstructPipeline, case: Case) -> list[SampledExample]:
 
 
 @cache
-def trainer_of() -> Any:
+def trainer_of(temperature: float) -> Any:
     base = transformers.AutoModelForCausalLM.from_pretrained(
         model_folder("qwen3"), dtype=torch.float32
     )
@@ -199,6 +207,7 @@ def trainer_of() -> Any:
         num_generations=GROUP,
         max_completion_length=MAX_TOKENS,
         num_iterations=2,
+        temperature=temperature,
         bf16=False,
         use_cpu=True,
         gradient_checkpointing=False,
@@ -229,7 +238,8 @@ _DEFAULTS = {
 
 def their_batch(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
     """Return TRL's trainer with our policy, and the batch that it makes of the samples."""
-    trainer = trainer_of()
+    # TRL gives the head its temperature when it makes a trainer.
+    trainer = trainer_of(case.ours.get("temperature", 1.0))
     give(trainer.model, our_pipeline(case))
     for name, value in {**_DEFAULTS, **case.theirs}.items():
         monkeypatch.setattr(trainer, name, value, raising=False)

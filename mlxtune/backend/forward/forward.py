@@ -14,6 +14,7 @@ from mlxtune.backend.forward.head import BackboneAndHead
 from mlxtune.backend.forward.layer_calls import Layerwise
 from mlxtune.backend.forward.loss import (
     LossFn,
+    at_temperature,
     cross_entropies,
     head_losses,
     sharded_cross_entropies,
@@ -84,14 +85,15 @@ class Forward:
 
     The attribute `execution` is the requested execution minus the features that this model does
     not support, and `operations` are its operations; `MicroBatches` have the limit of tokens in
-    use, which may be lower. Without `trains`, there are no gradients, and the model needs no LoRA.
-    To switch an adapter off and on later, attach it before construction.
+    use, which may be lower. Logits are divided by `temperature`, 1 at first. Without `trains`,
+    there are no gradients, and the model needs no LoRA. To switch an adapter off and on later,
+    attach it before construction.
     """
 
     def __init__(
         self, model: nn.Module, dropout: DropoutKeys, execution: Execution, *, trains: bool = True
     ) -> None:
-        self.model = model
+        self.model, self.temperature = model, 1.0
         self._ids = TokenArrays(model)
         self._dropout = dropout
         operations = operations_of(execution)
@@ -275,12 +277,11 @@ class Forward:
                 self._linear_head is not None
                 and (weight := self._backbone_and_head.weight) is not None
             ):
+                hidden = at_temperature(hidden, self.temperature)
                 losses = self._linear_head.head_losses(weight, hidden, labels, **self._vocabulary)
             else:
                 chunk = self.execution.loss_chunk
-                losses = head_losses(
-                    self._backbone_and_head.logits, hidden, labels, chunk, self._entropies
-                )
+                losses = head_losses(self._logits, hidden, labels, chunk, self._entropies)
         return losses
 
     def running(self) -> AbstractContextManager[None]:
@@ -298,7 +299,7 @@ class Forward:
 
     def _whole_losses(self, inputs: StepInputs) -> mx.array:
         """Return the losses (P,) by a model whose head cannot run apart."""
-        losses = cross_entropies(self.model, inputs.tokens, inputs.labels)
+        losses = cross_entropies(self.model, inputs.tokens, inputs.labels, self.temperature)
         return losses.reshape(-1)[inputs.positions]
 
     def _hidden(self, inputs: StepInputs) -> mx.array:
@@ -310,9 +311,13 @@ class Forward:
     def _head(self, labels: mx.array) -> HeadFn:
         if self._linear_head is not None and (weight := self._backbone_and_head.weight) is not None:
             losses = partial(self._linear_head.trained_head_losses, weight)
-            return lambda hidden: [losses(hidden, labels, **self._vocabulary)]
-        chunk = self.execution.loss_chunk
-        return trained_head(self._backbone_and_head.logits, labels, chunk, self._entropies)
+            return lambda hidden: [
+                losses(at_temperature(hidden, self.temperature), labels, **self._vocabulary)
+            ]
+        return trained_head(self._logits, labels, self.execution.loss_chunk, self._entropies)
+
+    def _logits(self, hidden: mx.array) -> mx.array:
+        return at_temperature(self._backbone_and_head.logits(hidden), self.temperature)
 
     def turn_dropout_off(self) -> None:
         """Turn dropout off for calls of the model, until the next pass over a micro-batch."""

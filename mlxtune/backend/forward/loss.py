@@ -16,13 +16,22 @@ from mlxtune.backend.workers.shards import Vocabulary
 from mlxtune.core.steps.graph_memory import vocabulary_block
 
 
-def cross_entropies(model: nn.Module, inputs: mx.array, labels: mx.array) -> mx.array:
+def cross_entropies(
+    model: nn.Module, inputs: mx.array, labels: mx.array, temperature: float = 1.0
+) -> mx.array:
     """Return each label's cross-entropy, in nats, float32 (B, T).
 
     `inputs` and `labels` are int32 (B, T). The logits z come from one forward pass without a KV
-    cache and are cast to float32. The cross-entropy is logsumexp(z) - z[label].
+    cache, are cast to float32, and divided by the temperature. The cross-entropy is
+    logsumexp(z) - z[label].
     """
-    return nn.losses.cross_entropy(model(inputs).astype(mx.float32), labels)
+    logits = at_temperature(model(inputs).astype(mx.float32), temperature)
+    return nn.losses.cross_entropy(logits, labels)
+
+
+def at_temperature(logits: mx.array, temperature: float) -> mx.array:
+    """Return logits divided by a temperature, or hidden states for a head that is one product."""
+    return logits if temperature == 1 else logits / temperature
 
 
 LossFn = Callable[[mx.array, mx.array], mx.array]

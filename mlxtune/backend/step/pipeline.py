@@ -97,6 +97,9 @@ class InstructPipeline:
         self.initial_hash = (
             initialize.initialize(model, self.lora, initial) if fresh else initial_hash
         )
+        if isinstance(objective, PolicyObjective):
+            # Ratios compare the distributions from which answers are sampled, as in TRL.
+            self.forward.temperature = objective.options.temperature
         diverges = isinstance(objective, PolicyObjective) and objective.options.kl
         self._initial = self.forward.trained.values() if diverges else {}
         self._engine = Engine(

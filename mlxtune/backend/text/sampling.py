@@ -168,7 +168,7 @@ class _KeyedSampler:
     """Draws the next token of each sample with the sample's own key.
 
     `samples` are those of the next call, in order. The log-probabilities of tokens are read a call
-    later, as waiting for them would idle the GPU. They are those at temperature 1.
+    later, as waiting for them would idle the GPU. They are those at the sampling temperature.
     """
 
     def __init__(self, samples: list[_Drawn], sampling: Sampling) -> None:
@@ -181,6 +181,9 @@ class _KeyedSampler:
         if len(logprobs) != len(self.samples):
             raise RuntimeError(f"mlx-lm asks for {len(logprobs)} tokens, not {len(self.samples)}")
         self.finish()
+        if (temperature := self._sampling.temperature) not in (0, 1):
+            logprobs = logprobs.astype(mx.float32) / temperature
+            logprobs -= mx.logsumexp(logprobs, axis=-1, keepdims=True)
         tokens = self._sampled(logprobs)
         logps = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
         mx.async_eval(tokens, logps)  # type: ignore[no-untyped-call]
@@ -197,7 +200,7 @@ class _KeyedSampler:
             logprobs = apply_top_p(logprobs, sampling.top_p)
         keys = mx.array(np.stack([one.keys[self._calls] for one in self.samples]))
         draw = mx.vmap(lambda logps, key: mx.random.categorical(logps, key=key))
-        drawn: mx.array = draw(logprobs.astype(mx.float32) / sampling.temperature, keys)
+        drawn: mx.array = draw(logprobs.astype(mx.float32), keys)
         return drawn
 
     def finish(self) -> None:
