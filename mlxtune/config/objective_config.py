@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from mlxtune.config.fields import CheckedConfig, flag
-from mlxtune.config.option import RESULT, TRAINING
+from mlxtune.config.option import INPUT, RESULT, TRAINING
 
 # The objectives whose rows are pairs of answers, and the objectives whose rows have a label.
 PAIRED, LABELED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)
@@ -216,7 +216,7 @@ class RewardedConfig(PolicyConfig):
         (),
         "Reward of grpo: FILE.py[:FUNCTION], exact, contains, regex=PATTERN, number, json or "
         "length, each with an optional weight, such as json=0.5; may be repeated.",
-        RESULT,
+        INPUT,
         several=True,
         metavar="REWARD",
     )

@@ -95,7 +95,9 @@ class RewardSpec:
         if self.file is not None:
             return f"{self.file.stem}.{self.argument}"
         separator = "=" if self.kind == "regex" else ":"
-        return f"{self.kind}{separator}{self.argument}" if self.argument else self.kind
+        # The folder of a schema may change.
+        argument = as_path(self.argument).name if self.kind == "json" else self.argument
+        return f"{self.kind}{separator}{argument}" if argument else self.kind
 
     def built_in(self) -> Score:
         """Return the function of a built-in reward. Raises ValueError for a bad argument."""

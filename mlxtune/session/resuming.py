@@ -48,8 +48,8 @@ _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
     ),
     "reward_hash": (
         DataError,
-        "--reward: its files differ from those at the start of the run: bring them back, or train "
-        "on from its adapter: --init-adapter {checkpoint}",
+        "--reward: the rewards differ from those at the start of the run: bring back their files "
+        "and weights, or train on from its adapter: --init-adapter {checkpoint}",
     ),
     "base_hash": (
         ModelError,
@@ -115,7 +115,8 @@ def check_asked_again(
             continue
         values = value if isinstance(value, list) else [value]
         if name == "reward":
-            values = [each for each in values if ".py" in str(each)]
+            # All of them, as those that are given replace those of the run.
+            values = values if any(".py" in str(each) for each in values) else []
         elif name != "track":
             values = [
                 each
@@ -220,7 +221,7 @@ def _places(run: Path, stored: Mapping[str, Any], working_directory: str) -> dic
     paths: dict[str, Any] = {}
     if working_directory and Path(working_directory) != Path.cwd():
         for name, value in stored.items():
-            if not OPTIONS[name].path:
+            if not (OPTIONS[name].path or name == "reward"):
                 continue
             if isinstance(value, str):
                 paths[name] = _from(working_directory, value, name)
@@ -239,6 +240,11 @@ def _from(working_directory: str, path: str, name: str) -> str:
     """Resolve a path against the run's working directory; names of downloads stay unchanged."""
     if path.startswith(("~", "/")):
         return path
+    if name == "reward":
+        kind = "json:" if path.startswith("json:") else ""
+        is_file = kind or (".py" in path and not path.startswith("regex="))
+        file = as_path(path.removeprefix(kind))
+        return f"{kind}{Path(working_directory, file)}" if is_file else path
     there, text = Path(working_directory, path), path
     is_name = name == "model_path"
     if name in ("data", "val_data"):

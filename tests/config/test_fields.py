@@ -58,7 +58,9 @@ def names_that_affect(affected: Affects) -> set[str]:
 
 def test_meaning_of_each_option_is_what_resume_cache_proof_and_reports_rely_on() -> None:
     assert names_that_affect(Affects.LENGTH) == {"epochs", "max_steps"}
-    assert names_that_affect(Affects.INPUT) == {"model_path", "data", "val_data", "init_adapter"}
+    assert names_that_affect(Affects.INPUT) == {
+        *("model_path", "data", "val_data", "init_adapter", "reward")
+    }
     assert names_that_affect(Affects.PLACES) == {
         *("output", "checkpoint_dir", "cache_dir", "no_cache", "quiet", "log_every", "overwrite")
     }

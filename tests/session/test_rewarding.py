@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -234,8 +236,52 @@ def test_changed_reward_is_refused_on_resume(folder: Path, tmp_path: Path) -> No
     with pytest.raises(TrainingInterrupted):
         train(made, stop_after=1)
     file.write_text(LOW.replace("9", "8"))
-    with pytest.raises(DataError, match="--reward: its files differ"):
+    with pytest.raises(DataError, match="--reward: the rewards differ"):
         resume(tmp_path / "out", quiet=True)
+
+
+def test_strangers_rewards_run_only_if_given_again(folder: Path, tmp_path: Path) -> None:
+    file, output, received = tmp_path / "own.py", tmp_path / "out", tmp_path / "received"
+    file.write_text(LOW)
+    rewards = (f"{file}:reward=2", "length:20=0.5")
+    with pytest.raises(TrainingInterrupted):
+        train(config(folder, output, reward=rewards, max_steps=2), stop_after=1)
+    shutil.copytree(output, received)
+    file.rename(tmp_path / "sent.py")
+    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{LOW}")
+    with pytest.raises(ConfigError, match="not made by you") as refused:
+        resume(received, quiet=True)
+    asked = "".join(f" --reward {shlex.quote(each)}" for each in rewards)
+    assert str(refused.value).endswith(f"if you want them:{asked}")
+    assert "--reward" in str([each for each in verify(received, replay=True).checks if not each.ok])
+    assert not (tmp_path / "ran").exists()
+    # The same code may be elsewhere on this machine.
+    file.unlink()
+    file = tmp_path / "elsewhere" / "own.py"
+    file.parent.mkdir()
+    (tmp_path / "sent.py").rename(file)
+    with pytest.raises(DataError, match="--reward: the rewards differ"):
+        resume(received, quiet=True, reward=(f"{file}:reward=3", rewards[1]))
+    assert resume(received, quiet=True, reward=(f"{file}:reward=2", rewards[1])).adapter
+
+
+def test_own_rewards_are_found_from_another_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(LOW)
+    (tmp_path / "any.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    rewards = ("own.py=2", "json:any.json", r"regex=\.py")
+    with pytest.raises(TrainingInterrupted):
+        train(config(folder, tmp_path / "out", reward=rewards, max_steps=2), stop_after=1)
+    monkeypatch.chdir(folder)
+    assert resume(tmp_path / "out", quiet=True).adapter
+    about = json.loads((tmp_path / "out" / "checkpoints" / "run.json").read_text())
+    assert about["config"]["reward"] == [
+        f"{tmp_path}/own.py=2",
+        f"json:{tmp_path}/any.json",
+        rewards[2],
+    ]
 
 
 def test_plan_counts_sampled_tokens_and_promises_no_time(folder: Path, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ _COMMON = {
     "base_hash": "reads weights from --model-path that differ from worker 0's: copy the folder",
     "data_hash": "reads examples from --data that differ from worker 0's: copy the files",
     "validation_hash": "reads examples from --val-data that differ from worker 0's: copy the file",
+    "reward_hash": "has other --reward files than worker 0, or other weights: copy the files",
     "dtype": "computes in a different --dtype ({}): set --dtype",
     "quantized_compute": "multiplies quantised weights differently ({}): set --quantized-compute",
     "step": "starts at a different step ({}): start all workers with one command",
