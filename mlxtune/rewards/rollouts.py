@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, groupby
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from statistics import fmean
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config.objective_config import RewardedConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.prompt import PromptRow, last_answer
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.core.evaluation.outcome import perplexity
+from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.objectives.policy import (
     SampledAnswer,
     SampledExample,
@@ -26,7 +29,7 @@ from mlxtune.core.objectives.policy import (
 from mlxtune.core.run.metrics import FileLoss, InstructBatchResult
 from mlxtune.core.training.pipeline import OnProgress, Step, StepData
 from mlxtune.errors import NonFiniteLossError, OutputError
-from mlxtune.rewards.samples import GroupRecord, SampleLedger, SampleRecord
+from mlxtune.rewards.samples import GroupRecord, SampleLedger, SampleRecord, groups_of
 from mlxtune.rewards.scoring import Completion, Reward
 
 _Logps = npt.NDArray[np.float32]
@@ -86,7 +89,8 @@ class Rollouts:
 
     Answers are recorded in `ledger` before they are trained on, and read from there if a resumed
     run needs them again. `on_problem` gets a sentence on answers without a reward;
-    `reward_hash` identifies the rewards.
+    `reward_hash` identifies the rewards. Of several `workers`, each answers a part of the rows, all
+    get the same answers and rewards, and worker 0 keeps the record.
     """
 
     def __init__(
@@ -99,8 +103,9 @@ class Rollouts:
         ledger: SampleLedger,
         on_problem: Callable[[str], None],
         reward_hash: str = "",
+        workers: Workers = SINGLE_PROCESS,
     ) -> None:
-        self._reward_hash = reward_hash
+        self._reward_hash, self._workers = reward_hash, workers
         self.updates = config.updates
         self._config, self._seed = config, seed
         self._policy, self._prompts, self._scorer = policy, prompts, scorer
@@ -138,22 +143,29 @@ class Rollouts:
         # This also waits for the step that the policy still takes.
         on_progress(0, len(indices) * self._config.group_size)
         adapter = self._policy.adapter_hash()
-        if (known := self._ledger.read(step, adapter)) is not None:
+        if known := self._recorded(step, adapter):
             return known
-        groups = list(self._drawn(rows, step, indices, adapter, on_progress))
+        groups = self._drawn(rows, step, indices, adapter, on_progress)
         if self.updates > 1 or self._config.kl:
             groups = self._with_logps(rows, groups, indices)
-        self._ledger.add(groups)
+        if self._workers.rank == 0:
+            self._ledger.add(groups)
         return groups
+
+    def _recorded(self, step: int, adapter: str | None) -> list[GroupRecord]:
+        """Return the recorded groups of a rollout that the given or any LoRA matrices sampled."""
+        known = self._ledger.read(step, adapter) if self._workers.rank == 0 else None
+        content = b"".join(group.as_json() for group in known or ())
+        return groups_of(self._workers.broadcast_bytes(content))
 
     def _resumed(self, step: int) -> list[GroupRecord]:
         """Return the groups of a rollout between whose updates a run stopped."""
-        if (known := self._ledger.read(step, None)) is None:
-            raise OutputError(
-                f"the record of samples has none of step {step}, which the next step trains on: "
-                "bring it back, or start over with --overwrite"
-            )
-        return known
+        if known := self._recorded(step, None):
+            return known
+        raise OutputError(
+            f"the record of samples has none of step {step}, which the next step trains on: "
+            "bring it back, or start over with --overwrite"
+        )
 
     def _drawn(
         self,
@@ -162,82 +174,105 @@ class Rollouts:
         indices: Sequence[int],
         adapter: str,
         on_progress: OnProgress,
-    ) -> Iterator[GroupRecord]:
-        size, uses = self._config.group_size, _uses(indices)
-        tokens = [self._prompts.tokens(rows, index) for index in indices]
+    ) -> list[GroupRecord]:
+        uses, groups = _uses(indices), []
         requests = [
-            SampleRequest(prompt, (self._seed, step, rows[index][-1].key, use, number))
-            for prompt, index, use in zip(tokens, indices, uses, strict=True)
-            for number in range(size)
+            [
+                SampleRequest(
+                    self._prompts.tokens(rows, index),
+                    (self._seed, step, rows[index][-1].key, use, number),
+                )
+                for number in range(self._config.group_size)
+            ]
+            for index, use in zip(indices, uses, strict=True)
         ]
-        answers = self._policy.sample(requests, greedy=False, on_progress=on_progress)
-        asked = [self._prompts.row(rows, index) for index in indices]
-        scored = self._score([row for row in asked for _ in range(size)], answers)
-        rewards = [
-            [reward.total for reward in scored[start : start + size]]
-            for start in range(0, len(scored), size)
-        ]
-        advantages = chain.from_iterable(advantages_of(rewards, self._config.scale_rewards))
-        samples = [self._record(*each) for each in zip(answers, scored, advantages, strict=True)]
-        for i, row in enumerate(asked):
-            yield GroupRecord(
-                step=step,
-                row=row.place,
-                use=uses[i],
-                seed=self._seed,
-                adapter=adapter,
-                prompt=row.prompt,
-                prompt_tokens=tokens[i],
-                samples=tuple(samples[i * size : (i + 1) * size]),
+        answered = self._answered(rows, indices, requests, on_progress)
+        rewards = [[sample.reward for sample in samples] for samples in answered]
+        advantages = advantages_of(rewards, self._config.scale_rewards)
+        for i, index in enumerate(indices):
+            row, pairs = (
+                self._prompts.row(rows, index),
+                zip(answered[i], advantages[i], strict=True),
             )
+            groups.append(
+                GroupRecord(
+                    step=step,
+                    row=row.place,
+                    use=uses[i],
+                    seed=self._seed,
+                    adapter=adapter,
+                    prompt=row.prompt,
+                    prompt_tokens=requests[i][0].prompt,
+                    samples=tuple(replace(sample, advantage=each) for sample, each in pairs),
+                )
+            )
+        return groups
 
-    def _score(self, rows: Sequence[PromptRow], answers: Sequence[SampledAnswer]) -> list[Reward]:
-        pairs = zip(rows, map(self._prompts.text, answers), strict=True)
-        scored = self._scorer.score([Completion.of(row, text) for row, text in pairs])
-        problems = [reward.problems[0] for reward in scored if reward.problems]
+    def _answered(
+        self,
+        rows: CorpusRows,
+        indices: Sequence[int],
+        requests: Sequence[Sequence[SampleRequest]],
+        on_progress: OnProgress,
+        *,
+        greedy: bool = False,
+    ) -> list[list[SampleRecord]]:
+        """Return the rewarded answers to the requests of each row, without advantages."""
+        workers = self._workers
+        own = range(workers.rank, len(indices), workers.world_size)
+        asked = [request for i in own for request in requests[i]]
+        answers = self._policy.sample(asked, greedy=greedy, on_progress=on_progress)
+        prompts = [self._prompts.row(rows, indices[i]) for i in own for _ in requests[i]]
+        texts = list(map(self._prompts.text, answers))
+        scored = self._scorer.score(list(map(Completion.of, prompts, texts)))
+        records = [_record(*each) for each in zip(answers, texts, scored, strict=True)]
+        # A reward may differ between two calls, so no worker computes another's again.
+        gathered = workers.all_gather_text(json.dumps(list(map(asdict, records))))
+        parts = [iter(json.loads(part)) for part in gathered]
+        found = [
+            [from_json(SampleRecord, next(parts[i % len(parts)])) for _ in requests[i]]
+            for i in range(len(indices))
+        ]
+        self._report([sample for samples in found for sample in samples])
+        return found
+
+    def _report(self, samples: Sequence[SampleRecord]) -> None:
+        problems = [sample.problems[0] for sample in samples if sample.problems]
         if len(problems) > 1:
-            count = f"{len(problems):,} of {len(scored):,} answers have no reward"
+            count = f"{len(problems):,} of {len(samples):,} answers have no reward"
             self._on_problem(f"{count}; the first: {problems[0]}")
         elif problems:
             self._on_problem(problems[0])
-        return scored
-
-    def _record(self, answer: SampledAnswer, reward: Reward, advantage: float) -> SampleRecord:
-        return SampleRecord(
-            tokens=answer.tokens,
-            logps=_shortest(answer.logps),
-            text=self._prompts.text(answer),
-            finished=answer.finished,
-            rewards=reward.values,
-            reward=reward.total,
-            advantage=advantage,
-            problems=reward.problems,
-        )
 
     def _with_logps(
         self, rows: CorpusRows, groups: Sequence[GroupRecord], indices: Sequence[int]
     ) -> list[GroupRecord]:
         """Add the log-probabilities that later updates and the divergence need."""
-        flat = [
-            self._example(rows[index][-1], group, sample)
-            for index, group in zip(indices, groups, strict=True)
-            for sample in group.samples
-        ]
-        old = self._policy.token_logps(flat) if self.updates > 1 else None
-        before = self._policy.token_logps(flat, before_training=True) if self._config.kl else None
-        at, found = iter(range(len(flat))), []
-        for group in groups:
-            places = [next(at) for _ in group.samples]
-            samples = tuple(
-                replace(
-                    sample,
-                    old_logps=None if old is None else _shortest(old[i].tolist()),
-                    reference_logps=None if before is None else _shortest(before[i].tolist()),
-                )
-                for i, sample in zip(places, group.samples, strict=True)
+        learned = {}
+        for i, (index, group) in enumerate(zip(indices, groups, strict=True)):
+            for j, sample in enumerate(group.samples):
+                example = self._example(rows[index][-1], group, sample)
+                learned[i, j] = example
+
+        def logps(*, before_training: bool) -> dict[tuple[int, int], tuple[float, ...]]:
+            examples = list(learned.values())
+            found = self._policy.token_logps(examples, before_training=before_training)
+            return {
+                place: _shortest(each.tolist()) for place, each in zip(learned, found, strict=True)
+            }
+
+        old = logps(before_training=False) if self.updates > 1 else {}
+        before = logps(before_training=True) if self._config.kl else {}
+        return [
+            replace(
+                group,
+                samples=tuple(
+                    replace(each, old_logps=old.get((i, j)), reference_logps=before.get((i, j)))
+                    for j, each in enumerate(group.samples)
+                ),
             )
-            found.append(replace(group, samples=samples))
-        return found
+            for i, group in enumerate(groups)
+        ]
 
     def _example(self, row: Example, group: GroupRecord, sample: SampleRecord) -> SampledExample:
         prompt, answer = len(group.prompt_tokens), len(sample.tokens)
@@ -280,33 +315,46 @@ class Rollouts:
         Raises NonFiniteLossError if no answer has a reward.
         """
         indices = range(len(rows))
-        requests = [SampleRequest(self._prompts.tokens(rows, index), ()) for index in indices]
-        answers = self._policy.sample(requests, greedy=True, on_progress=on_progress)
-        scored = self._score([self._prompts.row(rows, index) for index in indices], answers)
-        result = _evaluated(scored, answers)
+        requests = [[SampleRequest(self._prompts.tokens(rows, index), ())] for index in indices]
+        answered = self._answered(rows, indices, requests, on_progress, greedy=True)
+        samples = [sample for (sample,) in answered]
+        result = _evaluated(samples)
         names, files = rows.corpus.paths, rows.files.tolist()
         losses = []
         by_file = sorted(indices, key=files.__getitem__)
         for file, members in groupby(by_file, key=files.__getitem__):
             of_file = list(members)
             if len(of_file) < len(files):
-                part = _evaluated([scored[i] for i in of_file], [answers[i] for i in of_file])
+                part = _evaluated([samples[i] for i in of_file])
                 losses.append(FileLoss(names[file], part.avg_loss, part.metrics))
         return result, losses
 
 
-def _evaluated(scored: Sequence[Reward], answers: Sequence[SampledAnswer]) -> InstructBatchResult:
-    totals = [reward.total for reward in scored if reward.total is not None]
+def _record(answer: SampledAnswer, text: str, reward: Reward) -> SampleRecord:
+    return SampleRecord(
+        tokens=answer.tokens,
+        logps=_shortest(answer.logps),
+        text=text,
+        finished=answer.finished,
+        rewards=reward.values,
+        reward=reward.total,
+        advantage=0.0,
+        problems=reward.problems,
+    )
+
+
+def _evaluated(samples: Sequence[SampleRecord]) -> InstructBatchResult:
+    totals = [sample.reward for sample in samples if sample.reward is not None]
     if not totals:
-        problems = [problem for reward in scored for problem in reward.problems]
+        problems = [problem for sample in samples for problem in sample.problems]
         raise NonFiniteLossError(f"no answer to a validation row has a reward: {problems[0]}")
-    loss, tokens = -fmean(totals), sum(len(answer.tokens) for answer in answers)
+    loss, tokens = -fmean(totals), sum(len(sample.tokens) for sample in samples)
     metrics = {
-        **_means([reward.values for reward in scored]),
+        **_means([sample.rewards for sample in samples]),
         "reward": -loss,
-        "completions/mean_length": tokens / len(answers),
-        "completions/clipped_ratio": fmean(not answer.finished for answer in answers),
-        "completions/without_reward": 1 - len(totals) / len(scored),
+        "completions/mean_length": tokens / len(samples),
+        "completions/clipped_ratio": fmean(not sample.finished for sample in samples),
+        "completions/without_reward": 1 - len(totals) / len(samples),
     }
     return InstructBatchResult(loss, tokens, perplexity(loss), metrics=metrics)
 

@@ -89,7 +89,7 @@ class SampleLedger:
         try:
             with as_output_error(path, "file"), open_regular(path, links=False) as file:
                 for start, end, content in _members(file):
-                    self._places[_groups(content)[0].step] = start, end
+                    self._places[groups_of(content)[0].step] = start, end
         except (ValueError, IndexError) as problem:
             raise OutputError(f"{path} {problem}: start over with --overwrite") from problem
 
@@ -100,7 +100,7 @@ class SampleLedger:
         start, _ = self._places[step]
         with as_output_error(self._path, "file"), open_regular(self._path, links=False) as file:
             file.seek(start)
-            groups = _groups(next(_members(file))[2])
+            groups = groups_of(next(_members(file))[2])
         same = adapter is None or all(group.adapter == adapter for group in groups)
         return groups if same else None
 
@@ -123,19 +123,20 @@ def read_samples(path: Path) -> Iterator[GroupRecord]:
     """Yield the groups of a run. Raises OSError, or ValueError for a damaged file."""
     with open_regular(path, links=False) as file:
         for _, _, content in _members(file):
-            yield from _groups(content)
+            yield from groups_of(content)
 
 
 def copy_samples(source: Path, copy: Path, last_step: int) -> None:
     """Copy the samples up to a step. Raises OutputError, OSError, or ValueError."""
     with open_regular(source, links=False) as file:
         members = [
-            content for _, _, content in _members(file) if _groups(content)[0].step <= last_step
+            content for _, _, content in _members(file) if groups_of(content)[0].step <= last_step
         ]
     write_file(copy, [gzip.compress(content, mtime=0) for content in members])
 
 
-def _groups(content: bytes) -> list[GroupRecord]:
+def groups_of(content: bytes) -> list[GroupRecord]:
+    """Return the groups of JSON lines. Raises ValueError."""
     lines = content.splitlines()
     return [from_json(GroupRecord, parse_json(line, SAMPLED, "a group")) for line in lines]
 

@@ -32,7 +32,7 @@ from mlxtune.core.run.checkpoint import RECORDS
 from mlxtune.core.run.run_folder import INITIAL, SAMPLED
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.training.pipeline import OnProgress, StepSource
-from mlxtune.errors import ConfigError, ModelError, NonFiniteLossError
+from mlxtune.errors import ModelError, NonFiniteLossError
 from mlxtune.rewards.functions import parse_rewards
 from mlxtune.rewards.rollouts import Prompts, Rollouts
 from mlxtune.rewards.samples import SampleLedger
@@ -191,11 +191,10 @@ def rollouts_of(session: RunSession, pipeline: InstructPipeline, cleanup: ExitSt
     """Return the source of a run's samples.
 
     The process of reward functions ends when `cleanup` closes. Raises ConfigError for rewards that
-    cannot be used, and OutputError for a damaged record of samples.
+    cannot be used, ModelError for a missing initial model, and OutputError for a damaged record of
+    samples.
     """
     config, console = session.config, session.console
-    if session.workers.world_size > 1:
-        raise ConfigError(["--objective grpo runs in one process: start it without mlx.launch"])
     if config.kl and session.resume is not None:
         checkpoint = session.resume.checkpoint
         hashes = get_mapping(checkpoint.metadata, RECORDS)
@@ -209,6 +208,7 @@ def rollouts_of(session: RunSession, pipeline: InstructPipeline, cleanup: ExitSt
         SampleLedger(config.checkpoint_path / SAMPLED, resumed=session.resume is not None),
         console.warn,
         _reward_hash(config),
+        session.workers,
     )
 
 

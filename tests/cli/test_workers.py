@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mlxtune import TrainConfig, train
+from mlxtune import TrainConfig, resume, train
+from mlxtune.commands.verify import verify
+from mlxtune.core.run.run_folder import SAMPLED
+from mlxtune.rewards.samples import read_samples
 from tests.launch import free_ports, launched, needs_ring, pid_of, run
 from tests.paths import DATA
 from tests.waiting import SECONDS, wait_until
@@ -66,8 +69,8 @@ def assert_same_but_for_rounding(run: Path, other: Path) -> None:
         assert np.abs(found[name] - value).max() <= 1e-4 * largest, name
 
 
-def resumed(workers: int, folder: Path) -> str:
-    command = ["-m", "mlxtune", "train", "--resume", folder / "checkpoints"]
+def resumed(workers: int, folder: Path, *options: object) -> str:
+    command = ["-m", "mlxtune", "train", "--resume", folder / "checkpoints", *options]
     return run(workers, command, folder / "log")
 
 
@@ -103,6 +106,30 @@ def test_two_workers_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
     said = (whole / "log").read_text()
     assert said.count("Verdict") == 1
     assert "2 on 1 machine" in said
+
+
+@pytest.mark.slow
+def test_two_workers_learn_from_rewards_what_one_does(tmp_path: Path) -> None:
+    """Three prompts a step are divided unequally; the resumed run needs the initial model."""
+    options = {
+        **{"objective": "grpo", "reward": "length", "updates": 2, "kl": 0.1, "init": "pissa"},
+        **{"group_size": 4, "batch_size": 3, "max_new_tokens": 8, "lr": 1e-3, "val_rows": 3},
+        **{"max_steps": 2, "val_steps": 50, "save_steps": 50, "dropout": 0.0},
+    }
+    both, one = tmp_path / "both", tmp_path / "one"
+    run(2, arguments(both, **options), tmp_path / "log")
+    resumed(2, both, "--max-steps", 4)
+    config = {**OPTIONS, **options, "data": (str(DATA / "bookings_test.jsonl"),)}
+    config |= {"model_path": str(DATA / "demo-qwen3"), "reward": ("length",), "quiet": True}
+    train(TrainConfig(output=str(one / "adapters.safetensors"), **config))
+    resume(one, quiet=True, max_steps=4)
+    assert_same_but_for_rounding(both, one)
+    found, expected = (list(read_samples(each / "checkpoints" / SAMPLED)) for each in (both, one))
+    assert len(found) == 6
+    for group, other in zip(found, expected, strict=True):
+        assert [s.tokens for s in group.samples] == [s.tokens for s in other.samples]
+        assert [s.reward for s in group.samples] == [s.reward for s in other.samples]
+    assert verify(both).ok
 
 
 @pytest.mark.long

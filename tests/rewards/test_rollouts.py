@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config.objective_config import RewardedConfig
 from mlxtune.core.data.corpus import Corpus, CorpusRows
 from mlxtune.core.data.encode import Example
@@ -31,6 +34,7 @@ class FakePolicy:
 
     asked: list[SampleRequest] = field(default_factory=list)
     passes: list[bool] = field(default_factory=list)
+    passed: list[Example] = field(default_factory=list)
     adapter: str = "a"
 
     def sample(
@@ -50,6 +54,7 @@ class FakePolicy:
         self, examples: Sequence[Example], *, before_training: bool = False
     ) -> list[Any]:
         self.passes.append(before_training)
+        self.passed += examples
         value = -3.0 if before_training else -2.0
         return [np.full(each.supervised, value, dtype=np.float32) for each in examples]
 
@@ -62,13 +67,16 @@ class FakeScorer:
 
     def __init__(self) -> None:
         self.scored: list[Completion] = []
+        self.equal_row, self.bonus = 0, 0.0
 
     def score(self, completions: Sequence[Completion]) -> list[Reward]:
         self.scored += completions
         return [
             Reward({"length": None}, None, (f"{each.place}: no",))
             if each.row["number"] == 3 and each.text == "11"
-            else Reward({"length": float(len(each.text))}, float(len(each.text)), ())
+            else Reward({"length": 1.0}, 1.0, ())
+            if each.row["number"] == self.equal_row
+            else Reward({"length": len(each.text) + self.bonus}, len(each.text) + self.bonus, ())
             for each in completions
         ]
 
@@ -108,11 +116,12 @@ class Made:
         return list(data.examples), data.metrics
 
 
-def made(path: Path, **options: Any) -> Made:
+def made(path: Path, workers: Workers = SINGLE_PROCESS, **options: Any) -> Made:
     policy, scorer, problems = FakePolicy(), FakeScorer(), list[str]()
     config = RewardedConfig(group_size=SIZE, **options)
     rollouts = Rollouts(
-        config, 42, policy, prompts(), scorer, SampleLedger(path), problems.append, "hash"
+        *(config, 42, policy, prompts(), scorer, SampleLedger(path), problems.append, "hash"),
+        workers,
     )
     return Made(rollouts, policy, scorer, problems)
 
@@ -217,6 +226,77 @@ def test_updates_use_the_same_samples_and_the_first_log_probabilities(path: Path
     own.draw(5)
     assert len(own.policy.asked) == 4 * SIZE
     assert [each.step for each in read_samples(path)] == [3, 3, 5, 5]
+
+
+class InThreads(Workers):
+    """Workers in threads, which exchange texts."""
+
+    def __init__(self, rank: int, size: int, barrier: Barrier, texts: list[str]) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, size
+        self._barrier, self._texts = barrier, texts
+
+    def all_gather_text(self, own: str) -> list[str]:
+        self._texts[self.rank] = own
+        self._barrier.wait(60)
+        found = list(self._texts)
+        self._barrier.wait(60)
+        return found
+
+    def broadcast_bytes(self, own: bytes) -> bytes:
+        return self.all_gather_text(own.decode())[0].encode()
+
+
+@pytest.mark.parametrize("indices", [[0, 1, 2], [1], [2, 2]], ids=str)
+def test_workers_divide_the_rows_and_get_the_same_step(path: Path, indices: list[int]) -> None:
+    options = {"updates": 2, "scale_rewards": "batch"}
+    alone, barrier, texts = made(path, **options), Barrier(2), ["", ""]
+    paths = [path.with_name(f"{rank}.gz") for rank in range(2)]
+
+    def start() -> list[Made]:
+        return [
+            made(each, InThreads(rank, 2, barrier, texts), **options)
+            for rank, each in enumerate(paths)
+        ]
+
+    workers = start()
+    chosen = rows().only(np.array([0, 1]))
+
+    def evaluate(own: Made) -> Any:
+        return own.rollouts.evaluate(chosen, lambda *each: None)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda own: own.draw(1, indices), workers))
+        # A run that is resumed reads the samples of the first worker.
+        resumed = start()
+        again = list(pool.map(lambda own: own.draw(2, indices), resumed))
+        evaluated = [each[0] for each in pool.map(evaluate, workers)]
+    expected, metrics = alone.draw(1, indices)
+    for examples, each in (*found, *again):
+        assert same(examples, expected)
+        assert each == metrics
+    assert paths[0].read_bytes() == path.read_bytes()
+    assert not paths[1].exists()
+    asked = [len(own.policy.asked) for own in workers]
+    assert evaluated == [evaluate(alone)[0]] * 2
+    assert sum(asked) == len(alone.policy.asked)
+    assert max(asked) < sum(asked) or len(indices) == 1
+    assert all(own.policy.asked == [] for own in resumed)
+    assert [own.problems for own in workers] == [alone.problems] * 2
+
+
+def test_workers_share_the_values_of_rewards_that_vary(path: Path) -> None:
+    barrier, texts = Barrier(2), ["", ""]
+    workers = [
+        made(path.with_name(f"{rank}.gz"), workers=InThreads(rank, 2, barrier, texts))
+        for rank in range(2)
+    ]
+    workers[1].scorer.bonus = 0.25
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda own: own.draw(1)[0], workers)
+    assert same(one, other)
+    groups = list(read_samples(path.with_name("0.gz")))
+    assert [group.samples[0].reward for group in groups] == [1, 1.25]
 
 
 def same(one: list[SampledExample], other: list[SampledExample]) -> bool:
