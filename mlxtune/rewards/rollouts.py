@@ -247,12 +247,16 @@ class Rollouts:
     def _with_logps(
         self, rows: CorpusRows, groups: Sequence[GroupRecord], indices: Sequence[int]
     ) -> list[GroupRecord]:
-        """Add the log-probabilities that later updates and the divergence need."""
+        """Add the log-probabilities that later updates and the divergence need.
+
+        Without a divergence, samples without an advantage have no gradient and need none.
+        """
         learned = {}
         for i, (index, group) in enumerate(zip(indices, groups, strict=True)):
             for j, sample in enumerate(group.samples):
                 example = self._example(rows[index][-1], group, sample)
-                learned[i, j] = example
+                if not example.masked and (sample.advantage or self._config.kl):
+                    learned[i, j] = example
 
         def logps(*, before_training: bool) -> dict[tuple[int, int], tuple[float, ...]]:
             examples = list(learned.values())

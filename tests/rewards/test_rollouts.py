@@ -299,6 +299,29 @@ def test_workers_share_the_values_of_rewards_that_vary(path: Path) -> None:
     assert [group.samples[0].reward for group in groups] == [1, 1.25]
 
 
+@pytest.mark.parametrize(
+    ("options", "old", "reference"),
+    [({"updates": 2}, 4, 0), ({"kl": 0.1}, 0, 8), ({"updates": 2, "kl": 0.1}, 8, 8)],
+)
+def test_only_samples_that_need_them_run_for_log_probabilities(
+    path: Path, options: dict[str, Any], old: int, reference: int
+) -> None:
+    """The first group has equal rewards, one sample of the last has none, and rewards are 1 to 3.
+
+    The middle sample of a group has the mean reward, and so no advantage either.
+    """
+    own = made(path, **options)
+    own.scorer.equal_row = 1
+    examples, _ = own.draw(1, [0, 1, 2])
+    assert sum(each.old_logps is not None for each in examples) == old
+    assert sum(each.reference_logps is not None for each in examples) == reference
+    assert len(own.policy.passed) == old + reference
+    needed = [each for each in examples if each.has_gradient]
+    assert len(needed) == (8 if options.get("kl") else 4)
+    if old:
+        assert all(each.old_logps is not None for each in needed)
+
+
 def same(one: list[SampledExample], other: list[SampledExample]) -> bool:
     return all(
         np.array_equal(a.tokens, b.tokens)
