@@ -55,7 +55,7 @@ def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
     )
     if longest and dataset is None:
         config = replace(config, max_seq_len=max(longest.recomputed, 2))
-    workload = memory_planning.sampled_work(config, steps, dataset)
+    workload = memory_planning.sampled_work(config, steps, dataset, base)
     if dataset is not None and (
         line := memory_planning.truncation_loss_line(config, base, workload, dataset)
     ):

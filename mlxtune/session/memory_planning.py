@@ -28,6 +28,7 @@ from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.text.sampling import planned_memory
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import InstructConfig, TrainConfig, user_cache
 from mlxtune.config.objective_config import REWARDED
@@ -79,12 +80,15 @@ def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[StepLength
 
 
 def sampled_work(
-    config: TrainConfig, steps: Sequence[StepLengths], dataset: Dataset | None = None
+    config: TrainConfig,
+    steps: Sequence[StepLengths],
+    dataset: Dataset | None = None,
+    base: BaseModel | None = None,
 ) -> Workload:
     """Return the work to plan: steps, and the single examples that need the most memory.
 
     Looks for these examples in the whole data set or else in the steps. Without data and steps, the
-    work is one example of --max-seq-len tokens.
+    work is one example of --max-seq-len tokens. `base` is needed for answers that it samples.
     """
     sizes = [size for step in steps for size in zip(step.tokens, step.supervised, strict=True)]
     if dataset is not None:
@@ -93,6 +97,13 @@ def sampled_work(
             answers = np.full_like(supervised, config.max_new_tokens)
             lengths, supervised = lengths - supervised + answers, answers
         sizes = list(zip(lengths.tolist(), supervised.tolist(), strict=True))
+    sampling = 0, 0
+    if config.objective in REWARDED and base is not None:
+        prompt = max((tokens - answer for tokens, answer in sizes), default=config.max_seq_len)
+        rows = max(config.batch_size, len(dataset.rows.validation) if dataset else 0)
+        sampling = planned_memory(
+            base, prompt, config.max_new_tokens, rows * config.group_size, rows
+        )
     sizes = sizes or [(config.max_seq_len, config.max_seq_len)]
     extremes = {max(sizes), max(sizes, key=lambda size: size[::-1])}
     return Workload(
@@ -100,6 +111,7 @@ def sampled_work(
         alone=tuple(
             BatchLoad.single(length, supervised) for length, supervised in sorted(extremes)
         ),
+        sampling=sampling,
     )
 
 

@@ -8,18 +8,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxtune.backend.device import allocator
 from mlxtune.backend.models import loading, stored_layers
 from mlxtune.backend.models.loading import BaseModel, open_base, read_weights
 from mlxtune.backend.models.stored_layers import TimedProducts
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.text.generate import Sampling
 from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import TrainConfig
+from mlxtune.config.objective_config import PolicyConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.objectives.policy import PolicyObjective, SampleRequest, expected_samples
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_plan import MemoryPlan, Workload
+from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan, Workload, predict_sampling
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured
 from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import MemoryLimitError
@@ -33,6 +38,7 @@ from mlxtune.session.memory_planning import (
 )
 from tests.backend.conftest import random_examples
 from tests.models import write_model
+from tests.slow import slow
 
 # Kept layers take a thousand times the estimate, recomputed layers the estimate itself.
 HUGE = Measured(kept=Factors(1000.0, 1000.0), working=Factors(1000.0, 1000.0))
@@ -122,6 +128,68 @@ def test_recorded_memory_is_read_from_the_run_and_nothing_else_is(
     assert recorded_memory(tmp_path) is None
     (tmp_path / "run.json").write_text(json.dumps({"plan": {"measured": asdict(HUGE)}}))
     assert recorded_memory(tmp_path) == HUGE
+
+
+# Answers that are sampled
+
+
+@pytest.mark.parametrize(
+    ("sizes", "prompt", "answer", "largest"),
+    [
+        slow({"num_hidden_layers": 4}, 100, 60, True),
+        slow({"num_hidden_layers": 2}, 300, 300, False),
+        ({"num_hidden_layers": 1, "vocab_size": 30_000}, 20, 8, True),
+    ],
+    ids=["layers", "growth", "logits"],
+)
+def test_plan_includes_the_caches_and_logits_of_sampled_answers(
+    tmp_path: Path, sizes: dict[str, int], prompt: int, answer: int, largest: bool
+) -> None:
+    """In the case `largest`, sampling takes more memory than the step."""
+    shape = {"num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048, **sizes}
+    config = TrainConfig(
+        str(write_model(tmp_path / "model", "qwen3", **shape)),
+        ("d",),
+        **{"objective": "grpo", "reward": ("length",), "group_size": 8, "batch_size": 4},
+        **{"max_new_tokens": answer, "rank": 4, "no_cache": True},
+    )
+    allocator.release()
+    before = mx.get_active_memory()
+    base, rng = opened(config), np.random.default_rng(0)
+    mask = np.repeat(np.uint8([0, 1]), [prompt, 1])
+    rows = [Example(i, rng.integers(0, 300, prompt + 1).astype(np.int32), mask) for i in range(4)]
+    steps = [StepLengths.of(expected_samples(rows, 8, answer))]
+    work = sampled_work(config, steps, base=base)
+    plan = choose_plan(config, base, work)
+    read_weights(base)
+    objective = PolicyObjective(config.part(PolicyConfig))
+    pipeline = InstructPipeline(
+        base.model, config.pipeline_config(), execution=plan.execution, objective=objective
+    )
+    plan = confirm(config, base, pipeline, work, plan)
+    sampling = predict_sampling(plan.shapes, work, plan.limit)
+    assert plan.peak.total >= sampling.total
+    assert (plan.peak == sampling) == largest
+    pipeline.run_as(plan.execution, plan.peak.total)
+    allocator.release()
+    mx.reset_peak_memory()
+    requests = [
+        SampleRequest(tuple(row.tokens[:-1].tolist()), (row.row, number))
+        for row in rows
+        for number in range(8)
+    ]
+    answers = pipeline.sample(requests, Sampling(answer, temperature=1.0), frozenset())
+    assert all(len(each.tokens) == answer for each in answers)
+    measured = mx.get_peak_memory() - before
+    assert measured == pytest.approx(sampling.total, rel=MARGIN)
+
+
+def test_sampling_takes_no_more_memory_than_there_is(loaded: Loaded) -> None:
+    config, _, _, work, plan = loaded
+    much = choose_plan(config, opened(config), replace(work, sampling=(1 << 40, 1000)))
+    assert plan.peak.total < much.peak.total <= much.limit / (1 + MARGIN)
+    assert much.peak.head == 1000
+    assert much.execution == plan.execution
 
 
 # The form of quantised products that several workers share

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_top_p
 
 from mlxtune.backend.device.retry import retried
+from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.token_array import TokenArrays
 from mlxtune.backend.text.generate import CheckedSampler, Sampling, fault_error_of
 from mlxtune.core.machine.gpu_faults import Fault
@@ -30,6 +32,9 @@ _AT_ONCE, _PREFILL = 64, 2048
 # The number of copies of a sample's cache in memory while mlx-lm extends it, and the number of
 # tokens by which it grows.
 _COPIES, _GROWTH = 3, 256
+# Measured peaks on the CPU: the number of copies of one layer's cache while it is extended, and of
+# logits, in float32, while tokens are drawn.
+_LAYER_COPIES, _LOGITS = 1.5, 6
 
 
 def sample(
@@ -149,6 +154,31 @@ def _prefilled(
                 mx.eval([each.state for each in cache])
             caches[request.prompt] = cache
     return [caches[request.prompt] for request in requests]
+
+
+def planned_memory(
+    base: BaseModel, prompt: int, max_new_tokens: int, answers: int, prompts: int
+) -> tuple[int, int]:
+    """Return the bytes of caches, and of logits, while answers to `prompts` prompts are sampled.
+
+    `prompt` is the length of the longest prompt, to which mlx-lm pads the others.
+    """
+    text, count = base.text_config, min(answers, _AT_ONCE)
+    heads = text.get("num_attention_heads") or 1
+    size = text.get("head_dim") or base.hidden_size // heads
+    width = 2 * (text.get("num_key_value_heads") or heads) * size
+    if rank := text.get("kv_lora_rank"):
+        width = rank + (text.get("qk_rope_head_dim") or 0)
+    first, last = (_GROWTH * ceil(tokens / _GROWTH) for tokens in (prompt, max_new_tokens))
+    tokens, longest = 0, 0
+    for cache in make_prompt_cache(base.model):
+        if not isinstance(cache, ArraysCache):  # the state of a recurrence does not grow
+            window = getattr(cache, "max_size", None) or first + last
+            extended = min(prompt + last, window)
+            tokens += count * extended + min(prompts, count) * min(first, window)
+            longest = max(longest, extended)
+    entries = width * (tokens + ceil(_LAYER_COPIES * count * longest))
+    return entries * getattr(mx, base.dtype).size, _LOGITS * 4 * count * base.own_vocab
 
 
 def _fitting(

@@ -96,10 +96,22 @@ def sample_steps(steps: Iterable[StepLengths]) -> list[StepLengths]:
 
 @dataclass(frozen=True)
 class Workload:
-    """What to plan for: the first steps, and the loads of the examples that take most memory."""
+    """What to plan for: the first steps, and the loads of the examples that take most memory.
+
+    `sampling` are the bytes of caches and of logits while answers are sampled, between steps.
+    """
 
     steps: Sequence[StepLengths]
     alone: tuple[BatchLoad, ...]
+    sampling: tuple[int, int] = (0, 0)
+
+
+def predict_sampling(shapes: ModelShapes, work: Workload, limit: int) -> Prediction:
+    """Return the peak memory of sampling, which takes no more answers together than fit."""
+    weights, moments = shapes.weights + 4 * shapes.trainable, 2 * 4 * shapes.trainable
+    caches, logits = work.sampling
+    free = int(limit / (1 + MARGIN)) - weights - moments - logits
+    return Prediction(weights, moments, max(min(caches, free), 0), logits)
 
 
 def _candidates(work: Workload) -> list[int]:
@@ -124,6 +136,7 @@ def _plans(
     recompute_choices: Sequence[bool],
 ) -> Iterator[MemoryPlan]:
     chunks, unmeasured = _chunks(shapes, base), replace(shapes, measured=None)
+    sampling = predict_sampling(shapes, work, limit)
     for tokens in _candidates(work):
         sized = replace(base, micro_batch_tokens=tokens)
         steps = [(step, sized.micro_batches(step)) for step in work.steps]
@@ -138,7 +151,7 @@ def _plans(
         tokens_of_data = sum(sum(step.tokens) for step in work.steps)
         for recompute, (smaller, chunk) in product(recompute_choices, enumerate(chunks)):
             execution = replace(sized, recompute=recompute, loss_chunk=chunk)
-            peaks = [predict(shapes, execution, load) for load in loads]
+            peaks = [sampling, *(predict(shapes, execution, load) for load in loads)]
             estimates = [predict(unmeasured, execution, load).total for load in loads]
             yield MemoryPlan(
                 shapes=shapes,

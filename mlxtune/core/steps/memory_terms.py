@@ -4,7 +4,8 @@ Memory peaks either in the head or in the backward pass of a layer, and consists
 
     weights      as stored, with the LoRA matrices
     optimizer    the gradients of the step and of the micro-batch, and AdamW's two moments
-    activations  arrays kept for the backward passes of layers, and working arrays of one layer
+    activations  arrays kept for the backward passes of layers, and working arrays of one layer;
+                 the caches of answers while they are sampled
     head         logits, or one block of logits, and a cast copy of the weights
 """
 
