@@ -177,8 +177,10 @@ def planned_memory(
             extended = min(prompt + last, window)
             tokens += count * extended + min(prompts, count) * min(first, window)
             longest = max(longest, extended)
-    entries = width * (tokens + ceil(_LAYER_COPIES * count * longest))
-    return entries * getattr(mx, base.dtype).size, _LOGITS * 4 * count * base.own_vocab
+    each, logits = width * getattr(mx, base.dtype).size, _LOGITS * 4 * count * base.own_vocab
+    # The caches of a token are extended before it has logits.
+    extending = ceil(_LAYER_COPIES * each * count * longest)
+    return each * tokens + max(extending - logits, 0), logits
 
 
 def _fitting(
@@ -211,11 +213,13 @@ class _KeyedSampler:
         if len(logprobs) != len(self.samples):
             raise RuntimeError(f"mlx-lm asks for {len(logprobs)} tokens, not {len(self.samples)}")
         self.finish()
+        total = mx.array(0.0)
         if (temperature := self._sampling.temperature) not in (0, 1):
             logprobs = logprobs.astype(mx.float32) / temperature
-            logprobs -= mx.logsumexp(logprobs, axis=-1, keepdims=True)
+            total = mx.logsumexp(logprobs, axis=-1)
         tokens = self._sampled(logprobs)
         logps = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
+        logps -= total
         mx.async_eval(tokens, logps)  # type: ignore[no-untyped-call]
         self._waiting = self.samples, logps
         self._calls += 1
