@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
+from mlxtune.config.limits import SAMPLED, parse_json
 from mlxtune.config.objective_config import RewardedConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.encode import Example
@@ -228,7 +229,10 @@ class Rollouts:
         records = [_record(*each) for each in zip(answers, texts, scored, strict=True)]
         # A reward may differ between two calls, so no worker computes another's again.
         gathered = workers.all_gather_text(json.dumps(list(map(asdict, records))))
-        parts = [iter(json.loads(part)) for part in gathered]
+        parts = [
+            iter(parse_json(part.encode(), SAMPLED, f"the answers of worker {worker}"))
+            for worker, part in enumerate(gathered)
+        ]
         found = [
             [from_json(SampleRecord, next(parts[i % len(parts)])) for _ in requests[i]]
             for i in range(len(indices))

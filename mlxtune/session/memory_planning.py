@@ -28,7 +28,7 @@ from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.text.sampling import planned_memory
+from mlxtune.backend.text.sampling import sampling_memory
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import InstructConfig, TrainConfig, user_cache
 from mlxtune.config.objective_config import REWARDED
@@ -101,7 +101,7 @@ def sampled_work(
     if config.objective in REWARDED and base is not None:
         prompt = max((tokens - answer for tokens, answer in sizes), default=config.max_seq_len)
         rows = max(config.batch_size, len(dataset.rows.validation) if dataset else 0)
-        sampling = planned_memory(
+        sampling = sampling_memory(
             base, prompt, config.max_new_tokens, rows * config.group_size, rows
         )
     sizes = sizes or [(config.max_seq_len, config.max_seq_len)]

@@ -156,7 +156,7 @@ def _prefilled(
     return [caches[request.prompt] for request in requests]
 
 
-def planned_memory(
+def sampling_memory(
     base: BaseModel, prompt: int, max_new_tokens: int, answers: int, prompts: int
 ) -> tuple[int, int]:
     """Return the bytes of caches, and of logits, while answers to `prompts` prompts are sampled.
