@@ -176,7 +176,7 @@ class Rollouts:
         adapter: str,
         on_progress: OnProgress,
     ) -> list[GroupRecord]:
-        uses, groups = _uses(indices), []
+        uses = _uses(indices)
         requests = [
             [
                 SampleRequest(
@@ -190,24 +190,23 @@ class Rollouts:
         answered = self._answered(rows, indices, requests, on_progress)
         rewards = [[sample.reward for sample in samples] for samples in answered]
         advantages = advantages_of(rewards, self._config.scale_rewards)
-        for i, index in enumerate(indices):
-            row, pairs = (
-                self._prompts.row(rows, index),
-                zip(answered[i], advantages[i], strict=True),
+        asked = [self._prompts.row(rows, index) for index in indices]
+        return [
+            GroupRecord(
+                step=step,
+                row=row.place,
+                use=uses[i],
+                seed=self._seed,
+                adapter=adapter,
+                prompt=row.prompt,
+                prompt_tokens=requests[i][0].prompt,
+                samples=tuple(
+                    replace(sample, advantage=each)
+                    for sample, each in zip(answered[i], advantages[i], strict=True)
+                ),
             )
-            groups.append(
-                GroupRecord(
-                    step=step,
-                    row=row.place,
-                    use=uses[i],
-                    seed=self._seed,
-                    adapter=adapter,
-                    prompt=row.prompt,
-                    prompt_tokens=requests[i][0].prompt,
-                    samples=tuple(replace(sample, advantage=each) for sample, each in pairs),
-                )
-            )
-        return groups
+            for i, row in enumerate(asked)
+        ]
 
     def _answered(
         self,
@@ -265,9 +264,7 @@ class Rollouts:
         def logps(*, before_training: bool) -> dict[tuple[int, int], tuple[float, ...]]:
             examples = list(learned.values())
             found = self._policy.token_logps(examples, before_training=before_training)
-            return {
-                place: _shortest(each.tolist()) for place, each in zip(learned, found, strict=True)
-            }
+            return dict(zip(learned, (_shortest(each.tolist()) for each in found), strict=True))
 
         old = logps(before_training=False) if self.updates > 1 else {}
         before = logps(before_training=True) if self._config.kl else {}

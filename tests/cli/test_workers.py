@@ -213,17 +213,28 @@ InstructPipeline.start_batch, os.fsync = waiting, slow"""
 
 
 @pytest.mark.slow
-def test_workers_with_other_data_end_before_the_first_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ("data", "reads examples from --data that differ from worker 0's: copy the files"),
+        ("reward", "has other --reward files than worker 0, or other weights: copy the files"),
+    ],
+)
+def test_workers_with_other_files_end_before_the_first_step(
+    tmp_path: Path, option: str, problem: str
+) -> None:
     rows = (DATA / "bookings_test.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "other.jsonl").write_text("".join(rows[:100]))
-    first = arguments(tmp_path / "run")
-    second = arguments(tmp_path / "run", data=tmp_path / "other.jsonl")
+    changed: dict[str, tuple[dict[str, object], ...]] = {
+        "data": ({}, {"data": tmp_path / "other.jsonl"}),
+        "reward": tuple({"objective": "grpo", "reward": f"length={each}"} for each in (1, 2)),
+    }
+    first, second = (arguments(tmp_path / "run", **each) for each in changed[option])
     script = tmp_path / "start.sh"
     lines = (" ".join(map(str, [sys.executable, *each])) for each in (second, first))
     script.write_text('if [ "$MLX_RANK" = 1 ]; then exec {}; else exec {}; fi\n'.format(*lines))
     said = run(2, ["bash", script], tmp_path / "log")
     (line,) = [line for line in said.splitlines() if "mlxtune: error" in line]
-    problem = "reads examples from --data that differ from worker 0's: copy the files"
     assert line.startswith(f"mlxtune: error: worker 1 {problem}")
     assert not (tmp_path / "run" / "checkpoints").exists()
 
