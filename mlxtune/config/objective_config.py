@@ -214,8 +214,8 @@ class RewardedConfig(PolicyConfig):
 
     reward: tuple[str, ...] = TRAINING.option(
         (),
-        "Reward of grpo: FILE.py[:FUNCTION], exact, contains, regex=PATTERN, number, json or "
-        "length, each with an optional weight, such as json=0.5; may be repeated.",
+        "Reward of grpo: FILE.py[:FUNCTION], exact, contains, regex=PATTERN, number, json, "
+        "json_keys or length, each with an optional weight, such as json=0.5; may be repeated.",
         INPUT,
         several=True,
         metavar="REWARD",

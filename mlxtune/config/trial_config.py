@@ -104,8 +104,8 @@ class RewardConfig(CheckedConfig):
 
     reward: tuple[str, ...] = RUN.option(
         (),
-        "Rewards to try: FILE.py[:FUNCTION], exact, contains, regex=PATTERN, number, json or "
-        "length, each with an optional weight, such as json=0.5.",
+        "Rewards to try: FILE.py[:FUNCTION], exact, contains, regex=PATTERN, number, json, "
+        "json_keys or length, each with an optional weight, such as json=0.5.",
         COMMAND,
         required=True,
         several=True,

@@ -6,6 +6,8 @@ contains               contains the row's answer
 number, number:0.01    ends with the row's number: their last numbers are equal, or that near
 json                   is JSON with the same values as the row's answer
 json:SCHEMA.json       is JSON that a schema allows
+json_keys              is a JSON object with the keys of the row's answer, and no others, whose
+                       values are the same; otherwise, the fraction of keys that are right
 length, length:200     has at most as many characters as the row's answer, or at most 200; a longer
                        answer gets the quotient of the two numbers, an empty one 0
 regex=PATTERN          matches anywhere, thinking included; if the pattern has a group, the group
@@ -242,6 +244,31 @@ def _json(argument: str) -> Score:
     return score
 
 
+def _json_keys(argument: str) -> Score:
+    _refuse_argument("json_keys", argument)
+
+    def score(text: str, answer: str | None) -> float:
+        expected = _object(_required(answer))
+        if not expected:
+            raise NoReward("the row's answer is not a JSON object with keys")
+        found = _object(without_thinking(text)) or {}
+        right = sum(found.get(key) == value for key, value in expected.items())
+        return right / len(expected.keys() | found.keys())
+
+    return score
+
+
+def _object(text: str) -> dict[str, str] | None:
+    """Return the canonical value of each key of a JSON object; None for other texts."""
+    try:
+        value = _parsed(text)
+    except ValueError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    return {key: canonical(each) for key, each in value.items()}
+
+
 _WITH_SCHEMAS = ("additionalProperties", "items", "anyOf", "allOf")
 _ANNOTATIONS = ("$schema", "$id", "$comment", "title", "description", "default", "examples")
 _NUMBERS = (int, float)
@@ -436,6 +463,7 @@ _BUILT_IN: dict[str, Callable[[str], Score]] = {
     "regex": _regex,
     "number": _number,
     "json": _json,
+    "json_keys": _json_keys,
     "length": _length,
 }
-_KNOWN = "exact, contains, regex=PATTERN, number, json or length"
+_KNOWN = "exact, contains, regex=PATTERN, number, json, json_keys or length"
