@@ -1,8 +1,10 @@
 """`mlxtune eval`: measures whether an adapter helps on rows of data."""
 
+import shlex
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +12,21 @@ import numpy as np
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.forward import operations
 from mlxtune.config import DataConfig, EvalConfig
+from mlxtune.config.objective_config import REWARDED, ObjectiveConfig, RewardedConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.sources.datafiles import held_out_file
 from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows
 from mlxtune.core.objectives.objective import Objective
+from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.run.trained_rows import NO_ROWS
 from mlxtune.session.arguments import ResolvedOptions, takes_resolved
-from mlxtune.session.judge import answer_rows, compare_losses, measure_other
+from mlxtune.session.judge import (
+    answer_rows,
+    compare_losses,
+    losses_and_answers,
+    measure_adapter,
+)
 from mlxtune.session.session import Session
 from mlxtune.session.trained_model import (
     READING,
@@ -36,12 +45,17 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
     """Compare a base model without and with its adapter on the supervised tokens of the data.
 
     With `against`, compares the adapter with another one instead; an adapter that learned
-    preferences is compared with the adapter that its training started from, if any. Leaves out rows
-    that an adapter was trained on, if they are known, unless no other rows are left.
+    preferences is compared with the adapter that its training started from, if any. With `reward`,
+    compares rewards of answers instead of losses. Leaves out rows that an adapter was trained on,
+    if they are known, unless no other rows are left.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
     config, given = options.config, options.given
+    if config.reward:
+        # The adapter's own objective does not matter.
+        config = replace(config, objective=REWARDED[0])
+        given |= {field.name for field in fields(ObjectiveConfig)}
     with closing(RunConsole(quiet=config.quiet)) as console:
         use = UseSession(config, console, given)
         objective = Objective.of(use.config)
@@ -49,7 +63,12 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
         reading = use.config.data_config(data=_data_files(config))
         session = Session(reading, console, use.folder, held_out=True)
         operations.load_ahead(use.folder)
-        if not objective.is_sft:
+        if config.reward:
+            console.say("Rewards", ", ".join(config.reward))
+        elif trained := _rewards_behind(use.adapter):
+            flags = " ".join(f"--reward {shlex.quote(each)}" for each in trained)
+            console.say("Rewards", f"trained with {flags}: give them for a verdict by rewards")
+        elif not objective.is_sft:
             source = "" if "objective" in given else ", as in training"
             console.say("Objective", f"{objective.description}{source}")
         if changed := run_text.changed_options(config, use.config, READING):
@@ -60,9 +79,13 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
         judged = judged_rows(use, session, dataset.rows.train, others)
         if judged.only_trained:
             console.warn("the adapter was trained on these rows: evaluate it on new ones")
+        if config.reward:
+            return _by_rewards(use, session, judged, others)
         start = None
         for other in others:
-            start = measure_other(use, other, judged.rows, session.reader, objective)
+            console.say("Against", str(other.path))
+            measure = partial(losses_and_answers, use, judged.rows, session.reader, objective)
+            start = measure_adapter(use.config, other, use.folder, measure)
         loaded, generated = use.load(), None
         if config.generate:
             longest, texts = config.max_new_tokens, start.answers if start else None
@@ -74,6 +97,31 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
             loaded, judged, config.seed, console, start=sums, objective=objective
         )
         return replace(evaluation, generated=generated)
+
+
+def _by_rewards(
+    use: UseSession[EvalConfig],
+    session: Session[DataConfig],
+    judged: JudgedRows,
+    others: Sequence[AdapterFile],
+) -> Evaluation:
+    """Compare the rewards of the adapter's answers with another one's, or the base model's."""
+    # Only these evaluations import the rewards.
+    from mlxtune.session.rewarding import compare_rewards, rewards_of
+
+    rewards, start = use.config.part(RewardedConfig), None
+    for other in others:
+        use.console.say("Against", str(other.path))
+        measure = partial(rewards_of, session, rewards, judged.rows)
+        start = measure_adapter(use.config, other, use.folder, measure)
+    return compare_rewards(session, rewards, use.load(), judged, start, len(judged.rows))
+
+
+def _rewards_behind(adapter: AdapterFile | None) -> Sequence[str]:
+    """Return the rewards that an adapter was trained by. They may name code, so none is run."""
+    config = {} if adapter is None else get_mapping(adapter.origin.metadata, "config")
+    rewards = config.get("reward")
+    return [*map(str, rewards)] if isinstance(rewards, list) else []
 
 
 def other_adapters(use: UseSession[EvalConfig], objective: Objective) -> list[AdapterFile]:

@@ -10,6 +10,10 @@ from mlxtune.config.option import INPUT, RESULT, TRAINING
 PAIRED, LABELED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)
 # The objectives whose rows are prompts, to which the model samples answers.
 REWARDED = ("grpo",)
+REWARD_NAMES = (
+    "FILE.py[:FUNCTION], exact, contains, regex=PATTERN, number, json, json_keys or length, each "
+    "with an optional weight, such as json=0.5"
+)
 OBJECTIVES = ("sft", *PAIRED, *LABELED, *REWARDED)
 # The default peak learning rates: for `sft`, and for all other objectives.
 DEFAULT_RATE, PREFERENCE_RATE = 1e-4, 5e-6
@@ -214,8 +218,7 @@ class RewardedConfig(PolicyConfig):
 
     reward: tuple[str, ...] = TRAINING.option(
         (),
-        "Reward of grpo: FILE.py[:FUNCTION], exact, contains, regex=PATTERN, number, json, "
-        "json_keys or length, each with an optional weight, such as json=0.5; may be repeated.",
+        f"Reward of grpo: {REWARD_NAMES}; may be repeated.",
         INPUT,
         several=True,
         metavar="REWARD",

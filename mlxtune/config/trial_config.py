@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxtune.config.data_config import DataConfig, parse_fields
 from mlxtune.config.fields import CheckedConfig, as_path, same_option
-from mlxtune.config.objective_config import REWARDED
+from mlxtune.config.objective_config import REWARD_NAMES, REWARDED
 from mlxtune.config.option import BENCH, COMMAND, FILES, PLAN, RUN
 from mlxtune.config.train_config import StepConfig, TrainConfig
 
@@ -104,8 +104,7 @@ class RewardConfig(CheckedConfig):
 
     reward: tuple[str, ...] = RUN.option(
         (),
-        "Rewards to try: FILE.py[:FUNCTION], exact, contains, regex=PATTERN, number, json, "
-        "json_keys or length, each with an optional weight, such as json=0.5.",
+        f"Rewards to try: {REWARD_NAMES}.",
         COMMAND,
         required=True,
         several=True,

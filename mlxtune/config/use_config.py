@@ -9,7 +9,12 @@ from typing import Any
 from mlxtune.config.data_config import FORMATS, DataConfig, ModelConfig, RowsConfig
 from mlxtune.config.fields import CheckedConfig, as_path, same_option
 from mlxtune.config.limits import check_pattern
-from mlxtune.config.objective_config import REWARDED, ObjectiveConfig
+from mlxtune.config.objective_config import (
+    REWARD_NAMES,
+    REWARDED,
+    ObjectiveConfig,
+    RewardedConfig,
+)
 from mlxtune.config.option import COMMAND, EXPORT, FILES, GENERATION, RUN
 from mlxtune.config.train_config import TrainConfig
 from mlxtune.errors import shorten
@@ -92,14 +97,33 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
         COMMAND,
         metavar="exact|json|contains|regex=PATTERN",
     )
+    reward: tuple[str, ...] = same_option(
+        RewardedConfig,
+        "reward",
+        help="Compare rewards of greedy and sampled answers instead of losses: "
+        f"{REWARD_NAMES}; may be repeated.",
+    )
+    reward_timeout: float = same_option(RewardedConfig, "reward_timeout")
+    temperature: float = same_option(
+        RewardedConfig, "temperature", help="Temperature of the sampled answers with --reward."
+    )
+    top_p: float = same_option(
+        RewardedConfig,
+        "top_p",
+        help="With --reward, sample from the likeliest tokens with this total probability.",
+    )
     seed: int = same_option(
-        DataConfig, "seed", help="Seed of the bootstrap for the confidence interval."
+        DataConfig,
+        "seed",
+        help="Seed of the bootstrap for the confidence interval, and of sampled answers.",
     )
     json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
 
     def contradictions(self) -> Iterator[str]:
-        if self.objective in REWARDED:
-            yield f"--objective {self.objective}: eval compares losses, without rewards: use sft"
+        if self.objective in REWARDED and not self.reward:
+            yield f"--objective {self.objective} compares rewards: give --reward"
+        if self.reward:
+            yield from self._reward_problems()
         if self.against is not None and self.adapter is None:
             yield "--against compares two adapters: give --adapter"
         if self.match != "exact" and not self.generate:
@@ -111,6 +135,14 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
                 yield f"--match {shorten(self.match)} {problem}"
         elif self.match not in ("exact", "json", "contains"):
             yield f"--match {shorten(self.match)} must be exact, json, contains or regex=PATTERN"
+
+    def _reward_problems(self) -> Iterator[str]:
+        if self.adapter is None:
+            yield "--reward compares answers before and after training: give --adapter"
+        if self.objective not in ("sft", *REWARDED):
+            yield f"--reward compares no preferences: leave out --objective {self.objective}"
+        if self.generate:
+            yield "--reward already counts exact answers: leave out --generate"
 
 
 @dataclasses.dataclass(frozen=True)

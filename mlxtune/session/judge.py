@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,8 @@ from mlxtune.session.run_session import RunSession
 from mlxtune.session.trained_model import LoadedModel, UseSession, load_model
 from mlxtune.views.console import RunConsole
 from mlxtune.views.run_text import less_likely_line
+
+_Measured = TypeVar("_Measured")
 
 # The largest number of tokens in a sample answer at the end of a run.
 _MAX_SAMPLE_TOKENS = 128
@@ -170,27 +172,35 @@ class OtherAdapter:
     answers: list[str] | None
 
 
-def measure_other(
+def measure_adapter(
+    config: UseConfig,
+    adapter: AdapterFile,
+    folder: Path,
+    measure: Callable[[LoadedModel], _Measured],
+    workers: Workers = SINGLE_PROCESS,
+) -> _Measured:
+    """Measure a model with an adapter; it is freed before another is loaded. Raises ModelError."""
+    loaded = load_model(config, adapter, folder, RunConsole(quiet=True), workers)
+    measured = measure(loaded)
+    del loaded
+    allocator.release()
+    return measured
+
+
+def losses_and_answers(
     use: UseSession[EvalConfig],
-    other: AdapterFile,
     rows: CorpusRows,
     reader: Reader,
     objective: Objective,
+    loaded: LoadedModel,
 ) -> OtherAdapter:
-    """Compute the losses of rows under another adapter and, with --generate, its answers.
-
-    The model is freed before the next one is loaded. Raises ModelError.
-    """
+    """Compute the losses of rows under another adapter and, with --generate, its answers."""
     config, console = use.config, use.console
-    console.say("Against", str(other.path))
-    loaded = load_model(config, other, use.folder, RunConsole(quiet=True))
     (sums,) = _sums(loaded, rows, (True,), console, SINGLE_PROCESS, objective)
     texts = None
     if config.generate:
         asked, longest = _asked(rows, reader.turn_ends), config.max_new_tokens
         texts = _answers(loaded, reader.tokenizer, asked, longest, console, with_adapter=True)
-    del loaded
-    allocator.release()
     return OtherAdapter(sums, texts)
 
 
@@ -238,7 +248,7 @@ def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
         if config.objective in REWARDED:
             from mlxtune.session.rewarding import compare_rewards
 
-            evaluation = compare_rewards(session, loaded, judged, start)
+            evaluation = compare_rewards(session, config, loaded, judged, start, config.samples)
         else:
             evaluation = compare_losses(
                 loaded, judged, config.seed, console, workers, start, objective
@@ -290,7 +300,7 @@ def _measure_of(
         # Only these runs import the rewards.
         from mlxtune.session.rewarding import rewards_of
 
-        return partial(rewards_of, session, rows)
+        return partial(rewards_of, session, session.config, rows)
 
     def losses(loaded: LoadedModel) -> Any:
         (sums,) = _sums(loaded, rows, (True,), session.console, session.workers, objective)
@@ -309,12 +319,7 @@ def _before_training(session: RunSession, measure: Callable[[LoadedModel], Any])
         initial = AdapterFile.find(config.init_adapter)
     quantize = config.quantize or "none"
     use = config.part(UseConfig, adapter=config.init_adapter, quantize=quantize)
-    quiet, workers = RunConsole(quiet=True), session.workers
-    loaded = load_model(use, initial, session.folder, quiet, workers)
-    measured = measure(loaded)
-    del loaded
-    allocator.release()
-    return measured
+    return measure_adapter(use, initial, session.folder, measure, session.workers)
 
 
 def _draw(rows: CorpusRows, count: int, seed: int, reader: Reader) -> CorpusRows:

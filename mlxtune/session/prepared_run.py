@@ -83,7 +83,7 @@ def prepare_run(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> R
     ):
         console.warn(f"--init-adapter {other}")
     work = memory_planning.sampled_work(
-        config, memory_planning.first_steps(config, dataset), dataset, base
+        config, memory_planning.first_steps(config, dataset), dataset, opened
     )
     if line := memory_planning.truncation_loss_line(config, opened, work, dataset):
         console.warn(line)

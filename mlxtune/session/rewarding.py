@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from mlxtune.core.data.prompt import read_prompts
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.core.evaluation.interval import Floats
 from mlxtune.core.evaluation.matching import count_exact
-from mlxtune.core.evaluation.outcome import Evaluation, Generated, Sample
+from mlxtune.core.evaluation.outcome import EXACT, Evaluation, Generated, Sample
 from mlxtune.core.evaluation.verdict import JudgedRows, RowRewards, evaluate_rewards
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
@@ -33,20 +34,29 @@ from mlxtune.core.run.run_folder import INITIAL, SAMPLED
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.training.pipeline import OnProgress, StepSource
 from mlxtune.errors import ModelError, NonFiniteLossError
-from mlxtune.rewards.functions import parse_rewards
+from mlxtune.rewards.functions import NoReward, RewardSpec, parse_rewards
 from mlxtune.rewards.rollouts import Prompts, Rollouts
 from mlxtune.rewards.samples import SampleLedger
 from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
 from mlxtune.session.reader import Reader
 from mlxtune.session.run_session import RunSession
+from mlxtune.session.session import Session
 from mlxtune.session.trained_model import LoadedModel
+
+# The most answers that are sampled to a row of a comparison: further rows narrow its interval more.
+_MAX_COMPARED = 4
+_EXACT = RewardSpec.parse(EXACT)
 
 
 @dataclass(frozen=True)
 class RewardedAnswers:
-    """A model's answers to rows: one greedy answer each, and sampled ones, with their rewards."""
+    """A model's answers to rows: one greedy answer each, and sampled ones, with their rewards.
+
+    `exact` (R,) is 1 for a greedy answer that is the row's, NaN for a row without an answer.
+    """
 
     greedy: Sequence[str]
+    exact: Floats
     rewards: Sequence[Reward]
     sampled: Sequence[Sequence[Reward]]
 
@@ -62,10 +72,15 @@ class RewardedAnswers:
 
 
 def rewards_of(
-    session: RunSession, rows: CorpusRows, loaded: LoadedModel, *, with_adapter: bool = True
+    session: Session[Any],
+    config: RewardedConfig,
+    rows: CorpusRows,
+    loaded: LoadedModel,
+    *,
+    with_adapter: bool = True,
 ) -> RewardedAnswers:
     """Answer rows with a loaded model, greedily and sampled, and compute the answers' rewards."""
-    config, console, prompts = session.config, session.console, _prompts(session)
+    console, prompts = session.console, _prompts(session)
     loaded.use_adapter(with_adapter)
     name = "the adapter" if with_adapter else "the base model"
     ends, indices = _turn_ends(session.reader), range(len(rows))
@@ -79,11 +94,11 @@ def rewards_of(
 
     tokens = [prompts.tokens(rows, i) for i in indices]
     asked = [prompts.row(rows, i) for i in indices]
-    size = config.group_size
+    size = min(config.group_size, _MAX_COMPARED)
     greedy = draw([SampleRequest(each, ()) for each in tokens], replace(sampling, temperature=0.0))
     # No step has the number 0, so these samples are new.
     requests = [
-        SampleRequest(tokens[i], (config.seed, 0, rows[i][-1].key, 0, number))
+        SampleRequest(tokens[i], (session.config.seed, 0, rows[i][-1].key, 0, number))
         for i in indices
         for number in range(size)
     ]
@@ -96,53 +111,75 @@ def rewards_of(
         scored = scorer.score(completions)
     first, rest = scored[: len(asked)], scored[len(asked) :]
     groups = [rest[i * size : (i + 1) * size] for i in indices]
-    return RewardedAnswers(texts[: len(asked)], first, groups)
+    pairs = zip(texts, asked, strict=False)
+    exact = np.array([_is_exact(text, row.answer) for text, row in pairs])
+    return RewardedAnswers(texts[: len(asked)], exact, first, groups)
+
+
+def _is_exact(text: str, answer: str | None) -> float:
+    try:
+        return _EXACT.built_in()(text, answer)
+    except NoReward:
+        return math.nan
 
 
 def compare_rewards(
-    session: RunSession, loaded: LoadedModel, judged: JudgedRows, start: RewardedAnswers | None
+    session: Session[Any],
+    config: RewardedConfig,
+    loaded: LoadedModel,
+    judged: JudgedRows,
+    start: RewardedAnswers | None,
+    samples: int,
 ) -> Evaluation:
-    """Compare the rewards of a run's adapter with those before training.
+    """Compare the rewards of an adapter with the rewards before training.
 
-    `start` has the answers of the adapter from which training started, if any. Raises
-    NonFiniteLossError if no answer has a reward.
+    `start` has the answers of the adapter with which it is compared, if any. The result has the
+    answers to at most `samples` rows. Raises NonFiniteLossError if no answer has a reward.
     """
-    config, rows = session.config, judged.rows
-    before = start or rewards_of(session, rows, loaded, with_adapter=False)
-    after = rewards_of(session, rows, loaded)
+    rows, seed, prompts = judged.rows, session.config.seed, _prompts(session)
+    before = start or rewards_of(session, config, rows, loaded, with_adapter=False)
+    after = rewards_of(session, config, rows, loaded)
     names = [spec.name for spec in parse_rewards(config.reward)]
     rewards = [
         RowRewards(name, sampled, *(each.values(name, sampled=sampled) for each in (before, after)))
         for name in ("", *(names if len(names) > 1 else ()))
         for sampled in (False, True)
     ]
-    if (evaluation := evaluate_rewards(judged, rewards, config.seed)) is None:
-        raise NonFiniteLossError("no answer to a validation row has a reward: check --reward")
-    return replace(evaluation, generated=_generated(session, rows, before, after))
+    if EXACT not in names:
+        rewards.append(RowRewards(EXACT, False, before.exact, after.exact))
+    if (evaluation := evaluate_rewards(judged, rewards, seed)) is None:
+        raise NonFiniteLossError("no answer to these rows has a reward: check --reward")
+    order = np.random.default_rng(seed).permutation(len(rows))[:samples]
+    shown = [_sample(prompts, judged, i, before, after) for i in sorted(order.tolist())]
+    generated = Generated(len(shown), count_exact(shown), shown) if shown else None
+    return replace(evaluation, generated=generated)
 
 
-def _generated(
-    session: RunSession, rows: CorpusRows, before: RewardedAnswers, after: RewardedAnswers
-) -> Generated | None:
-    """Return greedy answers to a few rows, for the run's page; None if the run asked for none."""
-    config, prompts = session.config, _prompts(session)
-    order = np.random.default_rng(config.seed).permutation(len(rows))[: config.samples]
-    samples = []
-    for index in sorted(order.tolist()):
-        path, number = rows.source(index)
-        row = prompts.row(rows, index)
-        samples.append(
-            Sample(
-                path=path,
-                row=number,
-                prompt=text_of(prompts.spell(prompts.tokens(rows, index))),
-                expected=row.answer or "",
-                base=before.greedy[index],
-                adapted=after.greedy[index],
-                right=after.greedy[index] == row.answer if row.answer else None,
-            )
-        )
-    return Generated(len(samples), count_exact(samples), samples) if samples else None
+def _sample(
+    prompts: Prompts,
+    judged: JudgedRows,
+    index: int,
+    before: RewardedAnswers,
+    after: RewardedAnswers,
+) -> Sample:
+    """Return the greedy answers to a row, for reports."""
+    rows, against = judged.rows, judged.against is not None
+    path, number = rows.source(index)
+    return Sample(
+        path=path,
+        row=number,
+        prompt=text_of(prompts.spell(prompts.tokens(rows, index))),
+        expected=prompts.row(rows, index).answer or "",
+        base=before.greedy[index],
+        adapted=after.greedy[index],
+        right=_known(after.exact[index]),
+        against=before.greedy[index] if against else None,
+        against_right=_known(before.exact[index]) if against else None,
+    )
+
+
+def _known(exact: float) -> bool | None:
+    return None if math.isnan(exact) else bool(exact)
 
 
 class PipelinePolicy:
@@ -168,11 +205,11 @@ class PipelinePolicy:
         return self._pipeline.adapter_hash()
 
 
-def _sampling(config: TrainConfig) -> Sampling:
+def _sampling(config: RewardedConfig) -> Sampling:
     return Sampling(config.max_new_tokens, temperature=config.temperature, top_p=config.top_p)
 
 
-def _scorer(config: TrainConfig) -> RewardScorer:
+def _scorer(config: RewardedConfig) -> RewardScorer:
     return RewardScorer(parse_rewards(config.reward), config.reward_timeout)
 
 
@@ -222,7 +259,7 @@ def _reward_hash(config: TrainConfig) -> str:
     return f"sha256:{hashlib.sha256(json.dumps(parts).encode()).hexdigest()}"
 
 
-def _prompts(session: RunSession) -> Prompts:
+def _prompts(session: Session[Any]) -> Prompts:
     """Read the rows of the data files again, as rewards get them."""
     config, fields = session.config, parse_fields(session.config.field)
     rows = {}

@@ -9,6 +9,8 @@ from mlxtune.core.files.typed_json import from_json
 VERDICTS = HELPED, HURT, CANNOT_TELL = "helped", "hurt", "cannot tell"
 # With fewer rows, changes of the same sign in all rows are not significant: 2 * (1/2)^5 > 0.05.
 MIN_ROWS = 6
+# The name of the reward that is 1 for an answer equal to the row's, and 0 for any other.
+EXACT = "exact"
 PERPLEXITY_CAP = 1e6
 
 

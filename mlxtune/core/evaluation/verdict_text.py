@@ -3,6 +3,7 @@
 from mlxtune.core.evaluation.interval import CONFIDENCE
 from mlxtune.core.evaluation.outcome import (
     CANNOT_TELL,
+    EXACT,
     HELPED,
     HURT,
     MIN_ROWS,
@@ -70,19 +71,30 @@ def _reward_lines(evaluation: Evaluation) -> list[str]:
     rows = pluralize(evaluation.rows, "row")
     if evaluation.left_out:
         rows += f" (without {pluralize(evaluation.left_out, 'row')} that training also used)"
-    what = f"greedy answers to {rows} get a mean reward of {_reward_text(first)}"
-    lines = [
-        f"{f'reward {each.name} of ' if each.name else 'reward of '}"
-        f"{'sampled' if each.sampled else 'greedy'} answers: {_reward_text(each)}"
-        for each in others
-    ]
+    before = "before" if evaluation.against is None else f"with {evaluation.against}"
+    what = f"greedy answers to {rows} get a mean reward of {_reward_text(first, before)}"
+    lines = [f"{_reward_name(each)}: {_reward_text(each, before)}" for each in others]
     return [_verdict_line(evaluation, what), *lines]
 
 
-def _reward_text(change: RewardChange) -> str:
+def _reward_name(change: RewardChange) -> str:
+    answers = f"{'sampled' if change.sampled else 'greedy'} answers"
+    if change.name == EXACT:
+        return f"exact {answers}"
+    return f"reward {change.name} of {answers}" if change.name else f"reward of {answers}"
+
+
+def _reward_text(change: RewardChange, before: str) -> str:
+    # An exact answer has the reward 1, and any other 0, so the mean is a fraction.
+    exact = change.name == EXACT
+    scale, digits, percent, points = (100, 0, "%", " points") if exact else (1, 3, "", "")
+    after, earlier = (
+        f"{scale * each:.{digits}f}{percent}" for each in (change.after, change.before)
+    )
+    changes = change.after - change.before, change.low, change.high
+    gain, low, high = (f"{scale * each:+.{digits}f}" for each in changes)
     return (
-        f"{change.after:.3f}, {change.before:.3f} before ({change.after - change.before:+.3f}, "
-        f"{CONFIDENCE:.0%} interval {change.low:+.3f} to {change.high:+.3f})"
+        f"{after}, {earlier} {before} ({gain}{points}, {CONFIDENCE:.0%} interval {low} to {high})"
     )
 
 
@@ -144,7 +156,10 @@ def _verdict_line(evaluation: Evaluation, evidence: str) -> str:
 def _but_none_right(evaluation: Evaluation) -> str:
     """Return a clause for an adapter that helped, although none of its answers is right."""
     generated = evaluation.generated
-    if generated is None or generated.rows < MIN_ROWS or evaluation.verdict != HELPED:
+    # Rows that are judged by rewards may have no right answer.
+    if evaluation.rewards or evaluation.verdict != HELPED:
+        return ""
+    if generated is None or generated.rows < MIN_ROWS:
         return ""
     counted = generated.matches or generated.exact_match
     if counted.adapted != 0:

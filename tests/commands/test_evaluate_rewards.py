@@ -1,0 +1,124 @@
+"""`mlxtune eval --reward`: compares the rewards of answers without and with an adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxtune import EvalConfig, TrainConfig, TrainResult, evaluate, train
+from mlxtune.errors import ConfigError
+from tests.command import Cli
+from tests.models import sums, write_chat, write_model
+
+# The number of an answer's ASCII characters, in ninths. The file leaves a mark when it is run.
+LOW = """
+open({mark!r}, "w").close()
+
+def reward(prompt, completion, row):
+    return sum(map(str.isascii, completion)) / 9
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult]:
+    """A folder with a run that learned from a reward, and its result."""
+    folder = tmp_path_factory.mktemp("run")
+    write_model(folder / "model", "qwen3")
+    write_chat(folder / "chat.jsonl", sums(30))
+    (folder / "low.py").write_text(LOW.format(mark=str(folder / "mark")))
+    result = train(
+        TrainConfig(
+            str(folder / "model"),
+            (str(folder / "chat.jsonl"),),
+            output=str(folder / "out"),
+            objective="grpo",
+            reward=(str(folder / "low.py"),),
+            targets=("all",),
+            max_new_tokens=9,
+            group_size=5,
+            lr=3e-2,
+            max_steps=8,
+            val_split=0.4,
+            samples=2,
+            quiet=True,
+        )
+    )
+    return folder, result
+
+
+def options(folder: Path, **changes: object) -> EvalConfig:
+    given = {
+        "adapter": str(folder / "out"),
+        "data": (str(folder / "chat.jsonl"),),
+        "reward": (str(folder / "low.py"),),
+        "max_new_tokens": 9,
+        "quiet": True,
+        **changes,
+    }
+    return EvalConfig(**given)
+
+
+def test_rewards_and_verdict_are_the_run_s(run: tuple[Path, TrainResult]) -> None:
+    folder, result = run
+    trained = result.evaluation
+    assert trained is not None and trained.generated is not None
+    found = evaluate(options(folder))
+    # The rows that were trained on are left out, so the run's validation rows remain.
+    assert (found.rows, found.left_out) == (12, 18)
+    assert found.rewards == trained.rewards
+    assert found.verdict == trained.verdict == "helped"
+    total, sampled, exact = found.rewards
+    assert (total.name, sampled.sampled, exact.name) == ("", True, "exact")
+    assert total.after > total.before and (exact.before, exact.after) == (0, 0)
+    assert found.generated is not None and found.generated.rows == 12
+    assert set(map(str, trained.generated.samples)) < set(map(str, found.generated.samples))
+
+
+def test_adapter_against_itself_has_no_verdict(
+    run: tuple[Path, TrainResult], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = run
+    rewards = (str(folder / "low.py"), "exact=2", "length")
+    found = evaluate(options(folder, against=str(folder / "out"), reward=rewards))
+    assert found.verdict == "cannot tell"
+    names = ["", "low.reward", "exact", "length"]
+    assert [(each.name, each.sampled) for each in found.rewards] == [
+        (name, sampled) for name in names for sampled in (False, True)
+    ]
+    assert all(each.before == each.after for each in found.rewards)
+    assert found.generated is not None and not found.generated.differing
+
+
+def test_code_that_a_run_names_is_not_executed(run: tuple[Path, TrainResult], cli: Cli) -> None:
+    folder, _ = run
+    (folder / "mark").unlink(missing_ok=True)
+    adapter, data = str(folder / "out"), str(folder / "chat.jsonl")
+    outcome = cli("eval", "--adapter", adapter, "--data", data)
+    assert f"trained with --reward {folder / 'low.py'}: give them" in outcome.err
+    assert not (folder / "mark").exists()
+    shown = cli(
+        *("eval", "--adapter", adapter, "--data", data, "--reward", folder / "low.py"),
+        *("--max-new-tokens", 9),
+    )
+    assert (folder / "mark").exists()
+    assert "Verdict     the adapter helped: greedy answers to 12 rows (without 18 " in shown.out
+    assert "exact greedy answers: 0%, 0% before (+0 points, 95% interval " in shown.out
+    assert "Base  " not in shown.out
+
+
+def test_options_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError) as raised:
+        EvalConfig(model_path="m", data=("d",), reward=("json",), generate=True, objective="dpo")
+    assert [each.partition(":")[0] for each in raised.value.problems] == [
+        "--reward compares answers before and after training",
+        "--reward compares no preferences",
+        "--reward already counts exact answers",
+    ]
+    with pytest.raises(ConfigError, match="--objective grpo compares rewards: give --reward"):
+        EvalConfig(model_path="m", data=("d",), objective="grpo")
+
+
+def test_unknown_reward_is_an_error(run: tuple[Path, TrainResult]) -> None:
+    with pytest.raises(ConfigError, match="reward 'wonder' is unknown"):
+        evaluate(options(run[0], reward=("wonder",)))
