@@ -31,7 +31,7 @@ from mlxtune.core.machine.installation import DISTRIBUTION
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
-from mlxtune.core.run.summary import NOT_BETTER, RunView, option_text
+from mlxtune.core.run.summary import RunView, option_text
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
 from mlxtune.views.plan_text import MIN_STEPS
@@ -48,6 +48,8 @@ _MIN_LOSSES = 5
 _JUMP = 1.5
 # Nats per token by which chosen answers may become less likely without a warning.
 _LESS_LIKELY = 0.1
+# Few rows teach a policy if more than this fraction have equal rewards.
+_MANY_ALIKE = 0.5
 # A rate below this fraction of the objective's default hardly trains.
 _TINY_RATE = 0.05
 
@@ -264,9 +266,9 @@ def next_try_line(
     The chosen answers of pairs became less likely; or the run learned little, because it was short
     or its rate tiny; or its last validation was the best, so that it was still learning.
     """
-    steps, last = len(result.steps), result.validations[-1:]
     if evaluation.rewards:
-        return None
+        return _next_reward_line(evaluation, config, result)
+    steps, last = len(result.steps), result.validations[-1:]
     learned = evaluation.verdict == HELPED and not evaluation.hardly
     difference, preference = evaluation.difference, evaluation.preference
     weightless = config.objective == "dpo" and not config.sft_weight and preference is not None
@@ -289,13 +291,33 @@ def next_try_line(
     return None
 
 
+def _next_reward_line(
+    evaluation: Evaluation, config: TrainConfig, result: InstructTrainResult
+) -> str | None:
+    """Return what to try if the greedy answers got no better rewards, and the run shows why."""
+    alike = [step.metrics.get("frac_reward_zero_std", 0.0) for step in result.steps]
+    if evaluation.verdict == HELPED or not alike:
+        return None
+    if (fraction := sum(alike) / len(alike)) > _MANY_ALIKE:
+        return (
+            f"for {fraction:.0%} of the rows, all answers got the same reward, so they taught "
+            "nothing: add a reward with partial credit, such as json_keys, or raise --group-size"
+        )
+    if any(each.sampled and not each.name and each.low > 0 for each in evaluation.rewards):
+        more = f"--epochs {2 * config.epochs}"
+        if config.max_steps is not None:
+            more = f"--max-steps {2 * config.max_steps}"
+        return f"only the sampled answers got better, so more training may help: try {more}"
+    return None
+
+
 def _mean_loss(steps: Sequence[StepRecord]) -> float:
     weight = sum(step.weight for step in steps)
     return sum(step.loss * step.weight for step in steps) / max(weight, 1)
 
 
 def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
-    rates = f", {view.rows_per_second:.1f} rows/s, {view.speed}" if view.rows_per_second else ""
+    rates = f", {view.rows_per_second:.1f} rows/s, {view.speed}" if view.speed else ""
     predicted = f" (predicted {byte_size(size)})" if (size := view.predicted_memory) else ""
     yield f"{view.course}{rates}, peak memory {byte_size(view.peak_memory or 0)}{predicted}"
     shown = partial(loss_and_perplexity, objective=config.objective)
@@ -310,7 +332,7 @@ def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
             f"best, after {view.best_place}"
         )
     if not view.improved:
-        yield NOT_BETTER
+        yield view.not_better
     if view.status == "stopped early":
         yield f"stopped early after step {view.step}: see --patience {config.patience}"
     source = f"{view.best_place}, the best" if view.best_place else "the last epoch"

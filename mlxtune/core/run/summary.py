@@ -26,10 +26,6 @@ from mlxtune.core.run.stored_run import Run, get_mapping, get_str, number, whole
 from mlxtune.errors import resume_command
 
 _CURVE_POINTS = 12
-NOT_BETTER = (
-    "no epoch was better on the validation rows than the model before training: "
-    "lower --lr, or add data"
-)
 Outcome = Literal["good", "uncertain", "bad"]
 _OUTCOMES: dict[str, Outcome] = {HELPED: "good", HURT: "bad", CANNOT_TELL: "uncertain"}
 # The fields that the JSON of a run leaves out.
@@ -167,10 +163,18 @@ class RunView:
             return self.judged
         ended = "stopped early" if self.status == "stopped early" else "finished"
         if not self.improved:
-            return Verdict("uncertain", f"The run {ended}. {sentence(NOT_BETTER)}")
+            return Verdict("uncertain", f"The run {ended}. {sentence(self.not_better)}")
         note = f" {sentence(f'{self.best_place} was the best')}" if self.best_place else ""
         adapter = " Its adapter:" if self.adapter else ""
         return Verdict("good", f"The run {ended}.{note}{adapter}", self.adapter)
+
+    @property
+    def not_better(self) -> str:
+        """A sentence on a run whose validations never improved, with the remedy."""
+        problem = "no epoch was better on the validation rows than the model before training"
+        if self.objective in REWARDED:
+            return f"{problem}: lower --lr, raise --group-size, or change --reward"
+        return f"{problem}: lower --lr, or add data"
 
     @property
     def measure(self) -> str:
