@@ -321,9 +321,9 @@ def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
     predicted = f" (predicted {byte_size(size)})" if (size := view.predicted_memory) else ""
     yield f"{view.course}{rates}, peak memory {byte_size(view.peak_memory or 0)}{predicted}"
     shown = partial(loss_and_perplexity, objective=config.objective)
-    if view.train_loss is not None:
-        loss = f"{view.train_loss:.4f}" if config.objective in REWARDED else shown(view.train_loss)
-        yield f"training loss {loss} in the last epoch"
+    # A policy's loss is near zero whether or not it learns.
+    if view.train_loss is not None and config.objective not in REWARDED:
+        yield f"training loss {shown(view.train_loss)} in the last epoch"
     before, last, best = view.initial_val_loss, view.last_val_loss, view.best_val_loss
     if before is not None and last is not None and best is not None:
         loss = "" if config.objective in REWARDED else "loss "

@@ -50,4 +50,4 @@ def test_run_whose_reward_does_not_rise_stops_early_and_says_why(
     assert "for 100% of the rows, all answers got the same reward" in shown
     # No token was trained on, so there is no speed.
     assert ", ," not in shown and "rows/s" not in shown.partition("Done  ")[2]
-    assert "add data" not in shown and "loss rose" not in shown
+    assert "add data" not in shown and "training loss" not in shown
