@@ -233,8 +233,8 @@ class Evaluation:
     `preference`, and without an adapter `preferred` is the fraction of pairs whose chosen answer
     the base model prefers.
 
-    If training learned from rewards, the losses are negative mean rewards of greedy answers, by
-    which the verdict goes, before and after training; `rewards` starts with their sum.
+    If rewards are compared, the losses are negative mean rewards of greedy answers, by which the
+    verdict goes, before and after training; `rewards` starts with their sum and includes `exact`.
 
     `left_out` counts rows that are left out because they were also trained on; with `only_trained`,
     no other rows remained, and all rows were evaluated. `files` has a verdict on each file, if
