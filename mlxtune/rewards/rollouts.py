@@ -28,9 +28,10 @@ from mlxtune.core.objectives.policy import (
     advantages_of,
 )
 from mlxtune.core.run.metrics import FileLoss, InstructBatchResult
+from mlxtune.core.run.sample_records import GroupRecord, SampleRecord, groups_in
 from mlxtune.core.training.pipeline import OnProgress, Step, StepData
 from mlxtune.errors import NonFiniteLossError, OutputError
-from mlxtune.rewards.samples import GroupRecord, SampleLedger, SampleRecord, groups_of
+from mlxtune.rewards.samples import SampleLedger
 from mlxtune.rewards.scoring import Completion, Reward
 
 _Logps = npt.NDArray[np.float32]
@@ -157,7 +158,7 @@ class Rollouts:
         """Return the recorded groups of a rollout that the given or any LoRA matrices sampled."""
         known = self._ledger.read(step, adapter) if self._workers.rank == 0 else None
         content = b"".join(group.as_json() for group in known or ())
-        return groups_of(self._workers.broadcast_bytes(content))
+        return groups_in(self._workers.broadcast_bytes(content))
 
     def _resumed(self, step: int) -> list[GroupRecord]:
         """Return the groups of a rollout between whose updates a run stopped."""

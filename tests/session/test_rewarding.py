@@ -18,9 +18,9 @@ from mlxtune.commands.plan import plan
 from mlxtune.commands.verify import verify
 from mlxtune.config import PlanConfig
 from mlxtune.core.run.run_folder import INITIAL, SAMPLED
+from mlxtune.core.run.sample_records import read_samples
 from mlxtune.errors import ConfigError, DataError, ModelError
 from mlxtune.rewards.rollouts import Rollouts
-from mlxtune.rewards.samples import read_samples
 from tests.configs import problems
 from tests.models import write_model
 from tests.slow import slow

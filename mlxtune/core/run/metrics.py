@@ -1,7 +1,7 @@
 """The measurements of steps, validations, epochs and whole runs."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints, overload
 
@@ -95,6 +95,12 @@ class StepHistory(Sequence[StepRecord]):
     def column(self, name: str) -> Sequence[float]:
         column: Sequence[float] = self._columns[name]
         return column
+
+    @property
+    def metrics(self) -> Sequence[Mapping[str, float]]:
+        """The metrics of each step."""
+        metrics: list[dict[str, float]] = self._columns["metrics"]
+        return metrics
 
     def pop(self) -> StepRecord:
         return StepRecord(**{name: column.pop() for name, column in self._columns.items()})

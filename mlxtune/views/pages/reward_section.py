@@ -1,0 +1,204 @@
+"""The sections of a run's page on its rewards: what changed, and samples that show it."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from mlxtune.config.objective_config import REWARDED
+from mlxtune.core.formatting import join_few, pluralize
+from mlxtune.core.run.reward_changes import MetricChange, mean_text, metric_changes, opposites
+from mlxtune.core.run.run_folder import SAMPLED
+from mlxtune.core.run.sample_records import GroupRecord, SampleRecord, read_shown
+from mlxtune.core.run.stored_run import Run
+from mlxtune.errors import one_line
+
+# The most groups of a step, pairs of rewards, and examples of a pair that a page shows.
+_MAX_GROUPS, _MAX_PAIRS, _MAX_EXAMPLES = 3, 3, 3
+_QUARTERS = ("shortest quarter", "second quarter", "third quarter", "longest quarter")
+# The smallest correlation to report, and the fewest answers that it needs.
+_MIN_CORRELATION, _MIN_ANSWERS = 0.3, 16
+
+# A group with one of its samples.
+Drawn = tuple[GroupRecord, SampleRecord]
+
+
+def reward_context(run: Run) -> dict[str, Any]:
+    """Return the values of reward_section.html; `rewarded` is false for other runs."""
+    if run.config.get("objective") not in REWARDED:
+        return {"rewarded": False}
+    changes, (steps, note) = metric_changes(run), _read(run)
+    late = [group for each in _last_third([*steps.values()]) for group in each]
+    drawn = [(group, sample) for group in late for sample in group.samples]
+    return {
+        "rewarded": True,
+        "changes": changes,
+        "learned": _learned(changes),
+        "pairs": [_pair(*pair, drawn) for pair in opposites(changes)[:_MAX_PAIRS]],
+        "steps": [_step(step, groups) for step, groups in steps.items()],
+        "lengths": _lengths(drawn),
+        "samples_note": note,
+    }
+
+
+def _read(run: Run) -> tuple[dict[int, list[GroupRecord]], str]:
+    """Return groups by step, and why some or all are missing."""
+    path = run.folder / SAMPLED
+    try:
+        steps, is_cut = read_shown(path)
+    except FileNotFoundError:
+        return {}, f"The run has no {SAMPLED}, so no samples are shown."
+    except (OSError, ValueError) as problem:
+        why = getattr(problem, "strerror", None) or one_line(problem)
+        return {}, f"{SAMPLED} cannot be read, so no samples are shown: {why}."
+    later = f"{SAMPLED} is too large to search whole, so samples of later steps are not shown."
+    return steps, later * is_cut
+
+
+def _last_third(values: Sequence[Any]) -> Sequence[Any]:
+    return values[-max(len(values) // 3, 1) :]
+
+
+def _learned(changes: Sequence[MetricChange]) -> str:
+    """Return a sentence on what rose and fell."""
+    rewards = [each for each in changes if each.kind != "answers"]
+    if not rewards:
+        return "The run is too short to compare its thirds."
+    main, others = rewards[0], rewards[1:]
+    sentence = f"{main.label[0].upper()}{main.label[1:]}{main.sentence[len(main.label) :]}."
+    for verb, moved in (("Rose", 1), ("Fell", -1), ("Did not clearly change", 0)):
+        if names := [each.label for each in others if each.moved == moved]:
+            sentence += f" {verb}: {join_few(names)}."
+    return sentence
+
+
+# Best and worst
+
+
+def _step(step: int, groups: Sequence[GroupRecord]) -> dict[str, Any]:
+    """Return the groups of a step whose rewards differ most, with their best and worst sample."""
+    drawn = [group for group in groups if group.samples]
+    ordered = sorted(drawn, key=_range, reverse=True)[:_MAX_GROUPS]
+    return {"step": step, "groups": list(map(_group, ordered)), "of": len(groups)}
+
+
+def _ranked(group: GroupRecord) -> list[SampleRecord]:
+    known = [sample for sample in group.samples if sample.reward is not None]
+    return sorted(known, key=lambda sample: sample.reward or 0.0)
+
+
+def _range(group: GroupRecord) -> float:
+    ranked = _ranked(group)
+    return (ranked[-1].reward or 0.0) - (ranked[0].reward or 0.0) if ranked else -1.0
+
+
+def _group(group: GroupRecord) -> dict[str, Any]:
+    ranked, count = _ranked(group), len(group.samples)
+    if not ranked:
+        return _article(group, "no answer has a reward", [("no reward", group.samples[0])])
+    if not _range(group):
+        note = f"all {pluralize(len(ranked), 'reward')} are equal: no gradient"
+        return _article(group, note, [("one of the answers", ranked[0])])
+    return _article(group, f"of {count:,} answers", [("best", ranked[-1]), ("worst", ranked[0])])
+
+
+def _article(
+    group: GroupRecord, note: str, titled: Iterable[tuple[str, SampleRecord]]
+) -> dict[str, Any]:
+    answers = [{"title": title, **_facts(sample)} for title, sample in titled]
+    return {"row": group.row, "prompt": group.prompt, "note": note, "answers": answers}
+
+
+def _facts(sample: SampleRecord) -> dict[str, Any]:
+    parts = {name: _number(value) for name, value in sample.rewards.items()}
+    facts = [f"{name} {value}" for name, value in parts.items()] if len(parts) > 1 else []
+    facts += [f"advantage {sample.advantage:+.2f}", pluralize(len(sample.tokens), "token")]
+    return {
+        "reward": _number(sample.reward),
+        "facts": ", ".join(facts),
+        "truncated": not sample.finished,
+        "text": sample.text,
+        "problem": sample.problems[0] if sample.problems else "",
+    }
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else mean_text(value)
+
+
+# Rewards that move apart
+
+
+def _pair(better: MetricChange, worse: MetricChange, drawn: Sequence[Drawn]) -> dict[str, Any]:
+    """Return two rewards that moved in opposite directions, and samples that show it."""
+    return {
+        "title": f"{better.label} {better.verb}, {worse.label} {worse.verb}",
+        "sentences": [better.sentence, worse.sentence],
+        "examples": [
+            _article(group, f"step {group.step:,}", [("answer", sample)])
+            for group, sample in _opposed(better, worse, drawn)
+        ],
+    }
+
+
+def _opposed(better: MetricChange, worse: MetricChange, drawn: Sequence[Drawn]) -> Iterator[Drawn]:
+    """Yield the samples with the best values of one reward and the worst ones of the other."""
+
+    def standardised(change: MetricChange) -> Callable[[SampleRecord], float]:
+        values = [
+            value for _, each in drawn if (value := each.rewards.get(change.label)) is not None
+        ]
+        mean, deviation = (np.mean(values), np.std(values)) if values else (0.0, 0.0)
+        sign = -1 if change.penalty else 1
+
+        def score(sample: SampleRecord) -> float:
+            value = sample.rewards.get(change.label)
+            return (
+                float(sign * (value - mean) / deviation) if value is not None and deviation else 0.0
+            )
+
+        return score
+
+    good, bad = standardised(better), standardised(worse)
+    found = [each for each in drawn if good(each[1]) > 0 > bad(each[1])]
+    found.sort(key=lambda each: good(each[1]) - bad(each[1]), reverse=True)
+    texts = set[str]()
+    for group, sample in found:
+        if sample.text not in texts and len(texts) < _MAX_EXAMPLES:
+            texts.add(sample.text)
+            yield group, sample
+
+
+# Length
+
+
+def _lengths(drawn: Sequence[Drawn]) -> Mapping[str, Any] | None:
+    """Return the mean reward of answers by their length; None for too few answers."""
+    known = [(len(sample.tokens), sample) for _, sample in drawn if sample.reward is not None]
+    if len(known) < _MIN_ANSWERS:
+        return None
+    known.sort(key=lambda each: each[0])
+    bounds = [len(known) * i // 4 for i in range(5)]
+    quarters = [known[a:b] for a, b in pairwise(bounds)]
+    rows = [
+        (
+            name,
+            f"{fmean(tokens for tokens, _ in part):,.1f}",
+            _number(fmean(sample.reward or 0.0 for _, sample in part)),
+            f"{fmean(not sample.finished for _, sample in part):.0%}",
+        )
+        for name, part in zip(_QUARTERS, quarters, strict=True)
+    ]
+    tokens, rewards = [each for each, _ in known], [sample.reward or 0.0 for _, sample in known]
+    varies = min(np.std(tokens), np.std(rewards)) > 0
+    r = float(np.corrcoef(tokens, rewards)[0, 1]) if varies else 0.0
+    note = "Length and reward are hardly related"
+    if abs(r) >= _MIN_CORRELATION:
+        note = f"{'Longer' if r > 0 else 'Shorter'} answers get higher rewards"
+    steps = sorted({group.step for group, _ in drawn})
+    return {
+        "rows": rows,
+        "note": f"{note} (correlation {r:+.2f}), in steps {steps[0]:,} to {steps[-1]:,}",
+    }
