@@ -8,6 +8,7 @@ from typing import Any
 from mlxtune.config import as_path
 from mlxtune.core.files.writing import check_outputs, make_folder, write_file
 from mlxtune.core.run.progress import record_values
+from mlxtune.core.run.reward_changes import gradient_warning
 from mlxtune.core.run.run_folder import REPORT
 from mlxtune.core.run.stored_run import Run, read_run, run_folder_at
 from mlxtune.core.run.summary import (
@@ -103,6 +104,11 @@ def _lines(runs: Sequence[Run]) -> list[str]:
     for view in views:
         name = f"{view.name}: " if len(views) > 1 else ""
         lines += [f"{name}{view.headline}", verdict_line(view.verdict)]
+        if len(views) == 1:
+            lines += [
+                each.sentence for each in view.changes if each.kind != "answers" or each.moved
+            ]
+            lines += gradient_warning(view.changes)
         lines += [f"problem: {problem}" for problem in view.problems]
     if len(views) > 1:
         lines.append(comparison_headline(views, validated_alike(runs)))

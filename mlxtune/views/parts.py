@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxtune.core.formatting import byte_size, duration, loss_text, pluralize
+from mlxtune.core.run.reward_changes import mean_text
 from mlxtune.core.run.summary import Outcome, RunView, Verdict
 
 # The sign of each outcome, and its CSS class on pages.
@@ -22,7 +23,11 @@ def run_figures(view: RunView, limit: float | None = None) -> dict[str, str]:
         before = view.initial_val_loss
         improved = f", from {view.measured(before)} before training" if before is not None else ""
         figures[f"best {view.measure}{improved}"] = view.measured(view.best_val_loss)
-    if view.train_loss is not None:
+    if (change := view.sampled) is not None:
+        first, last = mean_text(change.first), mean_text(change.last)
+        label = f"mean reward of answers sampled in the last third, from {first} in the first"
+        figures[label] = last
+    elif view.train_loss is not None:
         period = "the last epoch" if view.epoch else "the steps so far"
         figures[f"training loss in {period}"] = loss_text(view.train_loss)
     if view.seconds is not None:

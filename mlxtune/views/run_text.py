@@ -31,6 +31,7 @@ from mlxtune.core.machine.installation import DISTRIBUTION
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
+from mlxtune.core.run.reward_changes import gradient_warning
 from mlxtune.core.run.summary import RunView, option_text
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
@@ -161,7 +162,7 @@ def epoch_line(
     initial: float | None = None,
 ) -> str:
     """Return a line on an epoch's losses; `initial` is the validation loss before training."""
-    validation = ""
+    validation, train = "", "loss " if objective in REWARDED else "train "
     if metrics.val_loss is not None:
         validation = f", validation {loss_and_perplexity(metrics.val_loss, objective)}"
         if initial is not None and metrics.val_loss >= initial:
@@ -169,7 +170,7 @@ def epoch_line(
         elif best:
             validation += ", best so far"
     return (
-        f"epoch {metrics.epoch}: train {metrics.train_loss:.4f}{validation}; "
+        f"epoch {metrics.epoch}: {train}{metrics.train_loss:.4f}{validation}; "
         f"{metrics.samples_per_sec:.1f} rows/s, {duration(metrics.epoch_time_ms / 1000)}"
     )
 
@@ -317,12 +318,15 @@ def _mean_loss(steps: Sequence[StepRecord]) -> float:
 
 
 def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
-    rates = f", {view.rows_per_second:.1f} rows/s, {view.speed}" if view.speed else ""
+    rates = f", {view.rows_per_second:.1f} rows/s" if view.rows_per_second else ""
+    rates += f", {view.speed}" if rates and view.speed else ""
     predicted = f" (predicted {byte_size(size)})" if (size := view.predicted_memory) else ""
     yield f"{view.course}{rates}, peak memory {byte_size(view.peak_memory or 0)}{predicted}"
     shown = partial(loss_and_perplexity, objective=config.objective)
-    # A policy's loss is near zero whether or not it learns.
-    if view.train_loss is not None and config.objective not in REWARDED:
+    if view.sampled is not None:
+        yield f"reward of sampled answers: {view.sampled.sentence}"
+        yield from gradient_warning(view.changes)
+    elif view.train_loss is not None and config.objective not in REWARDED:
         yield f"training loss {shown(view.train_loss)} in the last epoch"
     before, last, best = view.initial_val_loss, view.last_val_loss, view.best_val_loss
     if before is not None and last is not None and best is not None:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxtune.core.formatting import loss_text, minute_of
-from mlxtune.core.run.summary import RunView
+from mlxtune.core.run.summary import REWARD_MEASURE, RunView
 from mlxtune.errors import printable
 from mlxtune.views.pages.axis import spans_much
 from mlxtune.views.visible import escape
@@ -80,7 +80,8 @@ def _cells(run: RunView) -> dict[str, str]:
     before, best = run.initial_val_loss, run.best_val_loss
     validated = before is not None or best is not None
     more = f" +{len(run.data) - 1}" if len(run.data) > 1 else ""
-    speed = run.tokens_per_second
+    speed, kind = run.tokens_per_second, " reward" * (run.measure == REWARD_MEASURE)
+    train = loss_text(run.sampled.last) + kind if run.sampled else loss_text(run.train_loss)
     return {
         "run": escape(run.name),
         "started": minute_of(run.started) or "–",
@@ -88,8 +89,8 @@ def _cells(run: RunView) -> dict[str, str]:
         "data": escape(run.data[0]) + more if run.data else "–",
         "objective": escape(run.objective),
         "steps": run.steps,
-        "train": loss_text(run.train_loss),
-        "val loss": f"{loss_text(before)} → {loss_text(best)}" if validated else "–",
+        "train": train,
+        "val loss": f"{run.measured(before)} → {run.measured(best)}{kind}" if validated else "–",
         "curve": sparkline(run.curve),
         "tok/s": "–" if speed is None else f"{speed:,.0f}",
     }

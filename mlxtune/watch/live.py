@@ -29,7 +29,7 @@ from mlxtune.core.run.run_folder import (
     request_stop,
 )
 from mlxtune.core.run.stored_run import Run, find_runs, number, read_run, run_folder_at
-from mlxtune.core.run.summary import RunView, validated_alike
+from mlxtune.core.run.summary import RunView, measure_of, validated_alike
 from mlxtune.errors import OutputError, one_line
 from mlxtune.views.pages.charts import Chart, draw_all
 from mlxtune.views.pages.page import PageType
@@ -289,7 +289,7 @@ def render_runs(runs: Mapping[str, Run], stopping: Set[str]) -> Parts:
     title = pluralize(len(runs), "run")
     listed = list(runs.values())
     sentence = comparison_headline(views, validated_alike(listed))
-    head = _fragment("runs_head.html", rows=rows, sentence=sentence)
+    head = _fragment("runs_head.html", rows=rows, sentence=sentence, measure=measure_of(views))
     return _parts(title=title, head=head, **_charts(comparison_charts(listed, views)))
 
 

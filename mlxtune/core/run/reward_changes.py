@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,12 +13,14 @@ from mlxtune.core.run.stored_run import Run
 
 # The fewest steps of a third that show a change.
 _MIN_STEPS = 3
-_SUM, _REWARDS, _MEAN, _STD = "reward", "rewards/", "/mean", "/std"
+SUM = "sum of rewards"
+_REWARDS, _MEAN = "rewards/", "/mean"
+_WITHOUT_GRADIENT = "share of rows without a gradient"
 # What a run measures of its answers besides rewards.
 _MEASURES = {
     "completions/mean_length": "tokens per answer",
     "completions/clipped_ratio": "share of truncated answers",
-    "frac_reward_zero_std": "share of rows without a gradient",
+    "frac_reward_zero_std": _WITHOUT_GRADIENT,
     "completions/without_reward": "share of answers without a reward",
     "kl": "divergence from the start (KL)",
 }
@@ -68,11 +70,20 @@ def mean_text(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
-def reward_names(run: Run) -> list[str]:
-    """Return the names of the rewards of a run, in the order of its options."""
+def reward_keys(run: Run) -> dict[str, str]:
+    """Return the metrics of a run's rewards by name, in the order of its options; their sum first.
+
+    A single reward has no sum.
+    """
     every = dict.fromkeys(name for step in run.progress.steps.metrics for name in step)
-    found = (name.removeprefix(_REWARDS) for name in every if name.startswith(_REWARDS))
-    return [name.removesuffix(_MEAN) for name in found if name.endswith(_MEAN)]
+    found = (key for key in every if key.startswith(_REWARDS) and key.endswith(_MEAN))
+    keys = {key.removeprefix(_REWARDS).removesuffix(_MEAN): key for key in found}
+    return {SUM: "reward", **keys} if len(keys) > 1 else keys
+
+
+def spread_key(key: str) -> str:
+    """Return the metric of a reward's spread, given that of its mean."""
+    return f"{key}_std" if key == "reward" else key.removesuffix(_MEAN) + "/std"
 
 
 def metric_values(run: Run, key: str) -> tuple[list[float], list[float]]:
@@ -92,13 +103,16 @@ def metric_changes(run: Run) -> list[MetricChange]:
     """
     if run.config.get("objective") not in REWARDED:
         return []
-    names = reward_names(run)
-    options = run.config.get("reward")
+    keys, options = reward_keys(run), run.config.get("reward")
+    names = [name for name in keys if name != SUM]
     options = options if isinstance(options, list) and len(options) == len(names) else names
-    changes = [_change(run, _SUM, "sum of rewards", "sum")] if len(names) > 1 else []
-    for name, option in zip(names, options, strict=True):
-        penalty = bool(_NEGATIVE_WEIGHT.search(str(option)))
-        changes.append(_change(run, _REWARDS + name + _MEAN, name, "reward", penalty))
+    texts = dict(zip(names, map(str, options), strict=True))
+    changes = [
+        _change(run, key, name, "reward", bool(_NEGATIVE_WEIGHT.search(texts[name])))
+        if name in texts
+        else _change(run, key, name, "sum")
+        for name, key in keys.items()
+    ]
     changes += [_change(run, key, label, "answers") for key, label in _MEASURES.items()]
     found = (change for change in changes if change is not None)
     return [each for each in found if each.kind != "answers" or each.first or each.last]
@@ -115,13 +129,19 @@ def _change(
     # Steps have different rows, so a change within their noise is not significant.
     change, error = last - first, math.sqrt(scatter / third)
     moved = (change > 2 * error) - (change < -2 * error)
-    _, deviations = metric_values(run, _spread_of(key)) if kind != "answers" else ([], [])
+    _, deviations = metric_values(run, spread_key(key)) if kind != "answers" else ([], [])
     spreads = [float(np.mean(each)) for each in (deviations[:third], deviations[-third:]) if each]
     return MetricChange(label, first, last, moved, kind, penalty, spreads)
 
 
-def _spread_of(key: str) -> str:
-    return f"{_SUM}_std" if key == _SUM else key.removesuffix(_MEAN) + _STD
+def gradient_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
+    """Yield a sentence if most rows of the last third had no gradient."""
+    for each in changes:
+        if each.label == _WITHOUT_GRADIENT and each.last > 0.5:
+            yield (
+                f"In the last third, {each.last:.0%} of the rows taught nothing, because all their "
+                "answers had the same reward."
+            )
 
 
 def opposites(changes: Sequence[MetricChange]) -> list[tuple[MetricChange, MetricChange]]:

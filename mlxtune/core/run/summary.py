@@ -21,15 +21,21 @@ from mlxtune.core.evaluation.verdict_text import verdict_lines
 from mlxtune.core.formatting import duration, loss_text, pluralize, sentence
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.metrics import TrainingMetrics
+from mlxtune.core.run.reward_changes import MetricChange, mean_text, metric_changes, metric_values
 from mlxtune.core.run.run_folder import previous_number
 from mlxtune.core.run.stored_run import Run, get_mapping, get_str, number, whole
 from mlxtune.errors import resume_command
 
 _CURVE_POINTS = 12
+LOSS_MEASURE, REWARD_MEASURE = "validation loss", "mean reward"
+# The lines of a verdict on rewards: greedy answers, and sampled ones.
+_MAX_REWARD_LINES = 2
 Outcome = Literal["good", "uncertain", "bad"]
 _OUTCOMES: dict[str, Outcome] = {HELPED: "good", HURT: "bad", CANNOT_TELL: "uncertain"}
 # The fields that the JSON of a run leaves out.
-_NOT_IN_JSON = ("problems", "curve", "rows_per_second", "last_val_loss", "best_place", "judged")
+_NOT_IN_JSON = (
+    *("problems", "curve", "rows_per_second", "last_val_loss", "best_place", "judged", "changes"),
+)
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,10 @@ class RunView:
     `status` is finished, stopped early, running or unfinished; `started` is in ISO 8601. Losses are
     in nats per supervised token, memory in bytes; `tokens_per_second` counts tokens of examples.
     `train_loss` is the mean over the last epoch, or over the steps so far in the first epoch.
-    `curve` has means of the validation losses or, with fewer than three, of the training losses.
+    `curve` has means of the validation losses or, with fewer than three, of the training losses; of
+    the mean rewards of sampled answers in a run that learns from rewards.
     `judged` is the verdict of the evaluation, `best_place` the epoch or step of the best
-    validation.
+    validation, `changes` those of the rewards of sampled answers.
     """
 
     name: str
@@ -82,12 +89,12 @@ class RunView:
     best_place: str
     judged: Verdict | None
     objective: str = "sft"
+    changes: tuple[MetricChange, ...] = ()
 
     @classmethod
     def of(cls, run: Run) -> RunView:
         progress, best, status = run.progress, run.progress.best, _status(run)
         seconds = math.fsum(run.column("seconds"))
-        losses = [validation.val_loss for validation in progress.validations]
         peak = max([whole(run.result, "peak_memory") or 0, *map(int, run.column("memory"))])
         return cls(
             name=run.name,
@@ -113,14 +120,13 @@ class RunView:
             sha256=get_str(run.result, "sha256"),
             resume=_resume(run) if status == "unfinished" else "",
             problems=tuple(run.problems),
-            curve=tuple(
-                bucket_means(losses if len(losses) >= 3 else run.column("loss"), _CURVE_POINTS)
-            ),
+            curve=_curve(run),
             rows_per_second=_speed(run, "rows", seconds),
             last_val_loss=progress.epochs[-1].val_loss if progress.epochs else None,
             best_place=progress.best_place,
             judged=_judged(run.evaluation),
             objective=get_str(run.config, "objective") or "sft",
+            changes=tuple(metric_changes(run)),
         )
 
     @property
@@ -169,6 +175,11 @@ class RunView:
         return Verdict("good", f"The run {ended}.{note}{adapter}", self.adapter)
 
     @property
+    def sampled(self) -> MetricChange | None:
+        """The change of the reward of sampled answers, or None."""
+        return self.changes[0] if self.changes else None
+
+    @property
     def not_better(self) -> str:
         """A sentence on a run whose validations never improved, with the remedy."""
         problem = "no epoch was better on the validation rows than the model before training"
@@ -179,7 +190,7 @@ class RunView:
     @property
     def measure(self) -> str:
         """The name of what a validation measures."""
-        return "mean reward" if self.objective in REWARDED else "validation loss"
+        return REWARD_MEASURE if self.objective in REWARDED else LOSS_MEASURE
 
     def measured(self, loss: float | None) -> str:
         """Return a validation's loss as text; that of rewards is their negative mean."""
@@ -206,6 +217,9 @@ class RunView:
                 return f"{trained} on {data} did not improve {model}: {self.measure} {losses}"
             losses = f"from {shown(before)} to {shown(best)}"
             return f"{trained} on {data} took {model}’s {self.measure} {losses}"
+        if self.sampled is not None:
+            rewards = f"from {mean_text(self.sampled.first)} to {mean_text(self.sampled.last)}"
+            return f"{trained} on {data} took {model}’s mean reward of sampled answers {rewards}"
         if self.train_loss is not None:
             loss = loss_text(self.train_loss)
             return f"{trained} on {data} brought {model} to a training loss of {loss}"
@@ -218,13 +232,21 @@ class RunView:
         return values | {"headline": self.headline, "problems": list(self.problems)}
 
 
+def measure_of(views: Sequence[RunView]) -> str:
+    """Return the name of what the validations of runs measure."""
+    return " or ".join(dict.fromkeys(view.measure for view in views))
+
+
 def _judged(evaluation: Evaluation | None) -> Verdict | None:
     if evaluation is None or evaluation.verdict is None or evaluation.difference is None:
         return None
     # A small gain does not count as success.
     certain = evaluation.verdict == HURT or not evaluation.hardly
     outcome = _OUTCOMES[evaluation.verdict if certain else CANNOT_TELL]
-    return Verdict(outcome, " ".join(map(sentence, verdict_lines(evaluation))))
+    lines = verdict_lines(evaluation)
+    if evaluation.rewards:  # the page has a table of them
+        lines = lines[:_MAX_REWARD_LINES]
+    return Verdict(outcome, " ".join(map(sentence, lines)))
 
 
 def hub_data(run: Run) -> list[Mapping[str, Any]]:
@@ -252,6 +274,15 @@ def bucket_means(values: Sequence[float], most: int) -> list[float]:
     parts = min(most, len(values))
     bounds = [len(values) * i // parts for i in range(parts + 1)] if parts else [0]
     return [statistics.fmean(values[a:b]) for a, b in pairwise(bounds)]
+
+
+def _curve(run: Run) -> tuple[float, ...]:
+    losses: Sequence[float] = [each.val_loss for each in run.progress.validations]
+    if run.config.get("objective") in REWARDED:
+        _, losses = metric_values(run, "reward")
+    elif len(losses) < 3:
+        losses = run.column("loss")
+    return tuple(bucket_means(losses, _CURVE_POINTS))
 
 
 def _started(run: Run) -> str:
@@ -362,14 +393,15 @@ def differing_options(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def validated_alike(runs: Sequence[Run]) -> bool:
-    """Return whether all runs with validation used the same validation rows."""
+    """Return whether all runs with validation used the same validation rows and rewards."""
     validated_on = set()
     for run in runs:
         if run.progress.validations:
             rows = get_str(run.about, "validation_hash")
             held_out = rows == get_str(run.about, "data_hash")
             names = ("val_split", "seed", "val_rows") if held_out else ()
-            validated_on.add((rows, *(number(run.config, name) for name in names)))
+            rewards = option_text(run.config.get("reward"))
+            validated_on.add((rows, rewards, *(number(run.config, name) for name in names)))
     return len(validated_on) < 2
 
 

@@ -9,10 +9,16 @@ import numpy as np
 
 from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.formatting import join_few, pluralize
-from mlxtune.core.run.reward_changes import MetricChange, mean_text, metric_changes, opposites
+from mlxtune.core.run.reward_changes import (
+    MetricChange,
+    gradient_warning,
+    mean_text,
+    opposites,
+)
 from mlxtune.core.run.run_folder import SAMPLED
 from mlxtune.core.run.sample_records import GroupRecord, SampleRecord, read_shown
 from mlxtune.core.run.stored_run import Run
+from mlxtune.core.run.summary import RunView
 from mlxtune.errors import one_line
 
 # The most groups of a step, pairs of rewards, and examples of a pair that a page shows.
@@ -25,11 +31,11 @@ _MIN_CORRELATION, _MIN_ANSWERS = 0.3, 16
 Drawn = tuple[GroupRecord, SampleRecord]
 
 
-def reward_context(run: Run) -> dict[str, Any]:
+def reward_context(run: Run, view: RunView) -> dict[str, Any]:
     """Return the values of reward_section.html; `rewarded` is false for other runs."""
-    if run.config.get("objective") not in REWARDED:
-        return {"rewarded": False}
-    changes, (steps, note) = metric_changes(run), _read(run)
+    if view.objective not in REWARDED:
+        return {"rewarded": False, "learned": ""}
+    changes, (steps, note) = view.changes, _read(run)
     late = [group for each in _last_third([*steps.values()]) for group in each]
     drawn = [(group, sample) for group in late for sample in group.samples]
     return {
@@ -67,11 +73,11 @@ def _learned(changes: Sequence[MetricChange]) -> str:
     if not rewards:
         return "The run is too short to compare its thirds."
     main, others = rewards[0], rewards[1:]
-    sentence = f"{main.label[0].upper()}{main.label[1:]}{main.sentence[len(main.label) :]}."
+    sentence = f"The {main.sentence}." if others else f"The reward {main.sentence}."
     for verb, moved in (("Rose", 1), ("Fell", -1), ("Did not clearly change", 0)):
         if names := [each.label for each in others if each.moved == moved]:
             sentence += f" {verb}: {join_few(names)}."
-    return sentence
+    return " ".join([sentence, *gradient_warning(changes)])
 
 
 # Best and worst
@@ -108,7 +114,8 @@ def _article(
     group: GroupRecord, note: str, titled: Iterable[tuple[str, SampleRecord]]
 ) -> dict[str, Any]:
     answers = [{"title": title, **_facts(sample)} for title, sample in titled]
-    return {"row": group.row, "prompt": group.prompt, "note": note, "answers": answers}
+    place = group.row.rpartition("/")[2]  # a folder would take most of the line
+    return {"row": place, "prompt": group.prompt, "note": note, "answers": answers}
 
 
 def _facts(sample: SampleRecord) -> dict[str, Any]:

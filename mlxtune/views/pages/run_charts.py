@@ -1,8 +1,8 @@
 """The charts of one run, and of several runs overlaid."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import PurePath
 
@@ -11,8 +11,9 @@ import numpy as np
 from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.formatting import byte_size, loss_text, pluralize
 from mlxtune.core.run.extension import extensions_of
+from mlxtune.core.run.reward_changes import metric_values, reward_keys, spread_key
 from mlxtune.core.run.stored_run import Run, number
-from mlxtune.core.run.summary import RunView
+from mlxtune.core.run.summary import REWARD_MEASURE, RunView, measure_of
 from mlxtune.views.pages.axis import spans_much
 from mlxtune.views.pages.charts import Chart, Series
 
@@ -23,6 +24,7 @@ _NEAR = 0.4
 _MAX_EPOCHS = 24
 # On a logarithmic scale, values below this fraction of the lowest curve's highest are left out.
 _IN_SIGHT = 0.01
+_WITHOUT_REWARD = "completions/without_reward"
 _LOSS_UNIT = "nats per supervised token"
 
 
@@ -57,22 +59,23 @@ def _measures(views: Sequence[RunView]) -> tuple[_StepMeasure, ...]:
 
 
 def charts_of(run: Run, view: RunView) -> list[Chart]:
-    chart = _sampled_rewards_chart if view.objective in REWARDED else _rewards_chart
-    rewards = [chart(run)] if any(step.metrics for step in run.progress.steps[:1]) else []
-    charts = (_chart(run, view, each) for each in _measures([view]))
-    return [loss_chart(run, view), *rewards, *charts]
+    charts = [_chart(run, view, each) for each in _measures([view])]
+    if view.objective in REWARDED:
+        return [main_chart(run, view), *_sampled_charts(run), _policy_loss_chart(run), *charts]
+    rewards = [_rewards_chart(run)] if any(step.metrics for step in run.progress.steps[:1]) else []
+    return [main_chart(run, view), *rewards, *charts]
+
+
+def main_chart(run: Run, view: RunView) -> Chart:
+    """Return the chart that shows best what a run learned: of its rewards, or else its loss."""
+    return _reward_chart(run) if view.objective in REWARDED else loss_chart(run, view)
 
 
 def _rewards_chart(run: Run) -> Chart:
     """Return the chart of the rewards of chosen and rejected answers, with moving averages."""
     series, last = [], []
     for name, style in (("chosen", "train"), ("rejected", "val")):
-        points = [
-            (each.step, each.metrics[f"rewards/{name}"])
-            for each in run.progress.steps
-            if f"rewards/{name}" in each.metrics
-        ]
-        steps, values = [step for step, _ in points], [value for _, value in points]
+        steps, values = metric_values(run, f"rewards/{name}")
         series += [
             Series(f"{name}, each step", style, steps, values, "faint"),
             Series(f"{name}, averaged", style, steps, smooth(values)),
@@ -81,23 +84,63 @@ def _rewards_chart(run: Run) -> Chart:
     return Chart("Rewards", "beta times the log-ratio", series, f"Rewards: {'; '.join(last)}")
 
 
-def _sampled_rewards_chart(run: Run) -> Chart:
-    """Return the chart of the rewards of sampled answers by name, and of rows without gradient."""
-    steps, series, last = run.progress.steps, [], []
-    names = {name for step in steps[:1] for name in step.metrics if name.endswith("/mean")}
-    rewards = {
-        name.removeprefix("rewards/").removesuffix("/mean"): name
-        for name in sorted(names)
-        if name.startswith("rewards/")
+def _reward_chart(run: Run) -> Chart:
+    """Return the chart of the rewards of sampled answers, and of those to validation rows."""
+    chart = _metric_chart(run, "Rewards", "mean of a step's answers", reward_keys(run))
+    series = _validation("validation, greedy answers", "val", run)
+    return replace(chart, series=[*chart.series, series], large=True, skipped=_skipped_steps(run))
+
+
+def _sampled_charts(run: Run) -> list[Chart]:
+    """Return the charts of what a run measures of its sampled answers."""
+    spreads = {name: spread_key(key) for name, key in reward_keys(run).items()}
+    fractions = {
+        "truncated answers": "completions/clipped_ratio",
+        "fraction of rows without gradient": "frac_reward_zero_std",
+        "answers without a reward": _WITHOUT_REWARD,
     }
-    rewards["fraction of rows without gradient"] = "frac_reward_zero_std"
-    for i, (title, name) in enumerate(rewards.items()):
-        points = [(each.step, each.metrics[name]) for each in steps if name in each.metrics]
-        values = smooth([value for _, value in points])
-        series.append(Series(title, style_of(i), [step for step, _ in points], values))
-        last += [f"{title} {values[-1]:.3g} at last"] if values else []
-    description = f"Rewards: {'; '.join(last)}"
-    return Chart("Rewards", "mean of a step's samples, averaged", series, description)
+    lengths = _metric_chart(
+        run, "Length", "tokens, mean of a step's answers", {"length": "completions/mean_length"}
+    )
+    limit, name = number(run.config, "max_new_tokens"), "--max-new-tokens"
+    drawn = [value for curve in lengths.series for value in curve.y]
+    charts = [
+        _metric_chart(run, "Spread of rewards", "standard deviation in a step", spreads),
+        replace(lengths, levels=_level_near(drawn, limit, name)),
+        replace(_metric_chart(run, "Fractions", "of a step", fractions), from_zero=True),
+        _metric_chart(
+            run,
+            "Training and sampling",
+            "ratio of a token's two probabilities",
+            {"largest": "ratio/max", "mean": "ratio/mean"},
+        ),
+    ]
+    if number(run.config, "kl"):
+        charts.append(_metric_chart(run, "Divergence", "KL from the start", {"KL": "kl"}))
+    return charts
+
+
+def _metric_chart(run: Run, title: str, unit: str, keys: Mapping[str, str]) -> Chart:
+    """Return the chart of metrics by their names: averaged, and a single one also step by step."""
+    series, texts = list[Series](), []
+    for i, (name, key) in enumerate(keys.items()):
+        steps, values = metric_values(run, key)
+        if not values or (key == _WITHOUT_REWARD and not any(values)):
+            continue
+        averaged = _averaged(f"{name}, each step", f"{name}, averaged", style_of(i), steps, values)
+        series += averaged if len(keys) == 1 else averaged[1:]
+        texts.append(f"{name} {values[0]:.3g} at first, {values[-1]:.3g} at last")
+    return Chart(title, unit, series, f"{title}: {'; '.join(texts) or 'not measured'}")
+
+
+def _policy_loss_chart(run: Run) -> Chart:
+    steps, losses = run.column("step"), run.column("loss")
+    series = _averaged("each step", "averaged", "train", steps, losses)
+    return Chart("Loss", "of grpo: no measure of quality", series, _describe("Loss", losses))
+
+
+def _skipped_steps(run: Run) -> list[int]:
+    return [each.step for each in run.progress.skipped]
 
 
 def _chart(run: Run, view: RunView, measure: _StepMeasure) -> Chart:
@@ -139,7 +182,6 @@ def loss_chart(run: Run, view: RunView) -> Chart:
     steps, losses = run.column("step"), run.column("loss")
     both = pairwise(zip(steps, run.column("epoch"), strict=True))
     ends = [step for (step, epoch), (_, following) in both if epoch != following]
-    negative = ", negative mean reward" if view.objective in REWARDED else ""
     description = f"Loss over {pluralize(view.step, 'step')}"
     if losses:
         description += (
@@ -153,12 +195,12 @@ def loss_chart(run: Run, view: RunView) -> Chart:
         unit=_LOSS_UNIT if view.objective == "sft" else f"loss of {view.objective}",
         series=[
             *_averaged("training, each step", "training, averaged", "train", steps, losses),
-            _validation(f"validation{negative}", "val", run),
+            _validation("validation", "val", run),
             *_validation_by_file(run),
         ],
         description=description,
         verticals=ends if len(ends) <= _MAX_EPOCHS else (),
-        skipped=[each.step for each in run.progress.skipped],
+        skipped=_skipped_steps(run),
         large=True,
     )
 
@@ -166,11 +208,16 @@ def loss_chart(run: Run, view: RunView) -> Chart:
 def comparison_charts(runs: Sequence[Run], views: Sequence[RunView]) -> list[Chart]:
     """Return the charts of several runs, each run in its own colour; validation loss first."""
     named = [(view.name, style_of(i), runs[i], i) for i, view in enumerate(views)]
-    best = (f"{each.name} {loss_text(each.best_val_loss)} at best" for each in views)
+    best = (f"{each.name} {each.measured(each.best_val_loss)} at best" for each in views)
     validation = [_validation(*each) for each in named]
-    description = f"Validation loss: {'; '.join(best)}"
-    charts = [Chart("Validation loss", _LOSS_UNIT, validation, description, large=True)]
+    measures = measure_of(views)
+    title, rewarded = f"{measures[0].upper()}{measures[1:]}", measures == REWARD_MEASURE
+    unit = "of greedy answers to validation rows" if rewarded else _LOSS_UNIT
+    description = f"{title}: {'; '.join(best)}"
+    charts = [Chart(title, unit, validation, description, large=True)]
     loss = _StepMeasure("Training loss", _LOSS_UNIT, "train", lambda run: run.column("loss"), True)
+    if rewarded:
+        loss = _StepMeasure("Reward", "of sampled answers", "train", _sampled_rewards, True)
     for measure in (loss, *_measures(views)):
         curves = [_smoothed(measure, run) for run in runs]
         wide = measure.from_zero and spans_much(list(filter(None, map(_highest, curves))))
@@ -191,6 +238,10 @@ def comparison_charts(runs: Sequence[Run], views: Sequence[RunView]) -> list[Cha
             )
         )
     return charts
+
+
+def _sampled_rewards(run: Run) -> list[float]:
+    return [metrics.get("reward", math.nan) for metrics in run.progress.steps.metrics]
 
 
 def _highest(values: Sequence[float]) -> float:
@@ -215,10 +266,12 @@ def style_of(index: int) -> str:
 
 
 def _validation(name: str, style: str, run: Run, index: int | None = None) -> Series:
+    """Return the validations: losses, or mean rewards, whose negatives are recorded as losses."""
+    sign = -1 if run.config.get("objective") in REWARDED else 1
     validations = run.progress.validations
     steps, losses = (
-        [validation.step for validation in validations],
-        [validation.val_loss for validation in validations],
+        [each.step for each in validations],
+        [sign * each.val_loss for each in validations],
     )
     return Series(name, style, steps, losses, "points", index)
 

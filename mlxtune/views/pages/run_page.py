@@ -14,9 +14,12 @@ from mlxtune.core.formatting import join_few, loss_text, minute_of, pluralize, s
 from mlxtune.core.run.run_folder import REPORT
 from mlxtune.core.run.stored_run import Run, get_mapping, get_str, number, read_run
 from mlxtune.core.run.summary import (
+    LOSS_MEASURE,
+    REWARD_MEASURE,
     RunView,
     Verdict,
     differing_options,
+    measure_of,
     measured_fractions,
     option_text,
     option_texts,
@@ -25,7 +28,8 @@ from mlxtune.core.run.summary import (
 )
 from mlxtune.views.pages.charts import Chart, draw, draw_all
 from mlxtune.views.pages.page import PageType, asset, render
-from mlxtune.views.pages.run_charts import charts_of, comparison_charts, loss_chart, style_of
+from mlxtune.views.pages.reward_section import reward_context
+from mlxtune.views.pages.run_charts import charts_of, comparison_charts, main_chart, style_of
 from mlxtune.views.parts import run_figures, verdict_line
 
 PAGE = PageType(
@@ -41,6 +45,11 @@ _INCOMPARABLE = Verdict(
     "uncertain",
     "The runs were not validated on the same rows: compare the shapes of their validation losses, "
     "not the numbers.",
+)
+_OTHER_REWARDS = Verdict(
+    "uncertain",
+    "The runs were not validated on the same rows with the same rewards: compare the shapes of "
+    "their curves, not the numbers.",
 )
 
 
@@ -105,6 +114,7 @@ def _run_context(run: Run, view: RunView) -> dict[str, Any]:
         ],
         "defaults": [(flag, value) for flag, (value, _, differ) in options.items() if not differ],
         "origin": _origin(run, view),
+        "rewards": reward_context(run, view),
         **_chart_context(charts_of(run, view)),
         **evaluation_context(run, view),
     }
@@ -132,14 +142,13 @@ def evaluation_context(run: Run, view: RunView) -> dict[str, Any]:
     return {
         "evaluation": run.evaluation,
         "evaluation_figures": _figures(run.evaluation) if run.evaluation else {},
+        "evaluation_rewards": _reward_rows(run.evaluation.rewards if run.evaluation else ()),
         "eval_command": f"mlxtune eval --model-path {model} --adapter {run.name} --data FILE "
         f"{objective}--generate",
     }
 
 
 def _figures(evaluation: Evaluation) -> dict[str, str]:
-    if evaluation.rewards:
-        return _reward_figures(evaluation.rewards)
     adapted, change = evaluation.adapted, evaluation.difference
     figures = {"loss of the base model": loss_text(evaluation.base.loss)}
     if adapted is not None and change is not None:
@@ -165,15 +174,18 @@ def _figures(evaluation: Evaluation) -> dict[str, str]:
     return figures
 
 
-def _reward_figures(changes: Sequence[RewardChange]) -> dict[str, str]:
-    figures = {}
-    for each in changes:
-        answers = "sampled" if each.sampled else "greedy"
-        name = f"{each.name or 'reward'} of {answers} answers"
-        figures[f"{name} before"] = f"{each.before:.3f}"
-        interval = f"interval of the change {each.low:+.3f} to {each.high:+.3f}"
-        figures[f"{name} after, {interval}"] = f"{each.after:.3f}"
-    return figures
+def _reward_rows(changes: Sequence[RewardChange]) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{'sampled' if each.sampled else 'greedy'} answers"
+            + f": {each.name}" * bool(each.name),
+            f"{each.before:.3f}",
+            f"{each.after:.3f}",
+            f"{each.after - each.before:+.3f}",
+            f"{each.low:+.3f} to {each.high:+.3f}",
+        )
+        for each in changes
+    ]
 
 
 def _lengths(run: Run) -> dict[str, Any] | None:
@@ -209,7 +221,9 @@ def _origin(run: Run, view: RunView) -> list[tuple[str, str]]:
 
 def _comparison_context(runs: Sequence[Run], views: Sequence[RunView]) -> dict[str, Any]:
     comparable = validated_alike(runs)
+    measures = measure_of(views)
     losses = [view.best_val_loss for view in views if view.best_val_loss is not None and comparable]
+    is_one = " or " not in measures
     styles = [style_of(index) for index in range(len(runs))]
     return {
         "views": views,
@@ -217,8 +231,9 @@ def _comparison_context(runs: Sequence[Run], views: Sequence[RunView]) -> dict[s
         "results": list(zip(views, styles, *zip(*map(_judgement, runs), strict=True), strict=True)),
         "sentence": comparison_headline(views, comparable),
         "comparable": comparable,
-        "incomparable": _INCOMPARABLE,
-        "best": min(losses, default=None),
+        "incomparable": _INCOMPARABLE if measures == LOSS_MEASURE else _OTHER_REWARDS,
+        "measure": measures,
+        "best": min(losses, default=None) if is_one else None,
         "differing": differing_options(runs),
         "short_names": [PurePath(view.name).name for view in views],
         **_chart_context(comparison_charts(runs, views)),
@@ -240,13 +255,16 @@ def _judgement(run: Run) -> tuple[str, str]:
 def comparison_headline(views: Sequence[RunView], comparable: bool) -> str:
     """Return a headline, which names the best run if all were validated on the same rows."""
     validated = [view for view in views if view.best_val_loss is not None]
-    runs = pluralize(len(views), "run")
-    if not validated:
+    runs, measures = pluralize(len(views), "run"), measure_of(views)
+    if not validated or " or " in measures:
         return f"{runs} side by side"
     if not comparable:
-        return f"{runs} side by side, validated on different rows"
+        rewards = "" if measures == LOSS_MEASURE else " or rewards"
+        return f"{runs} side by side, validated on different rows{rewards}"
     best = min(validated, key=lambda each: each.best_val_loss or 0.0)
-    return f"Of {runs}, {best.name} has the lowest validation loss, {loss_text(best.best_val_loss)}"
+    most = "highest" if measures == REWARD_MEASURE else "lowest"
+    value = best.measured(best.best_val_loss)
+    return f"Of {runs}, {best.name} has the {most} {measures}, {value}"
 
 
 @dataclass(frozen=True)
@@ -258,7 +276,7 @@ class ResultCard:
 
     def html(self) -> str:
         view = RunView.of(self.run)
-        picture, _ = draw(loss_chart(self.run, view), 0)
+        picture, _ = draw(main_chart(self.run, view), 0)
         return str(
             render(
                 "result_card.html",

@@ -12,6 +12,11 @@
       }
     });
   }
+  document.getElementById("sampled")?.addEventListener("change", (event) => {
+    for (const element of document.querySelectorAll("[data-sampled]")) {
+      element.hidden = element.dataset.sampled !== event.target.value;
+    }
+  });
   addEventListener("beforeprint", () => {
     for (const folded of document.querySelectorAll("details")) folded.open = true;
   });
