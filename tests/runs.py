@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -187,6 +188,47 @@ def write_run(
                 "sha256": file_hash(folder / "adapters.safetensors"),
             },
         )
+    return run
+
+
+def write_rewarded_run(
+    folder: Path, steps: int = 12, *, text: str = "", options: dict[str, Any] | None = None
+) -> Path:
+    """Write a run whose answers get shorter, which `short` rewards and `json` does not.
+
+    The record of samples has two rows a step, with two answers each; `text` replaces their texts.
+    """
+    given = {"objective": "grpo", "reward": ("json", "short.py:short=2"), "kl": 0.1}
+    run = write_run(folder, options={**given, **(options or {})})
+    records: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        json_mean, short = 1 - step / 20, step / 20
+        values = {"rewards/json/mean": json_mean, "rewards/json/std": 0.25}
+        values |= {"rewards/short.short/mean": short, "rewards/short.short/std": 0.5}
+        values |= {"reward": json_mean + 2 * short, "reward_std": 0.75, "kl": step / 100}
+        values |= {"completions/mean_length": 40.0 - step, "completions/clipped_ratio": 0.25}
+        values |= {"frac_reward_zero_std": 0.5, "completions/without_reward": 0.0}
+        values |= {"ratio/mean": 1.0, "ratio/max": 1.01}
+        records.append(step_line(step, 40, metrics=values))
+    (run / "metrics.jsonl").write_bytes(as_lines(records))
+    members = []
+    for step in range(1, steps + 1):
+        groups = []
+        for row in (1, 2):
+            samples = [
+                {"tokens": [5] * length, "logps": [-1.0] * length, "finished": bool(i)}
+                | {"text": text or f"{kind} answer {row} of step {step}"}
+                | {"rewards": {"json": float(1 - i), "short.short": i * row / 2}}
+                | {"reward": 1.0 - i + i * row, "advantage": i - 0.5}
+                for i, (kind, length) in enumerate((("long", 40 - step), ("brief", 3)))
+            ]
+            groups.append(
+                {"step": step, "row": f"data/prompts.jsonl:{row}", "use": 0, "seed": 42}
+                | {"adapter": "sha256:ada9", "prompt": text or f"Prompt {row}"}
+                | {"prompt_tokens": [1, 2], "samples": samples}
+            )
+        members.append(gzip.compress(as_lines(groups), mtime=0))
+    (run / "samples.jsonl.gz").write_bytes(b"".join(members))
     return run
 
 

@@ -15,6 +15,7 @@ from mlxtune.core.run.stored_run import Run
 _MIN_STEPS = 3
 SUM = "sum of rewards"
 _REWARDS, _MEAN = "rewards/", "/mean"
+_SHARE = "share of "
 _WITHOUT_GRADIENT = "share of rows without a gradient"
 # What a run measures of its answers besides rewards.
 _MEASURES = {
@@ -49,10 +50,11 @@ class MetricChange:
     def texts(self) -> list[str]:
         """Both means, with their spreads."""
         spreads = [f" ± {each:.3g}" for each in self.spreads] or ["", ""]
-        return [
-            mean_text(mean) + spread
-            for mean, spread in zip((self.first, self.last), spreads, strict=True)
-        ]
+        means = map(self._text, (self.first, self.last))
+        return [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+
+    def _text(self, mean: float) -> str:
+        return f"{mean:.1%}" if self.label.startswith(_SHARE) else mean_text(mean)
 
     @property
     def verb(self) -> str:
@@ -61,8 +63,8 @@ class MetricChange:
     @property
     def sentence(self) -> str:
         return (
-            f"{self.label} {self.verb}: {mean_text(self.first)} in the first third of the steps, "
-            f"{mean_text(self.last)} in the last"
+            f"{self.label} {self.verb}: {self._text(self.first)} in the first third of the steps, "
+            f"{self._text(self.last)} in the last"
         )
 
 

@@ -170,7 +170,7 @@ def _opposed(better: MetricChange, worse: MetricChange, drawn: Sequence[Drawn]) 
 
     good, bad = standardised(better), standardised(worse)
     found = [each for each in drawn if good(each[1]) > 0 > bad(each[1])]
-    found.sort(key=lambda each: good(each[1]) - bad(each[1]), reverse=True)
+    found.sort(key=lambda each: (good(each[1]) - bad(each[1]), each[0].step), reverse=True)
     texts = set[str]()
     for group, sample in found:
         if sample.text not in texts and len(texts) < _MAX_EXAMPLES:

@@ -107,30 +107,41 @@ def _sampled_charts(run: Run) -> list[Chart]:
     charts = [
         _metric_chart(run, "Spread of rewards", "standard deviation in a step", spreads),
         replace(lengths, levels=_level_near(drawn, limit, name)),
-        replace(_metric_chart(run, "Fractions", "of a step", fractions), from_zero=True),
+        _metric_chart(run, "Fractions", "of a step", fractions),
         _metric_chart(
             run,
             "Training and sampling",
             "ratio of a token's two probabilities",
             {"largest": "ratio/max", "mean": "ratio/mean"},
+            from_zero=False,
         ),
     ]
     if number(run.config, "kl"):
-        charts.append(_metric_chart(run, "Divergence", "KL from the start", {"KL": "kl"}))
+        charts.append(
+            _metric_chart(run, "Divergence", "KL from the start", {"KL": "kl"}, from_zero=False)
+        )
     return charts
 
 
-def _metric_chart(run: Run, title: str, unit: str, keys: Mapping[str, str]) -> Chart:
+def _metric_chart(
+    run: Run, title: str, unit: str, keys: Mapping[str, str], *, from_zero: bool = True
+) -> Chart:
     """Return the chart of metrics by their names: averaged, and a single one also step by step."""
     series, texts = list[Series](), []
     for i, (name, key) in enumerate(keys.items()):
         steps, values = metric_values(run, key)
         if not values or (key == _WITHOUT_REWARD and not any(values)):
             continue
-        averaged = _averaged(f"{name}, each step", f"{name}, averaged", style_of(i), steps, values)
-        series += averaged if len(keys) == 1 else averaged[1:]
+        style = style_of(i)
+        if len(keys) == 1:
+            series += _averaged("each step", "averaged", style, steps, values)
+        else:
+            series.append(Series(name, style, steps, smooth(values)))
         texts.append(f"{name} {values[0]:.3g} at first, {values[-1]:.3g} at last")
-    return Chart(title, unit, series, f"{title}: {'; '.join(texts) or 'not measured'}")
+    if len(keys) > 1 and series:
+        unit += f", averaged over {span_for(len(series[0].y))}"
+    description = f"{title}: {'; '.join(texts) or 'not measured'}"
+    return Chart(title, unit, series, description, from_zero=from_zero)
 
 
 def _policy_loss_chart(run: Run) -> Chart:

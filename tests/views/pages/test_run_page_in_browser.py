@@ -12,7 +12,7 @@ import pytest
 from mlxtune.core.run.stored_run import read_run
 from mlxtune.views.pages.run_page import render_runs
 from tests.browser import Browser, browsing, drive, needs_browser
-from tests.runs import EVALUATION, as_lines, step_line, write_run
+from tests.runs import EVALUATION, as_lines, step_line, write_rewarded_run, write_run
 from tests.views.pages.markup import HOSTILE, hostile_run
 
 pytestmark = needs_browser
@@ -29,7 +29,7 @@ STEPS = """
         each.querySelector("em").textContent + " = " + each.querySelector("strong").textContent)];
   };
   for (const theme of ["light", "dark"]) for (const width of [375, 1280]) {
-    for (const name of ["one.html", "several.html", "many.html", "hostile.html", "bare.html"]) {
+    for (const name of ["one.html", "several.html", "many.html", "hostile.html", "bare.html", "rewarded.html"]) {
       const view = (await frame(width, name, "#theme=" + theme)).contentWindow;
       const page = view.document, root = page.documentElement;
       const key = `${name} ${width} ${theme}`;
@@ -109,6 +109,7 @@ def write_pages(folder: Path) -> None:
     (bare / "run.json").write_text("{}")
     pages = {"one": [one], "several": three, "many": [read_run(many)]}
     pages |= {"hostile": [read_run(bad)], "bare": [read_run(bare)]}
+    pages["rewarded"] = [read_run(write_rewarded_run(runs / "rewarded", text="x" * 3000))]
     for name, shown in pages.items():
         (folder / f"{name}.html").write_text(render_runs(shown), "utf-8", newline="")
 
@@ -133,11 +134,12 @@ def seen(browser: Browser, folder: Path) -> dict[str, Any]:
 
 def test_page_never_scrolls_sideways_and_no_label_leaves_its_chart(seen: dict[str, Any]) -> None:
     overflow = {name: value for name, value in seen.items() if name.startswith("overflow")}
-    assert len(overflow) == 5 * 2 * 2
+    assert len(overflow) == 6 * 2 * 2
     assert set(overflow.values()) == {0}, overflow
     outside = {name: value for name, value in seen.items() if name.startswith("labels") and value}
     assert outside == {}
-    cut = {name: value for name, value in seen.items() if name.startswith("cut several.html 375")}
+    names = ("cut several.html 375", "cut rewarded.html", "cut one.html")
+    cut = {name: value for name, value in seen.items() if name.startswith(names)}
     assert set(cut.values()) == {0}, "a table is cut on a phone"
 
 
@@ -159,6 +161,18 @@ def test_chart_shows_values_at_the_pointer_and_by_keys(seen: dict[str, Any]) -> 
     assert seen["inside"] is True
     assert seen["after"] is None
     assert (seen["keys"], seen["escaped"]) == ("step 3", None)
+
+
+def test_step_can_be_selected(browser: Browser, folder: Path) -> None:
+    tab = browser.new_tab()
+    tab.open(f"file://{folder}/rewarded.html")
+    shown = """Array.from(document.querySelectorAll("[data-sampled]"))
+        .filter((each) => each.checkVisibility()).map((each) => each.dataset.sampled).join()"""
+    assert tab.evaluate(shown) == "12"
+    tab.evaluate("""const select = document.getElementById("sampled");
+        select.value = "3"; select.dispatchEvent(new Event("change", { bubbles: true }));""")
+    assert tab.evaluate(shown) == "3"
+    assert tab.said == []
 
 
 def test_runs_can_be_hidden_and_shown_again(seen: dict[str, Any]) -> None:

@@ -1,0 +1,112 @@
+"""How rewards and answers changed in the course of a run, with numbers computed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.core.run.reward_changes import (
+    MetricChange,
+    gradient_warning,
+    metric_changes,
+    opposites,
+    reward_keys,
+)
+from mlxtune.core.run.stored_run import Run, read_run
+from tests.runs import as_lines, step_line, write_rewarded_run, write_run
+
+
+def changed(folder: Path, values: dict[str, list[float]], reward: tuple[str, ...]) -> Run:
+    run = write_run(folder, options={"objective": "grpo", "reward": reward})
+    names, rows = list(values), zip(*values.values(), strict=True)
+    lines = [
+        step_line(step, 40, metrics=dict(zip(names, row, strict=True)))
+        for step, row in enumerate(rows, start=1)
+    ]
+    (run / "metrics.jsonl").write_bytes(as_lines(lines))
+    return read_run(run)
+
+
+def test_thirds_are_compared_by_name(tmp_path: Path) -> None:
+    by_label = {each.label: each for each in metric_changes(read_run(write_rewarded_run(tmp_path)))}
+    # Steps 1 to 4 of 12, and steps 9 to 12.
+    found = {name: (round(x.first, 6), round(x.last, 6), x.moved) for name, x in by_label.items()}
+    assert found == {
+        "sum of rewards": (1.125, 1.525, 1),
+        "json": (0.875, 0.475, -1),
+        "short.short": (0.125, 0.525, 1),
+        "tokens per answer": (37.5, 29.5, -1),
+        "share of truncated answers": (0.25, 0.25, 0),
+        "share of rows without a gradient": (0.5, 0.5, 0),
+        "divergence from the start (KL)": (0.025, 0.105, 1),
+    }
+    assert by_label["json"].texts == ["0.875 ± 0.25", "0.475 ± 0.25"]
+    assert by_label["share of truncated answers"].texts == ["25.0%", "25.0%"]
+    assert by_label["json"].sentence == (
+        "json fell: 0.875 in the first third of the steps, 0.475 in the last"
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "moved"),
+    # The means of three steps with a variance of 1 have a standard error of sqrt(2 / 3) = 0.8165
+    # for their difference.
+    [(1.62, 0), (1.65, 1), (-1.62, 0), (-1.65, -1)],
+)
+def test_change_within_the_noise_of_steps_is_not_clear(
+    tmp_path: Path, last: float, moved: int
+) -> None:
+    values = [-1.0, 0.0, 1.0, 9.0, 9.0, 9.0, last - 1, last, last + 1]
+    run = changed(tmp_path, {"rewards/json/mean": values}, ("json",))
+    (change,) = metric_changes(run)
+    assert (change.label, change.kind, change.moved) == ("json", "reward", moved)
+    assert change.spreads == []
+
+
+def test_opposites_are_rewards_that_got_better_and_worse(tmp_path: Path) -> None:
+    up, down = [float(n) for n in range(9)], [float(-n) for n in range(9)]
+    values = {"reward": up, "rewards/a.f/mean": up, "rewards/b.f/mean": down}
+    values |= {"rewards/c.f/mean": down, "completions/mean_length": down}
+    weights = {"--": ("a.py:f", "b.py:f=2", "c.py:f=-0.5e-3"), "other": ("a.py:f",)}
+    found: dict[str, Any] = {}
+    for name, reward in weights.items():
+        run = changed(tmp_path / name, values, reward)
+        assert list(reward_keys(run)) == ["sum of rewards", "a.f", "b.f", "c.f"]
+        pairs = opposites(metric_changes(run))
+        found[name] = [(better.label, worse.label) for better, worse in pairs]
+    # A penalty that falls got better. Options that do not fit the metrics have no weights.
+    assert found == {
+        "--": [("a.f", "b.f"), ("c.f", "b.f")],
+        "other": [("a.f", "b.f"), ("a.f", "c.f")],
+    }
+
+
+def test_short_run_or_another_objective_has_no_changes(tmp_path: Path) -> None:
+    values = {"rewards/json/mean": [float(n) for n in range(8)]}
+    assert metric_changes(changed(tmp_path / "short", values, ("json",))) == []
+    run = read_run(write_rewarded_run(tmp_path / "dpo"))
+    run.about = {"config": {**run.config, "objective": "dpo"}}
+    assert metric_changes(run) == []
+
+
+def test_rows_without_gradient_are_reported_if_they_are_most() -> None:
+    def share(last: float) -> list[MetricChange]:
+        label = "share of rows without a gradient"
+        return [MetricChange(label, 0.0, last, 1, "answers")]
+
+    assert list(gradient_warning(share(0.5))) == []
+    (text,) = gradient_warning(share(0.75))
+    assert "75% of the rows taught nothing" in text
+
+
+def test_damaged_metrics_have_no_changes(tmp_path: Path) -> None:
+    run = write_rewarded_run(tmp_path)
+    about = json.loads((run / "run.json").read_text())
+    about["config"]["reward"] = {"no": "list"}
+    (run / "run.json").write_text(json.dumps(about))
+    assert len(metric_changes(read_run(run))) == 7
+    (run / "metrics.jsonl").write_text("{}\n")
+    assert metric_changes(read_run(run)) == []
