@@ -197,6 +197,7 @@ def write_rewarded_run(
     """Write a run whose answers get shorter, which `short` rewards and `json` does not.
 
     The record of samples has two rows a step, with two answers each; `text` replaces their texts.
+    After step 8, no answer has a reward of `json`.
     """
     given = {"objective": "grpo", "reward": ("json", "short.py:short=2"), "kl": 0.1}
     run = write_run(folder, options={**given, **(options or {})})
@@ -218,8 +219,8 @@ def write_rewarded_run(
             samples = [
                 {"tokens": [5] * length, "logps": [-1.0] * length, "finished": bool(i)}
                 | {"text": text or f"{kind} answer {row} of step {step}"}
-                | {"rewards": {"json": float(1 - i), "short.short": i * row / 2}}
-                | {"reward": 1.0 - i + i * row, "advantage": i - 0.5}
+                | {"rewards": {"json": float(step < 9 and not i), "short.short": i * row / 2}}
+                | {"reward": float(step < 9 and not i) + i * row, "advantage": i - 0.5}
                 for i, (kind, length) in enumerate((("long", 40 - step), ("brief", 3)))
             ]
             groups.append(

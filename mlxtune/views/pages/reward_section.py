@@ -36,15 +36,16 @@ def reward_context(run: Run, view: RunView) -> dict[str, Any]:
     if view.objective not in REWARDED:
         return {"rewarded": False, "learned": ""}
     changes, (steps, note) = view.changes, _read(run)
-    late = [group for each in _last_third([*steps.values()]) for group in each]
-    drawn = [(group, sample) for group in late for sample in group.samples]
+    drawn = [(g, sample) for groups in steps.values() for g in groups for sample in g.samples]
+    first_late = [*steps][-max(len(steps) // 3, 1)] if steps else 0
+    late = [each for each in drawn if each[0].step >= first_late]
     return {
         "rewarded": True,
         "changes": changes,
         "learned": _learned(changes),
-        "pairs": [_pair(*pair, drawn) for pair in opposites(changes)[:_MAX_PAIRS]],
+        "pairs": [_pair(*pair, drawn, late) for pair in opposites(changes)[:_MAX_PAIRS]],
         "steps": [_step(step, groups) for step, groups in steps.items()],
-        "lengths": _lengths(drawn),
+        "lengths": _lengths(late),
         "samples_note": note,
     }
 
@@ -61,10 +62,6 @@ def _read(run: Run) -> tuple[dict[int, list[GroupRecord]], str]:
         return {}, f"{SAMPLED} cannot be read, so no samples are shown: {why}."
     later = f"{SAMPLED} is too large to search whole, so samples of later steps are not shown."
     return steps, later * is_cut
-
-
-def _last_third(values: Sequence[Any]) -> Sequence[Any]:
-    return values[-max(len(values) // 3, 1) :]
 
 
 def _learned(changes: Sequence[MetricChange]) -> str:
@@ -138,20 +135,27 @@ def _number(value: float | None) -> str:
 # Rewards that move apart
 
 
-def _pair(better: MetricChange, worse: MetricChange, drawn: Sequence[Drawn]) -> dict[str, Any]:
-    """Return two rewards that moved in opposite directions, and samples that show it."""
+def _pair(
+    better: MetricChange, worse: MetricChange, drawn: Sequence[Drawn], late: Sequence[Drawn]
+) -> dict[str, Any]:
+    """Return two rewards that moved in opposite directions, and late samples that show it."""
     return {
         "title": f"{better.label} {better.verb}, {worse.label} {worse.verb}",
         "sentences": [better.sentence, worse.sentence],
         "examples": [
             _article(group, f"step {group.step:,}", [("answer", sample)])
-            for group, sample in _opposed(better, worse, drawn)
+            for group, sample in _opposed(better, worse, drawn, late)
         ],
     }
 
 
-def _opposed(better: MetricChange, worse: MetricChange, drawn: Sequence[Drawn]) -> Iterator[Drawn]:
-    """Yield the samples with the best values of one reward and the worst ones of the other."""
+def _opposed(
+    better: MetricChange, worse: MetricChange, drawn: Sequence[Drawn], late: Sequence[Drawn]
+) -> Iterator[Drawn]:
+    """Yield late samples with high values of one reward and low ones of the other.
+
+    High and low are relative to all that were drawn.
+    """
 
     def standardised(change: MetricChange) -> Callable[[SampleRecord], float]:
         values = [
@@ -169,7 +173,7 @@ def _opposed(better: MetricChange, worse: MetricChange, drawn: Sequence[Drawn]) 
         return score
 
     good, bad = standardised(better), standardised(worse)
-    found = [each for each in drawn if good(each[1]) > 0 > bad(each[1])]
+    found = [each for each in late if good(each[1]) > 0 > bad(each[1])]
     found.sort(key=lambda each: (good(each[1]) - bad(each[1]), each[0].step), reverse=True)
     texts = set[str]()
     for group, sample in found:

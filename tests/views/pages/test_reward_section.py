@@ -49,7 +49,7 @@ def test_rewards_that_moved_apart_have_examples_of_the_last_steps(run: Path) -> 
     text = page(run).text("answers")
     assert "! short.short rose, json fell" in text
     examples = text[: text.index("Length and reward")]
-    # Samples with a high `short` and a low `json`, the best row first.
+    # Samples with a high `short` and a low `json`, which is 0 in all late samples.
     assert "step 12 Prompt 2 answer 2 brief answer 2 of step 12 json 0, short.short 1" in examples
     assert "long answer" not in examples
 
@@ -60,12 +60,12 @@ def test_length_is_compared_with_the_reward_of_late_answers(run: Path) -> None:
     assert lengths["rows"] == [
         ("shortest quarter", "3.0", "1.5", "0%"),
         ("second quarter", "3.0", "1.5", "0%"),
-        ("third quarter", "28.5", "1", "100%"),
-        ("longest quarter", "30.5", "1", "100%"),
+        ("third quarter", "28.5", "0", "100%"),
+        ("longest quarter", "30.5", "0", "100%"),
     ]
-    # All long answers have the reward 1, and half of the others 1, half 2.
+    # All long answers have the reward 0, and half of the others 1, half 2.
     assert lengths["note"] == (
-        "Shorter answers get higher rewards (correlation -0.58), in steps 9 to 12"
+        "Shorter answers get higher rewards (correlation -0.90), in steps 9 to 12"
     )
 
 
