@@ -5,10 +5,9 @@ from a file.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from statistics import fmean
-from typing import Any
 
 from mlxtune.config import DataConfig, RewardConfig, as_path
 from mlxtune.config.data_config import parse_fields
@@ -17,144 +16,80 @@ from mlxtune.core.data.prompt import PromptRow, read_prompts
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.core.formatting import pluralize
 from mlxtune.errors import DataError, as_called
-from mlxtune.rewards.functions import RewardSpec, parse_rewards
+from mlxtune.rewards.functions import parse_rewards
 from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
 from mlxtune.views.output import print_json, print_line
 from mlxtune.views.terminal import plain_table, result_console
 from mlxtune.views.visible import escape
 
-OWN, OTHER, EMPTY, GIVEN = "the row's", "another row's", "empty", "from the file"
-_MAX_PROBLEMS = 10
-_WIDTH = 30
+_MAX_PROBLEMS, _WIDTH = 10, 30
 
-
-@dataclass(frozen=True)
-class Tried:
-    """An answer that was scored; `kind` says where it comes from."""
-
-    kind: str
-    completion: Completion
-    reward: Reward
-
-    def as_dict(self) -> dict[str, Any]:
-        place, text = self.completion.place, self.completion.text
-        return {"row": place, "kind": self.kind, "answer": text, **asdict(self.reward)}
-
-
-@dataclass(frozen=True)
-class RewardTrial:
-    """The rewards of all answers that were tried."""
-
-    rewards: tuple[RewardSpec, ...]
-    answers: list[Tried]
-
-    @property
-    def problems(self) -> list[str]:
-        return [problem for each in self.answers for problem in each.reward.problems]
-
-    @property
-    def means(self) -> dict[str, dict[str, float | None]]:
-        """The mean of each reward and of the sums, by kind of answer; None without any value."""
-        result = {}
-        for kind in dict.fromkeys(each.kind for each in self.answers):
-            rewards = [each.reward for each in self.answers if each.kind == kind]
-            values = {
-                spec.name: [each.values[spec.name] for each in rewards] for spec in self.rewards
-            }
-            values["sum"] = [each.total for each in rewards]
-            known = {name: [v for v in each if v is not None] for name, each in values.items()}
-            result[kind] = {name: fmean(each) if each else None for name, each in known.items()}
-        return result
-
-    @property
-    def constant(self) -> list[str]:
-        """The names of the rewards that give all answers the same value."""
-        values = {
-            spec.name: {each.reward.values[spec.name] for each in self.answers}
-            for spec in self.rewards
-        }
-        return [
-            name
-            for name, each in values.items()
-            if len(self.answers) > 1 and len(each) == 1 and each != {None}
-        ]
-
-
-def try_rewards(config: RewardConfig) -> RewardTrial:
-    """Score answers to the first rows of the data.
-
-    Raises ConfigError for a reward that cannot be used, or DataError.
-    """
-    rewards = parse_rewards(config.reward)
-    rows = _rows(config)
-    answers = list(_answers(rows) if config.answers is None else _from_file(config.answers, rows))
-    completions = [completion for _, completion in answers]
-    with RewardScorer(rewards, config.reward_timeout) as scorer:
-        scored = scorer.score(completions)
-    pairs = zip(answers, scored, strict=True)
-    return RewardTrial(rewards, [Tried(*answer, reward) for answer, reward in pairs])
+# Where an answer comes from, the answer, and its reward.
+Tried = tuple[str, Completion, Reward]
 
 
 def show(config: RewardConfig) -> bool:
-    """Print the table or JSON; return whether every answer has a reward."""
-    trial = try_rewards(config)
+    """Print the table or JSON; return whether every answer has a reward.
+
+    Raises ConfigError for a reward that cannot be used, or DataError.
+    """
+    rewards, rows = parse_rewards(config.reward), _rows(config)
+    answers = list(_answers(rows) if config.answers is None else _from_file(config.answers, rows))
+    with RewardScorer(rewards, config.reward_timeout) as scorer:
+        scored = scorer.score([completion for _, completion in answers])
+    tried = [(*answer, reward) for answer, reward in zip(answers, scored, strict=True)]
+    means = {kind: _means(tried, kind) for kind in dict.fromkeys(kind for kind, _ in answers)}
     if config.json:
-        print_json(
-            {
-                "rewards": [{"name": each.name, "weight": each.weight} for each in trial.rewards],
-                "answers": [each.as_dict() for each in trial.answers],
-                "means": trial.means,
-            }
-        )
-    else:
-        _print(trial)
-    for problem in trial.problems[:_MAX_PROBLEMS]:
-        print_line(f"no reward: {as_called(problem)}", stderr=True)
-    if (more := len(trial.problems) - _MAX_PROBLEMS) > 0:
-        print_line(f"no reward: {more} more", stderr=True)
-    for name in trial.constant:
-        print_line(
-            f"warning: {name} gives all of these answers the same value: a reward without "
-            "differences teaches nothing",
-            stderr=True,
-        )
-    return not trial.problems
-
-
-def _print(trial: RewardTrial) -> None:
-    console, names = result_console(), [each.name for each in trial.rewards]
-    rows = [
-        [
-            *(_file_name(each.completion.place), each.kind, _short(each.completion.text)),
-            *map(_number, (*each.reward.values.values(), each.reward.total)),
+        own = [
+            {"row": given.place, "kind": kind, "answer": given.text, **asdict(reward)}
+            for kind, given, reward in tried
         ]
-        for each in trial.answers
-    ]
-    weights = [
-        each.name if each.weight == 1 else f"{each.name} × {each.weight:g}"
-        for each in trial.rewards
-    ]
-    console.print(plain_table(["row", "answer", "text", *weights, "sum"], rows))
-    means = [
-        [kind, *(_number(mean[name]) for name in (*names, "sum"))]
-        for kind, mean in trial.means.items()
-    ]
+        named = [{"name": each.name, "weight": each.weight} for each in rewards]
+        print_json({"rewards": named, "answers": own, "means": means})
+    else:
+        weights = {each.name: f" × {each.weight:g}" * (each.weight != 1) for each in rewards}
+        _print([name + weight for name, weight in weights.items()], tried, means)
+    problems = [problem for reward in scored for problem in reward.problems]
+    for problem in problems[:_MAX_PROBLEMS]:
+        print_line(f"no reward: {as_called(problem)}", stderr=True)
+    if (more := len(problems) - _MAX_PROBLEMS) > 0:
+        print_line(f"no reward: {more} more", stderr=True)
+    for name in (each.name for each in rewards):
+        values = {reward.values[name] for reward in scored}
+        if len(scored) > 1 and len(values) == 1 and values != {None}:
+            print_line(
+                f"warning: {name} gives all of these answers the same value: a reward without "
+                "differences teaches nothing",
+                stderr=True,
+            )
+    return not problems
+
+
+def _means(tried: Sequence[Tried], kind: str) -> dict[str, float | None]:
+    """Return the mean of each reward, and of the sums, of one kind of answer."""
+    scored = [{**reward.values, "sum": reward.total} for each, _, reward in tried if each == kind]
+    known = {name: [v for each in scored if (v := each[name]) is not None] for name in scored[0]}
+    return {name: fmean(values) if values else None for name, values in known.items()}
+
+
+def _print(
+    names: Sequence[str], tried: Sequence[Tried], means: dict[str, dict[str, float | None]]
+) -> None:
+    console = result_console()
+    rows = []
+    for kind, given, reward in tried:
+        # The folder of the file would take most of the line.
+        row, text = given.place.rpartition("/")[2], escape(given.text)
+        short = text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
+        rows.append([row, kind, short, *map(_number, (*reward.values.values(), reward.total))])
+    console.print(plain_table(["row", "answer", "text", *names, "sum"], rows))
     console.print()
-    console.print(plain_table(["mean of answers", *weights, "sum"], means))
+    of_kinds = [[kind, *map(_number, values.values())] for kind, values in means.items()]
+    console.print(plain_table(["mean of answers", *names, "sum"], of_kinds))
 
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
-
-
-def _file_name(place: str) -> str:
-    """Return `FILE:LINE` without the folder, which would take most of the line."""
-    return place.rpartition("/")[2]
-
-
-def _short(text: str) -> str:
-    shown = escape(text)
-    return shown if len(shown) <= _WIDTH else f"{shown[: _WIDTH - 1]}…"
 
 
 def _rows(config: RewardConfig) -> list[PromptRow]:
@@ -181,18 +116,17 @@ def _answers(rows: Sequence[PromptRow]) -> Iterator[tuple[str, Completion]]:
     """Yield the answers to try: right ones, wrong ones and empty ones."""
     for number, row in enumerate(rows):
         if row.answer is not None:
-            yield OWN, Completion.of(row, row.answer)
+            yield "the row's", Completion.of(row, row.answer)
         following = (each.answer for each in (*rows[number + 1 :], *rows[:number]))
         other = next((each for each in following if each not in (None, row.answer)), None)
         if other is not None:
-            yield OTHER, Completion.of(row, other)
-        yield EMPTY, Completion.of(row, "")
+            yield "another row's", Completion.of(row, other)
+        yield "empty", Completion.of(row, "")
 
 
 def _from_file(name: str, rows: Sequence[PromptRow]) -> Iterator[tuple[str, Completion]]:
     """Yield the answers of a file that `generate --data` wrote for these rows. Raises DataError."""
-    path, by_number = as_path(name), {row.number: row for row in rows}
-    found = False
+    path, by_number, found = as_path(name), {row.number: row for row in rows}, False
     for number, content in read_objects(path):
         place = where(path, number)
         if isinstance(content, BadRow):
@@ -202,7 +136,7 @@ def _from_file(name: str, rows: Sequence[PromptRow]) -> Iterator[tuple[str, Comp
             raise DataError(f"{place}: no 'row' and 'answer': pass what generate --data writes")
         if row in by_number:
             found = True
-            yield GIVEN, Completion.of(by_number[row], text)
+            yield "from the file", Completion.of(by_number[row], text)
     if not found:
         first = pluralize(len(rows), "row")
         raise DataError(f"{path} has no answer to the first {first}: raise --rows")
