@@ -16,7 +16,6 @@ import traceback
 import types
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,28 +79,18 @@ class State:
         )
 
 
-@dataclass(frozen=True)
-class UserFunction:
-    """A function of a file, called by the names of its parameters if they are ours."""
-
-    call: Function
-    path: str
-    by_name: bool
-
-    def reward(self, **given: Any) -> float:
-        value = self.call(**given) if self.by_name else self.call(*given.values())
-        if value is None or isinstance(value, str | bytes | bytearray):
-            kind = "None" if value is None else "text"
-            raise _NotANumber(f"returned {kind}, not a number")
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        except (TypeError, ValueError):
-            raise _NotANumber(f"returned {type(value).__name__}, not a number") from None
-        if not math.isfinite(number):
-            raise _NotANumber(f"returned {number}, not a finite number")
-        return number
+def _number(value: Any) -> float:
+    if value is None or isinstance(value, str | bytes | bytearray):
+        raise _NotANumber(f"returned {'None' if value is None else 'text'}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):
+        raise _NotANumber(f"returned {type(value).__name__}, not a number") from None
+    if not math.isfinite(number):
+        raise _NotANumber(f"returned {number}, not a finite number")
+    return number
 
 
 class Server:
@@ -109,12 +98,12 @@ class Server:
 
     def __init__(self) -> None:
         self._channel, self._state = Channel(), State()
-        self._functions: list[UserFunction] = []
+        self._functions: list[tuple[str, Function]] = []
         path = ""
         try:
             for path, source, names in self._channel.request():
                 module = _import(path, source, len(self._functions))
-                self._functions += [_function(module, path, name) for name in names]
+                self._functions += [(path, _function(module, name)) for name in names]
         except BaseException as error:  # noqa: BLE001  a file may fail in any way
             self._channel.reply({"path": path, "error": _describe(error, path)})
             os._exit(1)
@@ -124,24 +113,20 @@ class Server:
         self._state.restore()
         self._channel.reply({})
         while (request := self._channel.request()) is not None:
-            reply = self._reply(request["function"], request["seed"], request["given"])
-            self._channel.reply({"id": request["id"], **reply})
-
-    def _reply(self, number: int, seed: int, given: dict[str, Any]) -> dict[str, Any]:
-        function = self._functions[number]
-        self._state.restore()
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        try:
-            return {"value": function.reward(**given)}
-        except MemoryError:  # the next process starts with free memory
-            raise
-        except BaseException as error:  # noqa: BLE001  a function may fail in any way
-            return {"error": _describe(error, function.path)}
-        finally:
+            path, function = self._functions[request["function"]]
+            self._state.restore()
+            random.seed(request["seed"])
+            np.random.seed(request["seed"] % 2**32)
+            try:
+                reply: dict[str, Any] = {"value": _number(function(**request["given"]))}
+            except MemoryError:  # the next process starts with free memory
+                raise
+            except BaseException as error:  # noqa: BLE001  a function may fail in any way
+                reply = {"error": _describe(error, path)}
             for stream in (sys.stdout, sys.stderr):
                 with suppress(Exception):
                     stream.flush()
+            self._channel.reply({"id": request["id"], **reply})
 
 
 def _import(path: str, source: str, number: int) -> types.ModuleType:
@@ -157,25 +142,30 @@ def _import(path: str, source: str, number: int) -> types.ModuleType:
     return module
 
 
-def _function(module: types.ModuleType, path: str, name: str) -> UserFunction:
+def _function(module: types.ModuleType, name: str) -> Function:
+    """Return a function that is called by the names of its parameters, if they are ours."""
     call = getattr(module, name, None)
     if not callable(call):
         raise _NotANumber(f"has no function {name}: define {name}(prompt, completion, row)")
     given: dict[str, Any] = {"prompt": "", "completion": "", "row": {}}
+
+    def in_order(**given: Any) -> Any:
+        return call(*given.values())
+
     try:
         signature = inspect.signature(call)
-    except (TypeError, ValueError):
-        return UserFunction(call, path, by_name=False)
+    except (TypeError, ValueError):  # some functions of C have none
+        return in_order
     with suppress(TypeError):
         signature.bind(**given)
-        return UserFunction(call, path, by_name=True)
+        return call  # type: ignore[no-any-return]
     try:
         signature.bind(*given.values())
     except TypeError:
         raise _NotANumber(
             f"has the function {name}{signature}: define {name}(prompt, completion, row)"
         ) from None
-    return UserFunction(call, path, by_name=False)
+    return in_order
 
 
 def _describe(error: BaseException, path: str) -> str:

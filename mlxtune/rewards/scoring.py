@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from mlxtune.config.limits import CODE
@@ -93,20 +92,11 @@ class RewardScorer:
         try:
             self._process.start()
         except BaseException:
-            self.close()
+            self._process.close()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the process of the functions, and all processes that it started."""
+    def __exit__(self, *error: object) -> None:
         self._process.close()
 
     def score(self, completions: Sequence[Completion]) -> list[Reward]:
@@ -114,20 +104,17 @@ class RewardScorer:
         return list(map(self._reward, completions))
 
     def _reward(self, completion: Completion) -> Reward:
-        values: dict[str, float | None] = {}
-        problems: list[str] = []
-        for name in self._weights:
+        values: dict[str, float | None] = dict.fromkeys(self._weights)
+        total, problems = 0.0, list[str]()
+        for name, weight in self._weights.items():
             try:
-                values[name] = self._value(name, completion)
+                values[name] = value = self._value(name, completion)
+                total += weight * value
             except NoReward as problem:
-                values[name] = None
                 problems.append(f"{completion.place}: reward {name}: {problem}")
-        known = [self._weights[name] * v for name, v in values.items() if v is not None]
-        total = sum(known)
         if not math.isfinite(total):
             problems.append(f"{completion.place}: the sum of the rewards is {total}")
-        usable = len(known) == len(values) and math.isfinite(total)
-        return Reward(values, total if usable else None, tuple(problems))
+        return Reward(values, None if problems else total, tuple(problems))
 
     def _value(self, name: str, completion: Completion) -> float:
         if (score := self._built_in.get(name)) is not None:
@@ -161,16 +148,16 @@ class _FunctionProcess:
             on_message=self._output,
             variables={"PYTHONHASHSEED": "0"},
         )
+        problem = ""
         try:
-            reply = self._ask(self._files, _IMPORT_SECONDS)
+            if reply := self._ask(self._files, _IMPORT_SECONDS):
+                problem = f"reward {reply['path']} {reply['error']}"
         except ProcessEnded as error:
-            self.close()
             files = " or ".join(path for path, _, _ in self._files)
-            why = _why(error.reason, f"{_IMPORT_SECONDS:g} s")
-            raise ConfigError([f"importing {files} {why}"]) from None
-        if reply:
+            problem = f"importing {files} {_why(error.reason, f'{_IMPORT_SECONDS:g} s')}"
+        if problem:
             self.close()
-            raise ConfigError([f"reward {reply['path']} {reply['error']}"])
+            raise ConfigError([problem])
 
     def close(self) -> None:
         process, self._process = self._process, None
@@ -179,8 +166,8 @@ class _FunctionProcess:
 
     def call(self, name: str, completion: Completion) -> float:
         """Return a function's value. Raises NoReward if it has none."""
-        prompt, row = completion.prompt, {**completion.row}
-        given = {"prompt": prompt, "completion": completion.text, "row": row}
+        row = {**completion.row}
+        given = {"prompt": completion.prompt, "completion": completion.text, "row": row}
         text = json.dumps([name, given], sort_keys=True, default=str)
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
         call = {"function": self._numbers[name], "seed": seed, "given": given}
@@ -188,19 +175,17 @@ class _FunctionProcess:
             is_new = self._process is None
             self.start()
             try:
-                return self._result(call)
+                number = next(self._ids)
+                reply = self._ask({"id": number, **call}, self._timeout)
+                if reply.get("id") != number:
+                    raise ProcessEnded("reply")
+                break
             except ProcessEnded as error:
                 self.close()
                 # An earlier call may have broken an older process: try again in a new one.
                 if is_new or error.reason == "time":
                     limit = f"{self._timeout:g} s: make it faster, or raise --reward-timeout"
                     raise NoReward(_why(error.reason, limit)) from None
-
-    def _result(self, call: dict[str, Any]) -> float:
-        number = next(self._ids)
-        reply = self._ask({"id": number, **call}, self._timeout)
-        if reply.get("id") != number:
-            raise ProcessEnded("reply")
         if "error" in reply:
             raise NoReward(reply["error"])
         return float(reply["value"])
@@ -234,17 +219,16 @@ def _sources(functions: Sequence[RewardSpec]) -> list[tuple[str, str, list[str]]
     """Return the path, the source and the functions of each file. Raises ConfigError."""
     files: dict[Path, tuple[str, str, list[str]]] = {}
     problems: list[str] = []
-    for spec in functions:
-        assert spec.file is not None
-        path = spec.file.absolute()
+    for path, name in ((spec.file, spec.argument) for spec in functions if spec.file is not None):
         try:
             if path not in files:
                 # Latin-1 stands for bytes, as JSON has none.
-                files[path] = str(path), read_bytes(path, CODE).decode("latin-1"), []
-            files[path][2].append(spec.argument)
+                source = read_bytes(path, CODE).decode("latin-1")
+                files[path] = str(path.absolute()), source, []
+            files[path][2].append(name)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or one_line(error)
-            problems.append(f"reward {spec.file} cannot be read: {why}: check its path")
+            problems.append(f"reward {path} cannot be read: {why}: check its path")
     if problems:
         raise ConfigError(problems)
     return list(files.values())
@@ -258,9 +242,8 @@ class _Output:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def __call__(self, message: bytes) -> None:
-        if self._left <= 0:
-            return
-        self._show(self._decoder.decode(message[: self._left]))
-        self._left -= len(message)
-        if self._left <= 0:
-            self._show(f"\nreward functions print more than {_MAX_OUTPUT:,} bytes: not shown\n")
+        if self._left > 0:
+            self._show(self._decoder.decode(message[: self._left]))
+            self._left -= len(message)
+            if self._left <= 0:
+                self._show(f"\nreward functions print more than {_MAX_OUTPUT:,} bytes: not shown\n")

@@ -257,7 +257,7 @@ class LimitedProcess:
         size = min(end + 1 or len(self._unread), longest)
         line = bytes(self._unread[:size])
         del self._unread[:size]
-        self._pass_on_rest()
+        self._pass_on(_LAST_PIECES)
         if not line.endswith(b"\n"):
             raise ProcessEnded("length" if size == longest else self.why_ended())
         return line
@@ -273,7 +273,7 @@ class LimitedProcess:
         if writable:
             self._send()
         if self._messages in ready:
-            self._pass_on()
+            self._pass_on(1)
         if self._output in ready:
             return True
         if not left:
@@ -290,19 +290,16 @@ class LimitedProcess:
         except BrokenPipeError:  # reading reports that the process ended
             self._unsent = memoryview(b"")
 
-    def _pass_on(self) -> None:
-        """Pass on a piece of what the process wrote to stderr."""
-        assert self._messages is not None and self._on_message is not None
-        if piece := os.read(self._messages.fileno(), _PIECE):
-            self._on_message(piece)
-        else:
-            self._readable.remove(self._messages)
-
-    def _pass_on_rest(self) -> None:
-        for _ in range(_LAST_PIECES):
+    def _pass_on(self, most: int) -> None:
+        """Pass on what the process wrote to stderr, at most `most` pieces."""
+        for _ in range(most):
             if self._messages not in self._readable or not _is_ready(self._messages):
                 return
-            self._pass_on()
+            assert self._messages is not None and self._on_message is not None
+            if piece := os.read(self._messages.fileno(), _PIECE):
+                self._on_message(piece)
+            else:
+                self._readable.remove(self._messages)
 
     def _check(self) -> None:
         """Raise ProcessEnded if the process takes too much memory, or has ended.
@@ -312,7 +309,7 @@ class LimitedProcess:
         if not limited_helper.LIMITS_ITSELF and resident_memory(self.pid) > self._memory:
             raise ProcessEnded("memory")
         if self._process.poll() is not None and not _is_ready(self._output):
-            self._pass_on_rest()
+            self._pass_on(_LAST_PIECES)
             raise ProcessEnded(self.why_ended())
 
     def why_ended(self) -> str:
