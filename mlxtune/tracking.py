@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config import TrainConfig
+from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.files.writing import write_json
@@ -127,6 +128,8 @@ class TrackingObserver(TrainingObserver):
         values = {"val/loss": loss, "val/perplexity": perplexity(loss)}
         if self._config.objective != "sft":
             del values["val/perplexity"]
+        if self._config.objective in REWARDED:
+            values = {"val/reward": -loss}
         self._log(values, step)
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
@@ -146,6 +149,10 @@ class TrackingObserver(TrainingObserver):
             "stopped_early": result.stopped_early,
             "steps": result.steps[-1].step if result.steps else 0,
         }
+        if self._config.objective in REWARDED:
+            for name in ("initial_val_loss", "best_val_loss"):
+                loss = values.pop(name)
+                values[name.replace("loss", "reward")] = None if loss is None else -loss
         self._result = {name: value for name, value in values.items() if value is not None}
         self._complete = True
 

@@ -50,12 +50,18 @@ class FakeTracker:
 
 
 def tracked(
-    run: Path, tracker: FakeTracker, *, resume: bool = False, stop_at: int | None = None
+    run: Path,
+    tracker: FakeTracker,
+    *,
+    resume: bool = False,
+    stop_at: int | None = None,
+    **given: Any,
 ) -> list[str]:
     """Train with a tracker in a run's folder; return the warnings."""
     TRACKERS["wandb"] = tracker.open
     warnings: list[str] = []
-    config = TrainConfig("model", ("a.jsonl", "b.jsonl"), output=str(run / "adapters.safetensors"))
+    output = str(run / "adapters.safetensors")
+    config = TrainConfig("model", ("a.jsonl", "b.jsonl"), output=output, **given)
     trainer = InstructTrainer(
         FakePipeline(),
         CORPUS,
@@ -113,6 +119,20 @@ def test_options_are_hyperparameters_and_the_result_ends_the_run(tmp_path: Path)
     assert result["best_epoch"] == 1
     assert result["best_val_loss"] == pytest.approx(3.0, abs=0.1)
     assert result["stopped_early"] is False
+
+
+def test_run_with_rewards_has_mean_rewards_instead_of_losses(tmp_path: Path) -> None:
+    tracker = FakeTracker()
+    tracked(tmp_path, tracker, objective="grpo", reward=("json",))
+    lines = (tmp_path / "checkpoints/metrics.jsonl").read_text().splitlines()
+    losses = [each["val_loss"] for line in lines if "val_loss" in (each := json.loads(line))]
+    logged = [values for _, values in tracker.logs if values.keys() & {"val/loss", "val/reward"}]
+    assert logged[0] == {"val/reward": -losses[0]}
+    assert all(values.keys() == {"val/reward"} for values in logged)
+    ((result, _),) = tracker.ends
+    assert result["initial_val_reward"] == -losses[0]
+    assert result["best_val_reward"] == -min(losses)
+    assert not result.keys() & {"initial_val_loss", "best_val_loss"}
 
 
 def test_resumed_run_is_the_same_run_for_the_tracker(tmp_path: Path) -> None:

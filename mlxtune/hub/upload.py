@@ -113,7 +113,7 @@ def model_card(run: Run, view: RunView, *, repository: str, base: str, peft: boo
     values: dict[str, Any] = {
         **{"name": name, "repository": repository, "base": base, "peft": peft, "view": view},
         "evaluation": evaluation,
-        "verdict": " ".join(map(sentence, verdict_lines(evaluation))) if evaluation else "",
+        "verdict": _verdict(evaluation) if evaluation else "",
         "ledgers": [(data_name(run, ledger.path), ledger) for ledger in run.ledgers],
         "data_lines": list(_data_lines(run)),
         "command": command_of(run, base),
@@ -126,6 +126,12 @@ def model_card(run: Run, view: RunView, *, repository: str, base: str, peft: boo
     }
     template = resources.files(__package__).joinpath("model_card.md").read_text("utf-8")
     return str(ModelCard.from_template(data, template_str=template, **values))
+
+
+def _verdict(evaluation: Evaluation) -> str:
+    lines = verdict_lines(evaluation)
+    # The table has the other rewards.
+    return " ".join(map(sentence, lines[:1] if evaluation.rewards else lines))
 
 
 def _results(run: Run, evaluation: Evaluation, datasets: list[str]) -> list[EvalResult]:
@@ -210,7 +216,9 @@ def command_of(run: Run, base: str) -> str:
         if option.affects not in (Affects.INPUT, Affects.RESULT, Affects.LENGTH):
             continue
         texts = [str(each) for each in (shown if isinstance(shown, tuple) else [shown])]
-        if option.path or (name == "template" and not is_jinja(texts[0])):
+        if name == "reward":
+            texts = list(map(_without_folder, texts))
+        elif option.path or (name == "template" and not is_jinja(texts[0])):
             texts = [text if text in on_hub else PurePath(text).name for text in texts]
         if shown is True:
             words.append(flag(name))
@@ -219,6 +227,14 @@ def command_of(run: Run, base: str) -> str:
         else:
             words += [flag(name), ",".join(texts)]
     return " ".join(shlex.join(words).split())
+
+
+def _without_folder(reward: str) -> str:
+    """Return a reward without the folder of its function's or schema's file."""
+    if reward.startswith("regex="):
+        return reward
+    kind = "json:" if reward.startswith("json:") else ""
+    return kind + PurePath(reward.removeprefix(kind)).name
 
 
 def _block(content: str) -> str:

@@ -33,6 +33,7 @@ from mlxtune.core.run.summary import RunView, measure_of, validated_alike
 from mlxtune.errors import OutputError, one_line
 from mlxtune.views.pages.charts import Chart, draw_all
 from mlxtune.views.pages.page import PageType
+from mlxtune.views.pages.reward_section import reward_context
 from mlxtune.views.pages.run_charts import charts_of, comparison_charts, style_of
 from mlxtune.views.pages.run_page import comparison_headline, evaluation_context
 from mlxtune.views.parts import run_figures
@@ -48,7 +49,9 @@ PAGE = PageType(
 # The markup of each part by its name, empty for a hidden part; `chart_data` contains the values of
 # the charts, `can_ask` is a boolean, and `title` is the page's title.
 Parts = dict[str, Any]
-_PARTS = ("problem", "back", "head", "charts", "why_not", "latest", "samples", "data")
+_PARTS = (
+    *("problem", "back", "head", "charts", "why_not", "latest", "sampled", "samples", "data"),
+)
 # The time left is estimated from this many recent steps.
 _RECENT_STEPS = 50
 _FILES = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, SAMPLES)
@@ -262,6 +265,7 @@ def render_run(key: str, run: Run, why_not: str, *, several: bool, stopping: boo
     # The final evaluation has newer answers for the same rows.
     final = run.evaluation is not None
     latest = run.samples is not None and not final
+    rewards = reward_context(run, view)
     return _parts(
         title=f"{state['done']} · {view.name}" if state["done"] else view.name,
         back="several" if several else "",
@@ -270,6 +274,7 @@ def render_run(key: str, run: Run, why_not: str, *, several: bool, stopping: boo
         can_ask=not why_not,
         why_not=why_not if view.finished else "",
         latest=_fragment("latest.html", latest=run.samples) if latest else "",
+        sampled=_fragment("sampled.html", rewards=rewards) if rewards["rewarded"] else "",
         samples=_fragment("evaluation.html", **evaluation_context(run, view)) if final else "",
         data=_fragment("ledgers.html", ledgers=[ledger.as_dict() for ledger in run.ledgers]),
     )

@@ -77,6 +77,24 @@ def test_card_names_the_objective_and_the_first_adapter_without_its_path(tmp_pat
     assert "starting from one\n" in text and "/home" not in text
 
 
+REWARDS = [
+    {"name": name, "sampled": sampled, "before": 0.25, "after": 0.75, "low": 0.4, "high": 0.6}
+    for name in ("", "check.reward")
+    for sampled in (False, True)
+]
+
+
+def test_card_of_rewards_has_their_means_and_no_paths(tmp_path: Path) -> None:
+    reward = ("/home/ann/check.py:reward=2", "json:/home/ann/schema.json", "regex=a/b", "exact")
+    options = {"objective": "grpo", "reward": reward}
+    text = card(run_with(tmp_path, options=options, evaluation=EVALUATION | {"rewards": REWARDS}))
+    assert "| greedy answers | 0.250 | 0.750 | +0.400 to +0.600 |" in text
+    assert "| sampled answers, `check.reward` | 0.250 | 0.750 | +0.400 to +0.600 |" in text
+    assert "perplexity" not in text and "nats" not in text and "/home" not in text
+    assert "--reward check.py:reward=2 --reward json:schema.json --reward regex=a/b" in text
+    assert text.count("sampled answers") == 2
+
+
 def test_card_of_answers_names_no_objective(tmp_path: Path) -> None:
     assert "objective" not in card(run_with(tmp_path))
 

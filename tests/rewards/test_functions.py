@@ -249,6 +249,12 @@ def test_schema_allows_what_jsonschema_allows(tmp_path: Path) -> None:
     assert {*expected} == {True, False}
 
 
+def test_name_of_a_schema_has_no_folder(tmp_path: Path) -> None:
+    """Names are in records, tables and model cards."""
+    (tmp_path / "schema.json").write_text("{}")
+    assert RewardSpec.parse(f"json:{tmp_path}/schema.json=2").name == "json:schema.json"
+
+
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [

@@ -14,7 +14,7 @@ from mlxtune.errors import OutputError
 from mlxtune.watch import live as module
 from mlxtune.watch.asking import Asker
 from mlxtune.watch.live import Live, key_of
-from tests.runs import EVALUATION, as_lines, step_line, write_run
+from tests.runs import EVALUATION, as_lines, step_line, write_rewarded_run, write_run
 from tests.views.pages.markup import hostile_run
 
 
@@ -53,6 +53,17 @@ def test_first_event_has_all_parts_of_a_run(tmp_path: Path) -> None:
     assert "50</b> rows read" in parts["data"]
     assert (parts["can_ask"], parts["samples"], parts["answers"]) == (False, "", "")
     lock.release()
+
+
+def test_run_with_rewards_shows_its_newest_answers(tmp_path: Path) -> None:
+    parts = parts_of(following(Live(write_rewarded_run(tmp_path / "out"), Asker())))
+    assert "brief answer 2 of step 12" in parts["sampled"]
+    assert "of step 11 " not in parts["sampled"].partition("Best and worst")[2]
+    assert "<select" not in parts["sampled"]
+    assert parts["chart_data"][0]["series"][0]["name"] == "sum of rewards"
+    (tmp_path / "out/checkpoints/samples.jsonl.gz").write_bytes(b"damaged")
+    parts = parts_of(following(Live(tmp_path / "out", Asker())))
+    assert "cannot be read" in parts["sampled"]
 
 
 def test_later_events_have_only_changed_parts(tmp_path: Path) -> None:
