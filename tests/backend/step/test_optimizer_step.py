@@ -22,7 +22,7 @@ class KnownLoss(StepLoss):
     shown: float | None = None
 
     @property
-    def known(self) -> float | None:
+    def known_loss(self) -> float | None:
         return self.shown
 
     def zeros(self) -> list[mx.array]:
@@ -83,6 +83,10 @@ def test_counts_that_workers_share_add_up_to_one_workers_and_requests_are_kept(
 
 def test_loss_that_forward_passes_have_shown_replaces_the_sum() -> None:
     known, unknown = sums_of((1.0, [1.0]), shown=0.5), sums_of((1.0, [1.0]))
-    known.use_known_loss()
-    unknown.use_known_loss()
+    for total in (known, unknown):
+        total.finish([mx.ones(1)], 1.0)
     assert (float(known.loss), float(unknown.loss)) == (0.5, 1.0)
+    for total in (known, unknown):
+        counts = StepCounts(2, 20, 2, 0, 0).to_array(1.0)
+        total.merge(mx.array(3.0), [mx.array([5.0])], counts, [mx.ones(1)])
+    assert (float(known.loss), float(unknown.loss)) == (0.5, 3.0)
