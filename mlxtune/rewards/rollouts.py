@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.backend.text.generate import Sampling
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config.limits import SAMPLED, parse_json
 from mlxtune.config.objective_config import RewardedConfig
@@ -41,9 +42,13 @@ class Policy(Protocol):
     """The model in training, as rollouts need it."""
 
     def sample(
-        self, requests: Sequence[SampleRequest], *, greedy: bool, on_progress: OnProgress
+        self,
+        requests: Sequence[SampleRequest],
+        sampling: Sampling,
+        ends: frozenset[int],
+        on_progress: OnProgress,
     ) -> list[SampledAnswer]:
-        """Return an answer for each request."""
+        """Return an answer for each request, up to one of the tokens `ends`."""
 
     def token_logps(
         self, examples: Sequence[Example], *, before_training: bool = False
@@ -86,6 +91,10 @@ class Prompts:
         return text_of(self.spell(tokens))
 
 
+def sampling_of(config: RewardedConfig) -> Sampling:
+    return Sampling(config.max_new_tokens, temperature=config.temperature, top_p=config.top_p)
+
+
 class Rollouts:
     """Supplies steps with sampled answers, and evaluates rows by the rewards of greedy answers.
 
@@ -100,6 +109,7 @@ class Rollouts:
         config: RewardedConfig,
         seed: int,
         policy: Policy,
+        ends: frozenset[int],
         prompts: Prompts,
         scorer: Scorer,
         ledger: SampleLedger,
@@ -110,7 +120,8 @@ class Rollouts:
         self._reward_hash, self._workers = reward_hash, workers
         self.updates = config.updates
         self._config, self._seed = config, seed
-        self._policy, self._prompts, self._scorer = policy, prompts, scorer
+        self._policy, self._sampling, self._ends = policy, sampling_of(config), ends
+        self._prompts, self._scorer = prompts, scorer
         self._ledger, self._on_problem = ledger, on_problem
         # The first step of the last rollout, and its groups.
         self._last: tuple[int, list[GroupRecord]] = 0, []
@@ -188,7 +199,7 @@ class Rollouts:
             ]
             for index, use in zip(indices, uses, strict=True)
         ]
-        answered = self._answered(rows, indices, requests, on_progress)
+        answered = self._answered(rows, indices, requests, self._sampling, on_progress)
         rewards = [[sample.reward for sample in samples] for samples in answered]
         advantages = advantages_of(rewards, self._config.scale_rewards)
         asked = [self._prompts.row(rows, index) for index in indices]
@@ -214,15 +225,14 @@ class Rollouts:
         rows: CorpusRows,
         indices: Sequence[int],
         requests: Sequence[Sequence[SampleRequest]],
+        sampling: Sampling,
         on_progress: OnProgress,
-        *,
-        greedy: bool = False,
     ) -> list[list[SampleRecord]]:
         """Return the rewarded answers to the requests of each row, without advantages."""
         workers = self._workers
         own = range(workers.rank, len(indices), workers.world_size)
         asked = [request for i in own for request in requests[i]]
-        answers = self._policy.sample(asked, greedy=greedy, on_progress=on_progress)
+        answers = self._policy.sample(asked, sampling, self._ends, on_progress)
         prompts = [self._prompts.row(rows, indices[i]) for i in own for _ in requests[i]]
         texts = list(map(self._prompts.text, answers))
         scored = self._scorer.score(list(map(Completion.of, prompts, texts)))
@@ -322,7 +332,8 @@ class Rollouts:
         """
         indices = range(len(rows))
         requests = [[SampleRequest(self._prompts.tokens(rows, index), ())] for index in indices]
-        answered = self._answered(rows, indices, requests, on_progress, greedy=True)
+        greedy = replace(self._sampling, temperature=0.0)
+        answered = self._answered(rows, indices, requests, greedy, on_progress)
         samples = [sample for (sample,) in answered]
         result = _evaluated(samples)
         names, files = rows.corpus.paths, rows.files.tolist()

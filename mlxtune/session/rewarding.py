@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Sampling
@@ -19,7 +18,6 @@ from mlxtune.config import TrainConfig, as_path
 from mlxtune.config.data_config import parse_fields
 from mlxtune.config.objective_config import RewardedConfig
 from mlxtune.core.data.corpus import CorpusRows
-from mlxtune.core.data.encode import Example
 from mlxtune.core.data.problems import SkippedRows, shown
 from mlxtune.core.data.prompt import read_prompts
 from mlxtune.core.data.text_stream import text_of
@@ -32,10 +30,10 @@ from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
 from mlxtune.core.run.checkpoint import RECORDS
 from mlxtune.core.run.run_folder import INITIAL, SAMPLED
 from mlxtune.core.run.stored_run import get_mapping
-from mlxtune.core.training.pipeline import OnProgress, StepSource
+from mlxtune.core.training.pipeline import StepSource
 from mlxtune.errors import ModelError, NonFiniteLossError
 from mlxtune.rewards.functions import NoReward, RewardSpec, parse_rewards
-from mlxtune.rewards.rollouts import Prompts, Rollouts
+from mlxtune.rewards.rollouts import Prompts, Rollouts, sampling_of
 from mlxtune.rewards.samples import SampleLedger
 from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
 from mlxtune.session.reader import Reader
@@ -84,7 +82,7 @@ def rewards_of(
     loaded.use_adapter(with_adapter)
     name = "the adapter" if with_adapter else "the base model"
     ends, indices = _turn_ends(session.reader), range(len(rows))
-    sampling = _sampling(config)
+    sampling = sampling_of(config)
 
     def show(done: int, total: int) -> None:
         console.show(f"answering with {name}: {done:,} of {total:,}")
@@ -182,33 +180,6 @@ def _known(exact: float) -> bool | None:
     return None if math.isnan(exact) else bool(exact)
 
 
-class PipelinePolicy:
-    """The pipeline's model, which answers with the options of a run."""
-
-    def __init__(self, pipeline: InstructPipeline, config: TrainConfig, reader: Reader) -> None:
-        self._pipeline = pipeline
-        self._sampling = _sampling(config)
-        self._ends = _turn_ends(reader)
-
-    def sample(
-        self, requests: Sequence[SampleRequest], *, greedy: bool, on_progress: OnProgress
-    ) -> list[SampledAnswer]:
-        sampling = replace(self._sampling, temperature=0.0) if greedy else self._sampling
-        return self._pipeline.sample(requests, sampling, self._ends, on_progress)
-
-    def token_logps(
-        self, examples: Sequence[Example], *, before_training: bool = False
-    ) -> list[npt.NDArray[np.float32]]:
-        return self._pipeline.token_logps(examples, before_training=before_training)
-
-    def adapter_hash(self) -> str:
-        return self._pipeline.adapter_hash()
-
-
-def _sampling(config: RewardedConfig) -> Sampling:
-    return Sampling(config.max_new_tokens, temperature=config.temperature, top_p=config.top_p)
-
-
 def _scorer(config: RewardedConfig) -> RewardScorer:
     return RewardScorer(parse_rewards(config.reward), config.reward_timeout)
 
@@ -239,7 +210,8 @@ def rollouts_of(session: RunSession, pipeline: InstructPipeline, cleanup: ExitSt
     return Rollouts(
         config.part(RewardedConfig),
         config.seed,
-        PipelinePolicy(pipeline, config, session.reader),
+        pipeline,
+        _turn_ends(session.reader),
         _prompts(session),
         cleanup.enter_context(_scorer(config)),
         SampleLedger(config.checkpoint_path / SAMPLED, resumed=session.resume is not None),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlxtune.backend.text.generate import Sampling
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config.objective_config import RewardedConfig
 from mlxtune.core.data.corpus import Corpus, CorpusRows
@@ -39,13 +40,18 @@ class FakePolicy:
     adapter: str = "a"
 
     def sample(
-        self, requests: Sequence[SampleRequest], *, greedy: bool, on_progress: Any
+        self,
+        requests: Sequence[SampleRequest],
+        sampling: Sampling,
+        ends: frozenset[int],
+        on_progress: Any,
     ) -> list[SampledAnswer]:
+        assert ends == {END}
         self.asked += requests
         on_progress(len(requests), len(requests))
         found = []
         for request in requests:
-            number = 1 if greedy else request.seeds[-1]
+            number = 1 if sampling.temperature == 0 else request.seeds[-1]
             tokens = (number + 1,) * (number + 1) + ((END,) if number != 2 else ())
             logps = tuple(-0.1 * (i + 1) for i in range(len(tokens)))
             found.append(SampledAnswer(tokens, logps, number != 2))
@@ -121,8 +127,8 @@ def made(path: Path, workers: Workers = SINGLE_PROCESS, **options: Any) -> Made:
     policy, scorer, problems = FakePolicy(), FakeScorer(), list[str]()
     config = RewardedConfig(group_size=SIZE, **options)
     rollouts = Rollouts(
-        *(config, 42, policy, prompts(), scorer, SampleLedger(path), problems.append, "hash"),
-        workers,
+        *(config, 42, policy, frozenset({END}), prompts(), scorer),
+        *(SampleLedger(path), problems.append, "hash", workers),
     )
     return Made(rollouts, policy, scorer, problems)
 
