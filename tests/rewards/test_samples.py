@@ -112,6 +112,7 @@ def test_rollout_of_another_adapter_replaces_the_later_ones(path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [b"not gzip", gzip.compress(b"{}\n"), gzip.compress(b'{"step": 1}\n'), gzip.compress(b"")],
+    ids=["text", "no step", "no group", "nothing"],
 )
 def test_damaged_file_is_an_error(path: Path, content: bytes) -> None:
     path.write_bytes(content)

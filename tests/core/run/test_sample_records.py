@@ -75,6 +75,7 @@ def test_incomplete_end_is_left_out(path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [b"not gzip", gzip.compress(b"{}\n"), gzip.compress(b'{"step": 1, "row": 3}\n')],
+    ids=["text", "no step", "no group"],
 )
 def test_damaged_record_is_a_value_error(path: Path, content: bytes) -> None:
     path.write_bytes(content)
