@@ -502,7 +502,7 @@ def test_two_adapters_are_compared_on_the_same_rows(
     judged: Cli, home: Path, tmp_path: Path
 ) -> None:
     weak = scaled(home, tmp_path / "weak", 0.0)
-    given = ["--against", weak, "--generate", "--max-new-tokens", 12]
+    given = ["--against", weak, "--generate", "--max-new-tokens", 4]
     outcome = judged(*given, "--json")
     found, alone = json.loads(outcome.out), json.loads(judged("--json").out)
     # The other adapter changes nothing, so its loss is the base model's.
@@ -514,7 +514,7 @@ def test_two_adapters_are_compared_on_the_same_rows(
     assert found["generated"]["exact_match"]["against"] == found["generated"]["exact_match"]["base"]
 
     given = ["--against", home / "out", "--generate", "--match", "contains"]
-    back = judged("--adapter", weak, *given, "--max-new-tokens", 12)
+    back = judged("--adapter", weak, *given, "--max-new-tokens", 4)
     assert f"the adapter is worse than {home / 'out'}: it adds " in back.out
     assert "\nAgainst     " in back.out
     assert "\nDiffer      " in back.out
