@@ -204,9 +204,7 @@ class InstructTrainer:
                 over = self._validate_and_end_epoch(self.progress.step)
                 if self._stop_after == 0:
                     self._recorder.save_and_interrupt()
-                remaining = self._remaining_steps()
-                while not over:
-                    step = next(remaining)
+                for step in () if over else self._remaining_steps():
                     halved = self._respond_to_machine(step)
                     data = self._source.draw(self.train_rows, step, self._on_draw_progress)
                     with self._profiler.step(step.number) if self._profiler else nullcontext():
@@ -223,7 +221,8 @@ class InstructTrainer:
                     self._record_running_step()
                     self._running = _RunningStep(step, handle, data.metrics)
                     self._stop_or_save(step, halved)
-                    over = self._validate_and_end_epoch(step.number)
+                    if self._validate_and_end_epoch(step.number):
+                        break
                 result = self._recorder.finish(self.progress.step < self.total_steps, write_adapter)
                 self._observer.on_result(result)
         finally:
