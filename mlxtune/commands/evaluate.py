@@ -29,7 +29,7 @@ from mlxtune.session.judge import (
 )
 from mlxtune.session.session import Session
 from mlxtune.session.trained_model import (
-    READING,
+    READING_OPTIONS,
     UseSession,
     initial_adapter,
     trained_rows_of,
@@ -71,7 +71,7 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
         elif not objective.is_sft:
             source = "" if "objective" in given else ", as in training"
             console.say("Objective", f"{objective.description}{source}")
-        if changed := run_text.changed_options(config, use.config, READING):
+        if changed := run_text.changed_options(config, use.config, READING_OPTIONS):
             console.say("Reading", f"{changed}, as in training")
         dataset = session.load()
         for ledger in dataset.ledgers:

@@ -30,7 +30,7 @@ _PATIENCE = 5
 _RANK, _ALPHA = 16, 32.0
 # The rate for a model of 4 billion parameters, the power by which it rises for smaller models, and
 # its bounds. The demo's model of 0.7 million parameters learns fastest at the upper bound.
-_RATE, _RATE_SIZE, _RATE_POWER = 2e-4, 4e9, 0.35
+_RATE, _RATE_PARAMETERS, _RATE_POWER = 2e-4, 4e9, 0.35
 _MIN_RATE, _MAX_RATE = 5e-5, 5e-3
 
 
@@ -117,7 +117,7 @@ def choose_options(
 
 def _rate(parameters: int, fraction: float) -> float:
     """Return a `fraction` of the peak rate for a model's size, to one significant digit."""
-    rate = _RATE * (_RATE_SIZE / max(parameters, 1)) ** _RATE_POWER
+    rate = _RATE * (_RATE_PARAMETERS / max(parameters, 1)) ** _RATE_POWER
     return float(f"{fraction * min(max(rate, _MIN_RATE), _MAX_RATE):.0e}")
 
 

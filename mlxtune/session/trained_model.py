@@ -54,12 +54,12 @@ _PLAIN_TEXT = "plain_text"
 # The key of the hash of the model's own chat template, if training used it.
 _CHAT_TEMPLATE = "chat_template"
 # Options that shape a prompt.
-_PROMPT = ("template", "thinking", "merge_system")
+_PROMPT_OPTIONS = ("template", "thinking", "merge_system")
 # Options that decide which tokens of a row an evaluation scores.
-READING = ("max_seq_len", "cut", "field", "turns")
+READING_OPTIONS = ("max_seq_len", "cut", "field", "turns")
 # The entry of the adapter's config that describes its training rows.
 TRAINED_ROWS = "trained_rows"
-_OBJECTIVE = {field.name: field.default for field in dataclasses.fields(ObjectiveConfig)}
+_OBJECTIVE_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ObjectiveConfig)}
 
 U = TypeVar("U", bound=UseConfig)
 A = TypeVar("A", bound=AnswerConfig)
@@ -192,12 +192,12 @@ def with_recorded_options(config: U, adapter: AdapterFile | None, given: Collect
     if config.model_path is None:
         changes["model_path"] = str(find_base(config, adapter))
     if isinstance(config, EvalConfig):
-        changes |= _recorded(adapter, "prompt", set(_PROMPT) - set(given))
-        changes |= _recorded(adapter, "reading", set(READING) - set(given))
+        changes |= _recorded(adapter, "prompt", set(_PROMPT_OPTIONS) - set(given))
+        changes |= _recorded(adapter, "reading", set(READING_OPTIONS) - set(given))
         if "objective" not in given:
-            changes |= _recorded(adapter, "objective", _OBJECTIVE.keys() - given)
+            changes |= _recorded(adapter, "objective", _OBJECTIVE_DEFAULTS.keys() - given)
     elif not _prompt_options(config):
-        changes |= _recorded(adapter, "prompt", _PROMPT)
+        changes |= _recorded(adapter, "prompt", _PROMPT_OPTIONS)
     try:
         return replace(config, **changes) if changes else config
     except ConfigError as error:
@@ -221,11 +221,11 @@ def training_record(
 
     `folder` is the model's. Only the model's own template is hashed: others are among the options.
     """
-    own = ((name, getattr(config, name)) for name in _OBJECTIVE)
-    objective = {name: value for name, value in own if value != _OBJECTIVE[name]}
+    own = ((name, getattr(config, name)) for name in _OBJECTIVE_DEFAULTS)
+    objective = {name: value for name, value in own if value != _OBJECTIVE_DEFAULTS[name]}
     if config.objective in REWARDED:  # an evaluation without rewards compares losses
         objective = {}
-    read = {name: getattr(config, name) for name in READING}
+    read = {name: getattr(config, name) for name in READING_OPTIONS}
     reading = {name: value for name, value in read.items() if value != getattr(TrainConfig, name)}
     records = {"objective": objective, _PLAIN_TEXT: plain_text, "reading": reading}
     if rows is not None:
@@ -260,7 +260,7 @@ def warn_of_template(adapter: AdapterFile, folder: Path, console: RunConsole) ->
 
 def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
     """Return the options that shape prompts and differ from their defaults."""
-    values = {name: getattr(config, name) for name in _PROMPT}
+    values = {name: getattr(config, name) for name in _PROMPT_OPTIONS}
     if values["template"] not in TEMPLATES:
         values["template"] = template_text(values["template"])  # the file may change
     return {name: value for name, value in values.items() if value != getattr(UseConfig, name)}
