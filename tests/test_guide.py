@@ -62,13 +62,15 @@ def test_guide_covers_the_whole_path_of_a_newcomer() -> None:
         for word in re.findall(r"(?m)^mlxtune ([a-z]+)", block.commands)
     ]
     path = ["doctor", "inspect", "plan", "train", "eval", "chat", "fuse", "export"]
-    preferences = ["inspect", "train"]
-    assert [name for name in called if name in path] == [*path, *preferences]
+    preferences, rewards = ["inspect", "train"], ["train", "train"]
+    assert [name for name in called if name in path] == [*path, *preferences, *rewards]
 
 
-def test_short_form_takes_few_steps_and_changes_nothing_else() -> None:
+def test_short_form_takes_few_steps_and_validates_on_few_rows() -> None:
     text = "mlxtune train --lr 1\nmlxtune eval\n"
     assert check_guide.shortened(text) == "mlxtune train --lr 1 --max-steps 6\nmlxtune eval\n"
+    shorter = check_guide.shortened("mlxtune train --val-data data/bookings_test.jsonl\n")
+    assert shorter == "mlxtune train --val-rows 20 --max-steps 6\n"
 
 
 def test_block_declares_its_output_and_input() -> None:

@@ -32,6 +32,8 @@ GUIDE = ROOT / "docs" / "guide.md"
 # Environment variables that a new environment must not inherit from this one.
 _OURS = ("PYTHONPATH", "VIRTUAL_ENV")
 SHORT = "--max-steps 6"
+# Answers to all rows of a test file would take most of the time.
+_SHORT_ROWS = ("--val-data data/bookings_test.jsonl", "--val-rows 20")
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def shortened(commands: str) -> str:
-    """Return the commands with training limited to a few steps."""
+    """Return the commands with training limited to a few steps, and validation to a few rows."""
+    commands = commands.replace(*_SHORT_ROWS)
     return re.sub(r"(?m)^mlxtune train .*$", lambda m: f"{m[0]} {SHORT}", commands)
 
 
