@@ -62,7 +62,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 def shortened(commands: str) -> str:
     """Return the commands with training limited to a few steps, and validation to a few rows."""
-    commands = commands.replace(*_SHORT_ROWS)
+    commands = re.sub(r" --max-steps \d+", "", commands.replace(*_SHORT_ROWS))
     return re.sub(r"(?m)^mlxtune train .*$", lambda m: f"{m[0]} {SHORT}", commands)
 
 
