@@ -107,6 +107,21 @@ def test_code_that_a_run_names_is_not_executed(run: tuple[Path, TrainResult], cl
     assert "Base  " not in shown.out
 
 
+@pytest.mark.slow
+def test_adapter_of_another_objective_is_judged_by_rewards(
+    run: tuple[Path, TrainResult], tmp_path: Path
+) -> None:
+    folder, _ = run
+    pair = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
+    data = write_chat(tmp_path / "pairs.jsonl", [pair] * 4)
+    model, output = str(folder / "model"), str(tmp_path / "out")
+    options_of_run = {"objective": "orpo", "max_steps": 1, "val_split": 0.0, "quiet": True}
+    train(TrainConfig(model, (str(data),), output=output, **options_of_run))
+    found = evaluate(options(folder, adapter=output, reward=("length:4",)))
+    assert (found.rows, found.left_out, found.preference) == (30, 0, None)
+    assert [each.name for each in found.rewards] == ["", "", "exact"]
+
+
 def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         EvalConfig(model_path="m", data=("d",), reward=("json",), generate=True, objective="dpo")
