@@ -8,8 +8,8 @@ from typing import Any
 from mlxtune.config import as_path
 from mlxtune.core.files.writing import check_outputs, make_folder, write_file
 from mlxtune.core.run.progress import record_values
-from mlxtune.core.run.reward_changes import gradient_warning
 from mlxtune.core.run.run_folder import REPORT
+from mlxtune.core.run.sampled_answers import gradient_warning
 from mlxtune.core.run.stored_run import Run, read_run, run_folder_at
 from mlxtune.core.run.summary import (
     RunView,

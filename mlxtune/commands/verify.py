@@ -93,7 +93,7 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
 def _check_samples(path: Path) -> str:
     """Read the record of samples. Raises OSError, or ValueError for a damaged one."""
     # Only runs that learn from rewards have samples, and import the rewards.
-    from mlxtune.core.run.sample_records import read_samples
+    from mlxtune.core.run.sampled_answers import read_samples
 
     groups = list(read_samples(path))
     count = sum(len(group.samples) for group in groups)
@@ -104,7 +104,7 @@ def _compare_samples(result: Verification, run: Path, again: Path, replay: "_Rep
     """Compare the samples of the steps that were repeated."""
     if not (run / SAMPLED).exists():
         return
-    from mlxtune.core.run.sample_records import read_samples
+    from mlxtune.core.run.sampled_answers import read_samples
 
     def drawn(folder: Path) -> list[Any]:
         groups = list(read_samples(folder / SAMPLED))

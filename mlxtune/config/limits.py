@@ -60,7 +60,7 @@ OWN_JSON = Limits(64 * _MB, values=500_000, entries=200_000, text=8 * _MB)
 SAMPLED = Limits(256 * _MB, values=20_000_000, entries=10_000_000, text=16 * _MB)
 # The most bytes to which the samples of a rollout unpack, and all samples that a report searches;
 # the most steps that it shows, and the most bytes of a step's groups that it reads.
-MEMBER_BYTES, SEARCHED_SAMPLES = 2**30, 2**31
+MEMBER_BYTES = SEARCHED_SAMPLES = 2**30
 SHOWN_STEPS, SHOWN_SAMPLES = 12, 2 * _MB
 # The reference's log-probabilities: one number per example.
 REFERENCES = Limits(256 * _MB, values=10_000_000, entries=10_000_000)

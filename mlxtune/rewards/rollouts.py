@@ -29,7 +29,7 @@ from mlxtune.core.objectives.policy import (
     advantages_of,
 )
 from mlxtune.core.run.metrics import FileLoss, InstructBatchResult
-from mlxtune.core.run.sample_records import GroupRecord, SampleRecord, groups_in
+from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_in
 from mlxtune.core.training.pipeline import OnProgress, Step, StepData
 from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.samples import SampleLedger

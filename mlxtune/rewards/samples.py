@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.writing import as_output_error, open_to_append, write_file
-from mlxtune.core.run.sample_records import (
+from mlxtune.core.run.sampled_answers import (
     GroupRecord,
     groups_at,
     places_in,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxtune.core.formatting import byte_size, duration, loss_text, pluralize
-from mlxtune.core.run.reward_changes import mean_text
+from mlxtune.core.run.sampled_answers import mean_text
 from mlxtune.core.run.summary import Outcome, RunView, Verdict
 
 # The sign of each outcome, and its CSS class on pages.

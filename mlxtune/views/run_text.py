@@ -31,7 +31,7 @@ from mlxtune.core.machine.installation import DISTRIBUTION
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
-from mlxtune.core.run.reward_changes import gradient_warning
+from mlxtune.core.run.sampled_answers import gradient_warning
 from mlxtune.core.run.summary import RunView, option_text
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines

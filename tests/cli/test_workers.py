@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from mlxtune import TrainConfig, resume, train
 from mlxtune.commands.verify import verify
 from mlxtune.core.run.run_folder import SAMPLED
-from mlxtune.core.run.sample_records import read_samples
+from mlxtune.core.run.sampled_answers import read_samples
 from tests.launch import free_ports, launched, needs_ring, pid_of, run
 from tests.paths import DATA
 from tests.waiting import SECONDS, wait_until

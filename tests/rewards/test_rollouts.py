@@ -19,7 +19,7 @@ from mlxtune.core.data.corpus import Corpus, CorpusRows
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.prompt import PromptRow
 from mlxtune.core.objectives.policy import SampledAnswer, SampledExample, SampleRequest
-from mlxtune.core.run.sample_records import read_samples
+from mlxtune.core.run.sampled_answers import read_samples
 from mlxtune.core.training.pipeline import Step
 from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.rollouts import Prompts, Rollouts

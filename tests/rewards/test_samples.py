@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxtune.core.run import sample_records
-from mlxtune.core.run.sample_records import GroupRecord, SampleRecord, read_samples
+from mlxtune.core.run import sampled_answers
+from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, read_samples
 from mlxtune.errors import OutputError
 from mlxtune.rewards.samples import SampleLedger, copy_samples
 
@@ -84,7 +84,7 @@ def test_samples_up_to_a_step_are_copied(path: Path, tmp_path: Path) -> None:
 def test_every_incomplete_end_is_replaced(
     path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample_records, "_PIECE", piece)
+    monkeypatch.setattr(sampled_answers, "_PIECE", piece)
     ledger = SampleLedger(path)
     ledger.add([group(1)])
     first = path.stat().st_size

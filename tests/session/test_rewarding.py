@@ -18,7 +18,7 @@ from mlxtune.commands.plan import plan
 from mlxtune.commands.verify import verify
 from mlxtune.config import PlanConfig
 from mlxtune.core.run.run_folder import INITIAL, SAMPLED
-from mlxtune.core.run.sample_records import read_samples
+from mlxtune.core.run.sampled_answers import read_samples
 from mlxtune.errors import ConfigError, DataError, ModelError
 from mlxtune.rewards.rollouts import Rollouts
 from tests.configs import problems

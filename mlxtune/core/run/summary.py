@@ -21,8 +21,8 @@ from mlxtune.core.evaluation.verdict_text import verdict_lines
 from mlxtune.core.formatting import duration, loss_text, pluralize, sentence
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.metrics import TrainingMetrics
-from mlxtune.core.run.reward_changes import MetricChange, mean_text, metric_changes, metric_values
 from mlxtune.core.run.run_folder import previous_number
+from mlxtune.core.run.sampled_answers import MetricChange, mean_text, metric_changes, metric_values
 from mlxtune.core.run.stored_run import Run, get_mapping, get_str, number, whole
 from mlxtune.errors import resume_command
 

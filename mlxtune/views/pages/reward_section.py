@@ -9,14 +9,16 @@ import numpy as np
 
 from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.formatting import join_few, pluralize
-from mlxtune.core.run.reward_changes import (
+from mlxtune.core.run.run_folder import SAMPLED
+from mlxtune.core.run.sampled_answers import (
+    GroupRecord,
     MetricChange,
+    SampleRecord,
     gradient_warning,
     mean_text,
     opposites,
+    read_shown,
 )
-from mlxtune.core.run.run_folder import SAMPLED
-from mlxtune.core.run.sample_records import GroupRecord, SampleRecord, read_shown
 from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
 from mlxtune.errors import one_line
@@ -72,7 +74,7 @@ def _learned(changes: Sequence[MetricChange]) -> str:
     main, others = rewards[0], rewards[1:]
     sentence = f"The {main.sentence}." if others else f"The reward {main.sentence}."
     for verb, moved in (("Rose", 1), ("Fell", -1), ("Did not clearly change", 0)):
-        if names := [each.label for each in others if each.moved == moved]:
+        if names := [each.name for each in others if each.moved == moved]:
             sentence += f" {verb}: {join_few(names)}."
     return " ".join([sentence, *gradient_warning(changes)])
 
@@ -140,7 +142,7 @@ def _pair(
 ) -> dict[str, Any]:
     """Return two rewards that moved in opposite directions, and late samples that show it."""
     return {
-        "title": f"{better.label} {better.verb}, {worse.label} {worse.verb}",
+        "title": f"{better.name} {better.verb}, {worse.name} {worse.verb}",
         "sentences": [better.sentence, worse.sentence],
         "examples": [
             _article(group, f"step {group.step:,}", [("answer", sample)])
@@ -159,13 +161,13 @@ def _opposed(
 
     def standardised(change: MetricChange) -> Callable[[SampleRecord], float]:
         values = [
-            value for _, each in drawn if (value := each.rewards.get(change.label)) is not None
+            value for _, each in drawn if (value := each.rewards.get(change.name)) is not None
         ]
         mean, deviation = (np.mean(values), np.std(values)) if values else (0.0, 0.0)
         sign = -1 if change.penalty else 1
 
         def score(sample: SampleRecord) -> float:
-            value = sample.rewards.get(change.label)
+            value = sample.rewards.get(change.name)
             return (
                 float(sign * (value - mean) / deviation) if value is not None and deviation else 0.0
             )

@@ -11,7 +11,7 @@ import numpy as np
 from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.formatting import byte_size, loss_text, pluralize
 from mlxtune.core.run.extension import extensions_of
-from mlxtune.core.run.reward_changes import metric_values, reward_keys, spread_key
+from mlxtune.core.run.sampled_answers import metric_values, reward_keys, spread_key
 from mlxtune.core.run.stored_run import Run, number
 from mlxtune.core.run.summary import REWARD_MEASURE, RunView, measure_of
 from mlxtune.views.pages.axis import spans_much

@@ -87,7 +87,7 @@ def test_step_shows_the_best_and_worst_answer_of_the_rows_that_differ_most(run: 
     assert second["note"] == "all 2 rewards are equal: no gradient"
 
 
-def test_page_has_a_limited_size_whatever_the_answers(tmp_path: Path) -> None:
+def test_page_of_long_answers_has_a_limited_size(tmp_path: Path) -> None:
     run = write_rewarded_run(tmp_path, 40, text="<&\u202e" * 40_000)
     shown = page(run)
     assert len(shown.html) < 2**20

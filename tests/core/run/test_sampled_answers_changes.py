@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.run.reward_changes import (
+from mlxtune.core.run.sampled_answers import (
     MetricChange,
     gradient_warning,
     metric_changes,
@@ -31,21 +31,21 @@ def changed(folder: Path, values: dict[str, list[float]], reward: tuple[str, ...
 
 
 def test_thirds_are_compared_by_name(tmp_path: Path) -> None:
-    by_label = {each.label: each for each in metric_changes(read_run(write_rewarded_run(tmp_path)))}
+    by_name = {each.name: each for each in metric_changes(read_run(write_rewarded_run(tmp_path)))}
     # Steps 1 to 4 of 12, and steps 9 to 12.
-    found = {name: (round(x.first, 6), round(x.last, 6), x.moved) for name, x in by_label.items()}
+    found = {name: (round(x.first, 6), round(x.last, 6), x.moved) for name, x in by_name.items()}
     assert found == {
         "sum of rewards": (1.125, 1.525, 1),
         "json": (0.875, 0.475, -1),
         "short.short": (0.125, 0.525, 1),
         "tokens per answer": (37.5, 29.5, -1),
-        "share of truncated answers": (0.25, 0.25, 0),
-        "share of rows without a gradient": (0.5, 0.5, 0),
+        "fraction of truncated answers": (0.25, 0.25, 0),
+        "fraction of rows without a gradient": (0.5, 0.5, 0),
         "divergence from the start (KL)": (0.025, 0.105, 1),
     }
-    assert by_label["json"].texts == ["0.875 ± 0.25", "0.475 ± 0.25"]
-    assert by_label["share of truncated answers"].texts == ["25.0%", "25.0%"]
-    assert by_label["json"].sentence == (
+    assert by_name["json"].texts == ["0.875 ± 0.25", "0.475 ± 0.25"]
+    assert by_name["fraction of truncated answers"].texts == ["25.0%", "25.0%"]
+    assert by_name["json"].sentence == (
         "json fell: 0.875 in the first third of the steps, 0.475 in the last"
     )
 
@@ -62,7 +62,7 @@ def test_change_within_the_noise_of_steps_is_not_clear(
     values = [-1.0, 0.0, 1.0, 9.0, 9.0, 9.0, last - 1, last, last + 1]
     run = changed(tmp_path, {"rewards/json/mean": values}, ("json",))
     (change,) = metric_changes(run)
-    assert (change.label, change.kind, change.moved) == ("json", "reward", moved)
+    assert (change.name, change.kind, change.moved) == ("json", "reward", moved)
     assert change.spreads == []
 
 
@@ -76,7 +76,7 @@ def test_opposites_are_rewards_that_got_better_and_worse(tmp_path: Path) -> None
         run = changed(tmp_path / name, values, reward)
         assert list(reward_keys(run)) == ["sum of rewards", "a.f", "b.f", "c.f"]
         pairs = opposites(metric_changes(run))
-        found[name] = [(better.label, worse.label) for better, worse in pairs]
+        found[name] = [(better.name, worse.name) for better, worse in pairs]
     # A penalty that falls got better. Options that do not fit the metrics have no weights.
     assert found == {
         "--": [("a.f", "b.f"), ("c.f", "b.f")],
@@ -93,12 +93,12 @@ def test_short_run_or_another_objective_has_no_changes(tmp_path: Path) -> None:
 
 
 def test_rows_without_gradient_are_reported_if_they_are_most() -> None:
-    def share(last: float) -> list[MetricChange]:
-        label = "share of rows without a gradient"
-        return [MetricChange(label, 0.0, last, 1, "answers")]
+    def fraction(last: float) -> list[MetricChange]:
+        name = "fraction of rows without a gradient"
+        return [MetricChange(name, 0.0, last, 1, "answers")]
 
-    assert list(gradient_warning(share(0.5))) == []
-    (text,) = gradient_warning(share(0.75))
+    assert list(gradient_warning(fraction(0.5))) == []
+    (text,) = gradient_warning(fraction(0.75))
     assert "75% of the rows taught nothing" in text
 
 

@@ -1,0 +1,321 @@
+"""What a run records of its sampled answers: how their metrics changed, and the answers themselves.
+
+`samples.jsonl.gz` has a line for each group. The samples of a rollout are a gzip member of their
+own, which is added and flushed before they are trained on. A run that was killed leaves at most one
+incomplete member, at the end.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from mlxtune.config.limits import (
+    MEMBER_BYTES,
+    SAMPLED,
+    SEARCHED_SAMPLES,
+    SHOWN_SAMPLES,
+    SHOWN_STEPS,
+    TooLarge,
+    parse_json,
+)
+from mlxtune.config.objective_config import REWARDED
+from mlxtune.core.files.reading import open_regular
+from mlxtune.core.files.typed_json import from_json
+from mlxtune.core.run.stored_run import Run
+
+# The fewest steps of a third that show a change.
+_MIN_STEPS = 3
+SUM = "sum of rewards"
+_REWARDS, _MEAN = "rewards/", "/mean"
+_FRACTION = "fraction of "
+_WITHOUT_GRADIENT = "fraction of rows without a gradient"
+# What a run measures of its answers besides rewards.
+_MEASURES = {
+    "completions/mean_length": "tokens per answer",
+    "completions/clipped_ratio": "fraction of truncated answers",
+    "frac_reward_zero_std": _WITHOUT_GRADIENT,
+    "completions/without_reward": "fraction of answers without a reward",
+    "kl": "divergence from the start (KL)",
+}
+_NEGATIVE_WEIGHT = re.compile(r"=-[\d.eE+-]+$")
+Kind = Literal["reward", "sum", "answers"]
+# The bytes of a read, and those of a member's start with its step.
+_PIECE, _START = 2**20, 64
+_STEP = re.compile(rb'\{"step": (\d{1,15}),')
+
+
+# Metrics
+
+
+@dataclass(frozen=True)
+class MetricChange:
+    """The means of a metric over the first and the last third of a run's steps.
+
+    `spreads` are the mean standard deviations of a reward within a step. `moved` is 1 or -1 if the
+    metric rose or fell by more than twice the standard error of the difference, else 0. A `penalty`
+    is a reward with a negative weight.
+    """
+
+    name: str
+    first: float
+    last: float
+    moved: int
+    kind: Kind
+    penalty: bool = False
+    spreads: Sequence[float] = ()
+
+    @property
+    def texts(self) -> list[str]:
+        """Both means, with their spreads."""
+        spreads = [f" ± {each:.3g}" for each in self.spreads] or ["", ""]
+        means = map(self._text, (self.first, self.last))
+        return [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+
+    def _text(self, mean: float) -> str:
+        return f"{mean:.1%}" if self.name.startswith(_FRACTION) else mean_text(mean)
+
+    @property
+    def verb(self) -> str:
+        return {1: "rose", 0: "did not clearly change", -1: "fell"}[self.moved]
+
+    @property
+    def sentence(self) -> str:
+        return (
+            f"{self.name} {self.verb}: {self._text(self.first)} in the first third of the steps, "
+            f"{self._text(self.last)} in the last"
+        )
+
+
+def mean_text(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def reward_keys(run: Run) -> dict[str, str]:
+    """Return the metrics of a run's rewards by name, in the order of its options; their sum first.
+
+    A single reward has no sum.
+    """
+    every = dict.fromkeys(name for step in run.progress.steps.metrics for name in step)
+    found = (key for key in every if key.startswith(_REWARDS) and key.endswith(_MEAN))
+    keys = {key.removeprefix(_REWARDS).removesuffix(_MEAN): key for key in found}
+    return {SUM: "reward", **keys} if len(keys) > 1 else keys
+
+
+def spread_key(key: str) -> str:
+    """Return the metric of a reward's spread, given that of its mean."""
+    return f"{key}_std" if key == "reward" else key.removesuffix(_MEAN) + "/std"
+
+
+def metric_values(run: Run, key: str) -> tuple[list[float], list[float]]:
+    """Return the steps that have a metric, and its values."""
+    steps, values = [], []
+    for step, metrics in zip(run.column("step"), run.progress.steps.metrics, strict=True):
+        if key in metrics:
+            steps.append(step)
+            values.append(metrics[key])
+    return steps, values
+
+
+def metric_changes(run: Run) -> list[MetricChange]:
+    """Return the changes of a run's rewards and of its answers.
+
+    Empty for a run that does not learn from rewards, or has too few steps.
+    """
+    if run.config.get("objective") not in REWARDED:
+        return []
+    keys, options = reward_keys(run), run.config.get("reward")
+    names = [name for name in keys if name != SUM]
+    options = options if isinstance(options, list) and len(options) == len(names) else names
+    texts = dict(zip(names, map(str, options), strict=True))
+    changes = [
+        _change(run, key, name, "reward", bool(_NEGATIVE_WEIGHT.search(texts[name])))
+        if name in texts
+        else _change(run, key, name, "sum")
+        for name, key in keys.items()
+    ]
+    changes += [_change(run, key, name, "answers") for key, name in _MEASURES.items()]
+    found = (change for change in changes if change is not None)
+    return [each for each in found if each.kind != "answers" or each.first or each.last]
+
+
+def _change(
+    run: Run, key: str, name: str, kind: Kind, penalty: bool = False
+) -> MetricChange | None:
+    _, values = metric_values(run, key)
+    if (third := len(values) // 3) < _MIN_STEPS:
+        return None
+    first, last = (float(np.mean(each)) for each in (values[:third], values[-third:]))
+    scatter = np.var(values[:third], ddof=1) + np.var(values[-third:], ddof=1)
+    # Steps have different rows, so a change within their noise is not significant.
+    change, error = last - first, math.sqrt(scatter / third)
+    moved = (change > 2 * error) - (change < -2 * error)
+    _, deviations = metric_values(run, spread_key(key)) if kind != "answers" else ([], [])
+    spreads = [float(np.mean(each)) for each in (deviations[:third], deviations[-third:]) if each]
+    return MetricChange(name, first, last, moved, kind, penalty, spreads)
+
+
+def gradient_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
+    """Yield a sentence if most rows of the last third had no gradient."""
+    for each in changes:
+        if each.name == _WITHOUT_GRADIENT and each.last > 0.5:
+            yield (
+                f"In the last third, {each.last:.0%} of the rows taught nothing, because all their "
+                "answers had the same reward."
+            )
+
+
+def opposites(changes: Sequence[MetricChange]) -> list[tuple[MetricChange, MetricChange]]:
+    """Return pairs of rewards of which the first got better while the second got worse."""
+    rewards = [each for each in changes if each.kind == "reward"]
+    toward = {each.name: -each.moved if each.penalty else each.moved for each in rewards}
+    better = [each for each in rewards if toward[each.name] > 0]
+    worse = [each for each in rewards if toward[each.name] < 0]
+    return [(one, other) for one in better for other in worse]
+
+
+# Samples
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """A sample: its tokens with their log-probabilities, its text, and what its rewards were.
+
+    `finished` says whether the model ended it; otherwise, its length was limited. A reward is None
+    if it has no value, and `reward`, the weighted sum, is None if any is; `problems` say why.
+    `old_logps` and `reference_logps` are those of `SampledExample`.
+    """
+
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    text: str
+    finished: bool
+    rewards: dict[str, float | None]
+    reward: float | None
+    advantage: float
+    problems: tuple[str, ...] = ()
+    old_logps: tuple[float, ...] | None = None
+    reference_logps: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """The samples of one prompt.
+
+    `step` is the first step that trains on them, `row` the place of the prompt's row, `use` the
+    number of earlier uses of the row in the step, and `adapter` a hash of the LoRA matrices that
+    sampled.
+    """
+
+    step: int
+    row: str
+    use: int
+    seed: int
+    adapter: str
+    prompt: str
+    prompt_tokens: tuple[int, ...]
+    samples: tuple[SampleRecord, ...]
+
+    def as_json(self) -> bytes:
+        values = asdict(self)
+        for sample in values["samples"]:
+            for name in ("problems", "old_logps", "reference_logps"):
+                if not sample[name]:
+                    del sample[name]
+        return json.dumps(values, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+
+
+def read_samples(path: Path) -> Iterator[GroupRecord]:
+    """Yield the groups of a run. Raises OSError, or ValueError for a damaged file."""
+    with open_regular(path, links=False) as file:
+        for _, _, content in read_members(file):
+            yield from groups_in(content)
+
+
+def read_shown(path: Path) -> tuple[dict[int, list[GroupRecord]], bool]:
+    """Return groups by step, for a page: of some steps from the first to the last.
+
+    A step has its first groups, if they are too large together. Also return whether the file is too
+    large to search, so that later steps are missing. Raises OSError, or ValueError for a damaged
+    file.
+    """
+    starts, is_cut = dict[int, int](), False
+    with open_regular(path, links=False) as file:
+        try:
+            for step, start, _ in places_in(file, most=SEARCHED_SAMPLES):
+                starts[step] = start
+        except TooLarge:
+            is_cut = True
+        steps, shown = sorted(starts), dict[int, list[GroupRecord]]()
+        last, count = len(steps) - 1, min(len(steps), SHOWN_STEPS)
+        for i in range(count):
+            step = steps[last * i // max(count - 1, 1)]
+            shown[step] = groups_at(file, starts[step], keep=SHOWN_SAMPLES)
+    return shown, is_cut
+
+
+def groups_in(content: bytes) -> list[GroupRecord]:
+    """Return the groups of a member. Raises ValueError."""
+    lines = content.splitlines()
+    return [from_json(GroupRecord, parse_json(line, SAMPLED, "a group")) for line in lines]
+
+
+def groups_at(file: io.BufferedReader, start: int, keep: int = MEMBER_BYTES) -> list[GroupRecord]:
+    """Return the groups of the member at `start`, as far as its first `keep` bytes have them."""
+    file.seek(start)
+    content = next((content for _, _, content in read_members(file, keep)), b"")
+    return groups_in(content[: content.rfind(b"\n") + 1])
+
+
+def step_of(content: bytes) -> int:
+    """Return the step of a member, without reading its samples. Raises ValueError."""
+    if (found := _STEP.match(content)) is None:
+        raise ValueError("is damaged: it has samples without a step")
+    return int(found[1])
+
+
+def places_in(file: io.BufferedReader, most: int | None = None) -> Iterator[tuple[int, int, int]]:
+    """Yield the step, the start and the end of each complete member. Raises as `read_members`."""
+    for start, end, content in read_members(file, keep=_START, most=most):
+        yield step_of(content), start, end
+
+
+def read_members(
+    file: io.BufferedReader, keep: int = MEMBER_BYTES, most: int | None = None
+) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the start, the end and the first `keep` bytes of each complete gzip member from here.
+
+    An incomplete member at the end is left out. Raises ValueError for a damaged one, and TooLarge
+    for one that unpacks to more than MEMBER_BYTES, or if all together unpack to more than `most`.
+    """
+    start, left, total = file.tell(), b"", 0
+    while left or (left := file.read(_PIECE)):
+        unpack, parts, size = zlib.decompressobj(wbits=31), list[bytes](), 0
+        read, piece = 0, b""
+        # A full piece may not be all that the last bytes unpack to.
+        while not unpack.eof and (left or len(piece) == _PIECE or (left := file.read(_PIECE))):
+            try:
+                piece = unpack.decompress(left, _PIECE)
+            except zlib.error as error:
+                raise ValueError(f"is damaged: {error}") from error
+            parts.append(piece[: max(keep - size, 0)])
+            size += len(piece)
+            total += len(piece)
+            if size > MEMBER_BYTES or (most is not None and total > most):
+                raise TooLarge("unpacks to too much")
+            rest = unpack.unused_data if unpack.eof else unpack.unconsumed_tail
+            read += len(left) - len(rest)
+            left = rest
+        if not unpack.eof:
+            return
+        yield start, start + read, b"".join(parts)
+        start += read
