@@ -15,7 +15,7 @@ from mlxtune.core.run.summary import RunView
 from mlxtune.views.pages.run_page import ResultCard, write_page
 from mlxtune.views.parts import run_figures
 from tests.command import Cli
-from tests.runs import EVALUATION, write_run
+from tests.runs import EVALUATION, write_rewarded_run, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +36,21 @@ def test_page_of_a_run_is_written_into_its_folder(cli: Cli) -> None:
         ]
         assert outcome.err == ""
     assert (run / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_run_with_rewards_says_what_changed(cli: Cli) -> None:
+    write_rewarded_run(Path("out"))
+    assert cli("report", "out").out.splitlines() == [
+        "12 steps on chat.jsonl took tiny’s mean reward of sampled answers from 1.12 to 1.52",
+        "✓ The run finished. Its adapter: out/adapters.safetensors",
+        "sum of rewards rose: 1.12 in the first third of the steps, 1.52 in the last",
+        "json fell: 0.875 in the first third of the steps, 0.475 in the last",
+        "short.short rose: 0.125 in the first third of the steps, 0.525 in the last",
+        "tokens per answer fell: 37.5 in the first third of the steps, 29.5 in the last",
+        "divergence from the start (KL) rose: 0.025 in the first third of the steps, 0.105 in the "
+        "last",
+        "page: out/checkpoints/report.html",
+    ]
 
 
 def test_page_of_several_is_written_where_it_is_asked_for(cli: Cli) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import mlxtune
 from tests.command import Cli
-from tests.runs import write_run
+from tests.runs import as_lines, write_rewarded_run, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +32,16 @@ def test_runs_below_this_folder_are_listed(cli: Cli) -> None:
     assert "mlxtune train --resume out/b" in outcome.out
     assert outcome.err == ""
     assert cli("runs", "out/a").out.count("\n") == outcome.out.count("\n") - 4
+
+
+def test_run_with_rewards_is_listed_with_rewards(cli: Cli) -> None:
+    run = write_rewarded_run(Path("out"))
+    before = {"kind": "validation", "step": 0, "val_loss": -0.25, "val_perplexity": 1.0}
+    after = {**before, "step": 12, "val_loss": -0.75}
+    lines = (run / "metrics.jsonl").read_bytes()
+    (run / "metrics.jsonl").write_bytes(as_lines([before]) + lines + as_lines([after]))
+    row = cli("runs").out.splitlines()[1]
+    assert "1.52 reward  0.250 → 0.750 reward  ▁▁▂▃▃▄▅▆▆▇██" in row
 
 
 def test_sort_and_json(cli: Cli) -> None:

@@ -24,13 +24,15 @@ from mlxtune.core.run.metrics import (
 )
 from mlxtune.core.run.profile import Phase, StepProfile
 from mlxtune.core.run.progress import Progress, Record
-from mlxtune.core.run.stored_run import Run
+from mlxtune.core.run.sampled_answers import MetricChange
+from mlxtune.core.run.stored_run import Run, read_run
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views import run_text
 from tests.core.evaluation.evaluations import evaluated
 from tests.core.training.fake_pipeline import FakePipeline
 from tests.core.training.records import epoch_metrics, step_record
+from tests.runs import write_rewarded_run
 
 CONFIG = TrainConfig("data/my model", ("chat.jsonl",), output="out", lr=0.05)
 
@@ -181,6 +183,22 @@ def test_summary_shows_speed_losses_and_written_files(tmp_path: Path) -> None:
     within = summary(tmp_path, 2.0, 1.5, within=1.0)
     assert within[2].endswith("1.0000 (perplexity 2.718) at best, after step 1 (epoch 1)")
     assert within[3].startswith("adapter of step 1 (epoch 1), the best: ")
+
+
+def test_summary_of_rewards_names_no_loss(tmp_path: Path) -> None:
+    view = RunView.of(read_run(write_rewarded_run(tmp_path)))
+    gradient = MetricChange("fraction of rows without a gradient", 0.5, 0.75, 1, "answers")
+    view = dataclasses.replace(
+        view, changes=(*view.changes, gradient), initial_val_loss=-0.5, best_val_loss=-0.25
+    )
+    config = TrainConfig("m", ("d",), objective="grpo", reward=("json",))
+    text = "\n".join(run_text.summary_lines(view, config))
+    assert "reward of sampled answers: sum of rewards rose: 1.12 in the first third" in text
+    assert "In the last third, 75% of the rows taught nothing" in text
+    assert "no validation had a higher mean reward than the model before training" in text
+    assert "loss" not in text
+    line = run_text.epoch_line(epoch(1, val_loss=-0.5), best=True, objective="grpo")
+    assert line.startswith("epoch 1: loss 2.0000, validation reward 0.5000, best so far")
 
 
 def test_summary_without_validation_names_the_last_epoch(tmp_path: Path) -> None:
