@@ -194,7 +194,7 @@ def test_summary_of_rewards_names_no_loss(tmp_path: Path) -> None:
     config = TrainConfig("m", ("d",), objective="grpo", reward=("json",))
     text = "\n".join(run_text.summary_lines(view, config))
     assert "reward of sampled answers: sum of rewards rose: 1.12 in the first third" in text
-    assert "In the last third, 75% of the rows taught nothing" in text
+    assert "in the last third, 75% of the rows taught nothing" in text
     assert "no validation had a higher mean reward than the model before training" in text
     assert "loss" not in text
     line = run_text.epoch_line(epoch(1, val_loss=-0.5), best=True, objective="grpo")

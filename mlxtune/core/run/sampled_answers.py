@@ -31,10 +31,12 @@ from mlxtune.config.limits import (
 from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.typed_json import from_json
-from mlxtune.core.run.stored_run import Run
+from mlxtune.core.run.stored_run import Run, whole
 
 # The fewest steps of a third that show a change.
 _MIN_STEPS = 3
+# A change by less than this fraction may be rounding.
+_PRECISION = 1e-9
 SUM = "sum of rewards"
 _REWARDS, _MEAN = "rewards/", "/mean"
 _FRACTION = "fraction of "
@@ -151,26 +153,28 @@ def metric_changes(run: Run) -> list[MetricChange]:
 def _change(
     run: Run, key: str, name: str, kind: Kind, penalty: bool = False
 ) -> MetricChange | None:
-    _, values = metric_values(run, key)
+    # The updates on the same answers have the same metrics.
+    updates = max(whole(run.config, "updates") or 1, 1)
+    values = metric_values(run, key)[1][::updates]
     if (third := len(values) // 3) < _MIN_STEPS:
         return None
     first, last = (float(np.mean(each)) for each in (values[:third], values[-third:]))
     scatter = np.var(values[:third], ddof=1) + np.var(values[-third:], ddof=1)
     # Steps have different rows, so a change within their noise is not significant.
-    change, error = last - first, math.sqrt(scatter / third)
-    moved = (change > 2 * error) - (change < -2 * error)
-    _, deviations = metric_values(run, spread_key(key)) if kind != "answers" else ([], [])
+    change, noise = last - first, 2 * math.sqrt(scatter / third) + _PRECISION * abs(first)
+    moved = (change > noise) - (change < -noise)
+    deviations = [] if kind == "answers" else metric_values(run, spread_key(key))[1][::updates]
     spreads = [float(np.mean(each)) for each in (deviations[:third], deviations[-third:]) if each]
     return MetricChange(name, first, last, moved, kind, penalty, spreads)
 
 
 def gradient_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
-    """Yield a sentence if most rows of the last third had no gradient."""
+    """Yield a line if most rows of the last third had no gradient."""
     for each in changes:
         if each.name == _WITHOUT_GRADIENT and each.last > 0.5:
             yield (
-                f"In the last third, {each.last:.0%} of the rows taught nothing, because all their "
-                "answers had the same reward."
+                f"in the last third, {each.last:.0%} of the rows taught nothing, because all their "
+                "answers had the same reward"
             )
 
 

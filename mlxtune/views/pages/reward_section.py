@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mlxtune.config.objective_config import REWARDED
-from mlxtune.core.formatting import join_few, pluralize
+from mlxtune.core.formatting import join_few, pluralize, sentence
 from mlxtune.core.run.run_folder import SAMPLED
 from mlxtune.core.run.sampled_answers import (
     GroupRecord,
@@ -72,11 +72,11 @@ def _learned(changes: Sequence[MetricChange]) -> str:
     if not rewards:
         return "The run is too short to compare its thirds."
     main, others = rewards[0], rewards[1:]
-    sentence = f"The {main.sentence}." if others else f"The reward {main.sentence}."
+    text = f"The {main.sentence}." if others else f"The reward {main.sentence}."
     for verb, moved in (("Rose", 1), ("Fell", -1), ("Did not clearly change", 0)):
         if names := [each.name for each in others if each.moved == moved]:
-            sentence += f" {verb}: {join_few(names)}."
-    return " ".join([sentence, *gradient_warning(changes)])
+            text += f" {verb}: {join_few(names)}."
+    return " ".join([text, *map(sentence, gradient_warning(changes))])
 
 
 # Best and worst

@@ -66,6 +66,25 @@ def test_change_within_the_noise_of_steps_is_not_clear(
     assert change.spreads == []
 
 
+def test_updates_on_the_same_answers_count_once(tmp_path: Path) -> None:
+    """Repeated values would make the noise of steps seem smaller than it is."""
+    values = [-1.0, 0.0, 1.0, 9.0, 9.0, 9.0, 0.5, 1.5, 2.5]
+    repeated = [value for value in values for _ in range(4)]
+    run = changed(tmp_path, {"rewards/json/mean": repeated}, ("json",))
+    (alone,) = metric_changes(run)
+    run.about = {"config": {**run.config, "updates": 4}}
+    (together,) = metric_changes(run)
+    assert (alone.moved, together.moved) == (1, 0)
+    assert (together.first, together.last) == (0, 1.5)
+
+
+def test_rounding_is_no_change(tmp_path: Path) -> None:
+    values = [0.1] * 3 + [0.0] * 3 + [0.1 * 3 - 0.2] * 3
+    assert values[0] != values[-1]
+    run = changed(tmp_path, {"rewards/json/mean": values}, ("json",))
+    assert [each.moved for each in metric_changes(run)] == [0]
+
+
 def test_opposites_are_rewards_that_got_better_and_worse(tmp_path: Path) -> None:
     up, down = [float(n) for n in range(9)], [float(-n) for n in range(9)]
     values = {"reward": up, "rewards/a.f/mean": up, "rewards/b.f/mean": down}
