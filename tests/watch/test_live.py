@@ -61,6 +61,9 @@ def test_run_with_rewards_shows_its_newest_answers(tmp_path: Path) -> None:
     assert "of step 11 " not in parts["sampled"].partition("Best and worst")[2]
     assert "<select" not in parts["sampled"]
     assert parts["chart_data"][0]["series"][0]["name"] == "sum of rewards"
+    write_rewarded_run(tmp_path / "other")
+    head = parts_of(following(Live(tmp_path, Asker())))["head"]
+    assert "reward of sampled answers" in head and "loss" not in head
     (tmp_path / "out/checkpoints/samples.jsonl.gz").write_bytes(b"damaged")
     parts = parts_of(following(Live(tmp_path / "out", Asker())))
     assert "cannot be read" in parts["sampled"]

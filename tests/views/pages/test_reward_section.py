@@ -157,7 +157,9 @@ def test_runs_with_rewards_are_compared_by_their_mean_reward(tmp_path: Path) -> 
     shown = Page(render_runs([a, b]))
     assert "has the highest mean reward, 0.750" in shown.text("h1")
     assert "mean reward before" in shown.text("results")
-    assert "validation loss" not in shown.text("results")
+    assert "reward of sampled answers" in shown.text("results")
+    assert "1.52" in shown.text("results")
+    assert "loss" not in shown.text("main").lower().partition("options that differ")[0]
     (curve, _) = json.loads(shown.text("charts"))[0]["series"]
     assert curve["y"] == [0.75]
     assert "with the same rewards" in Page(render_runs([a, c])).text("verdict")
