@@ -78,7 +78,7 @@ def test_updates_on_the_same_answers_count_once(tmp_path: Path) -> None:
     assert (together.first, together.last) == (0, 1.5)
 
 
-def test_rounding_is_no_change(tmp_path: Path) -> None:
+def test_rounding_does_not_count_as_a_change(tmp_path: Path) -> None:
     values = [0.1] * 3 + [0.0] * 3 + [0.1 + 1e-15] * 3
     run = changed(tmp_path, {"rewards/json/mean": values}, ("json",))
     assert [each.moved for each in metric_changes(run)] == [0]
