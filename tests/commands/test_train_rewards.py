@@ -48,6 +48,6 @@ def test_run_whose_reward_does_not_rise_stops_early_and_says_why(
     assert "stopped early after step 3: see --patience 2" in shown
     assert "lower --lr, raise --group-size, or change --reward" in shown
     assert "for 100% of the rows, all answers got the same reward" in shown
-    # No token was trained on, so there is no speed.
-    assert ", ," not in shown and "rows/s" not in shown.partition("Done  ")[2]
+    # No token was trained on, so there is no speed in tokens.
+    assert ", ," not in shown and "tokens/s" not in shown.partition("Done  ")[2]
     assert "add data" not in shown and "training loss" not in shown

@@ -97,7 +97,7 @@ def test_name_is_answered_by_the_options_of_its_command() -> None:
 
     assert suggestion("adapter_path", "out", own, as_flag) == ": use --adapter out"
     # A known name without a counterpart in this command gets no suggestion by spelling.
-    assert suggestion("temp", "1", own, as_flag) == ""
+    assert suggestion("lora_r", "8", own, as_flag) == ""
 
 
 def test_all_unknown_python_names_get_suggestions() -> None:

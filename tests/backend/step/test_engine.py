@@ -204,7 +204,16 @@ IDLE: dict[str, Callable[[InstructPipeline, Path], object]] = {
     "write": lambda pipeline, folder: pipeline.write(folder / "out" / ADAPTER),
 }
 RUNNING = {
-    *("describe", "measure", "reference", "relieve_memory", "run_as", "start_batch"),
+    *(
+        "describe",
+        "initial_file",
+        "load_initial",
+        "measure",
+        "reference",
+        "relieve_memory",
+        "run_as",
+        "start_batch",
+    ),
     *("step_inputs", "train_batch", "train_step", "wait"),
 }
 
