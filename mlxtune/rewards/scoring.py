@@ -84,20 +84,25 @@ class RewardScorer:
         self._weights = {spec.name: spec.weight for spec in rewards}
         if len(self._weights) < len(rewards):
             raise ConfigError(["two rewards have the same name: rename one, or leave it out"])
-        functions = [spec for spec in rewards if spec.file is not None]
-        self._process = _FunctionProcess(functions, timeout, on_output)
         self._built_in = {spec.name: spec.built_in() for spec in rewards if spec.file is None}
+        # Read once, so that all calls agree.
+        self._files = _sources([spec for spec in rewards if spec.file is not None])
+        # The process numbers the functions in the order of the files.
+        names = [f"{Path(path).stem}.{name}" for path, _, own in self._files for name in own]
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._ids, self._timeout, self._output = count(), timeout, _Output(on_output)
+        self._process: LimitedProcess | None = None
 
     def __enter__(self) -> Self:
         try:
-            self._process.start()
+            self._start()
         except BaseException:
-            self._process.close()
+            self._close()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.close()
+        self._close()
 
     def score(self, completions: Sequence[Completion]) -> list[Reward]:
         """Return the reward of each answer. Each depends on its answer alone."""
@@ -119,25 +124,9 @@ class RewardScorer:
     def _value(self, name: str, completion: Completion) -> float:
         if (score := self._built_in.get(name)) is not None:
             return score(completion.text, completion.answer)
-        return self._process.call(name, completion)
+        return self._call(name, completion)
 
-
-class _FunctionProcess:
-    """The process that calls users' functions. Files are read once, so that all calls agree."""
-
-    def __init__(
-        self, functions: Sequence[RewardSpec], timeout: float, on_output: Callable[[str], None]
-    ) -> None:
-        self._timeout = timeout
-        self._files = _sources(functions)
-        # The process numbers the functions in the order of the files.
-        names = [f"{Path(path).stem}.{name}" for path, _, own in self._files for name in own]
-        self._numbers = {name: number for number, name in enumerate(names)}
-        self._ids = count()
-        self._process: LimitedProcess | None = None
-        self._output = _Output(on_output)
-
-    def start(self) -> None:
+    def _start(self) -> None:
         """Start the process if there is none. Raises ConfigError if a file cannot be imported."""
         if self._process is not None or not self._files:
             return
@@ -156,15 +145,15 @@ class _FunctionProcess:
             files = " or ".join(path for path, _, _ in self._files)
             problem = f"importing {files} {_why(error.reason, f'{_IMPORT_SECONDS:g} s')}"
         if problem:
-            self.close()
+            self._close()
             raise ConfigError([problem])
 
-    def close(self) -> None:
+    def _close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.close()
 
-    def call(self, name: str, completion: Completion) -> float:
+    def _call(self, name: str, completion: Completion) -> float:
         """Return a function's value. Raises NoReward if it has none."""
         row = {**completion.row}
         given = {"prompt": completion.prompt, "completion": completion.text, "row": row}
@@ -173,7 +162,7 @@ class _FunctionProcess:
         call = {"function": self._numbers[name], "seed": seed, "given": given}
         while True:
             is_new = self._process is None
-            self.start()
+            self._start()
             try:
                 number = next(self._ids)
                 reply = self._ask({"id": number, **call}, self._timeout)
@@ -181,7 +170,7 @@ class _FunctionProcess:
                     raise ProcessEnded("reply")
                 break
             except ProcessEnded as error:
-                self.close()
+                self._close()
                 # An earlier call may have broken an older process: try again in a new one.
                 if is_new or error.reason == "time":
                     limit = f"{self._timeout:g} s: make it faster, or raise --reward-timeout"

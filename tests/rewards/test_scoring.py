@@ -204,12 +204,11 @@ def test_anything_else_has_no_reward_and_a_problem_that_names_row_and_function(
 def test_function_that_hangs_is_ended_and_the_rest_is_scored(
     scorer: RewardScorer, folder: Path
 ) -> None:
-    process = scorer._process
     for name in HANGS:
-        process.start()
-        process._timeout = 0.1
+        scorer._start()
+        scorer._timeout = 0.1
         (reward,) = scorer.score(completions(folder, name))
-        process._timeout = SECONDS
+        scorer._timeout = SECONDS
         assert value(reward) is None
         assert reward.problems == (
             "rows.jsonl:1: reward check.reward: took more than 0.1 s: make it faster, or raise "
@@ -235,10 +234,10 @@ def test_rewards_depend_on_neither_order_nor_process(folder: Path, scorer: Rewar
 def test_forks_do_not_answer(folder: Path, scorer: RewardScorer) -> None:
     """The process need not be replaced, as it must be if replies are confused."""
     scorer.score(completions(folder, "fine"))
-    process = scorer._process._process
+    process = scorer._process
     scored = scorer.score(completions(folder, *["forks", "fine"] * 3))
     assert list(map(value, scored)) == [2, 1] * 3
-    assert scorer._process._process is process
+    assert scorer._process is process
 
 
 def test_output_is_passed_on_up_to_a_limit(folder: Path) -> None:
