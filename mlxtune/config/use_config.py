@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.data_config import FORMATS, DataConfig, ModelConfig, RowsConfig
-from mlxtune.config.fields import CheckedConfig, as_path, same_option
+from mlxtune.config.fields import CheckedConfig, as_path, flag, same_option
 from mlxtune.config.limits import check_pattern
 from mlxtune.config.objective_config import (
     REWARD_NAMES,
@@ -122,8 +122,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     def contradictions(self) -> Iterator[str]:
         if self.objective in REWARDED and not self.reward:
             yield f"--objective {self.objective} compares rewards: give --reward"
-        if self.reward:
-            yield from self._reward_problems()
+        yield from self._reward_problems()
         if self.against is not None and self.adapter is None:
             yield "--against compares two adapters: give --adapter"
         if self.match != "exact" and not self.generate:
@@ -137,6 +136,11 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
             yield f"--match {shorten(self.match)} must be exact, json, contains or regex=PATTERN"
 
     def _reward_problems(self) -> Iterator[str]:
+        if not self.reward:
+            for name in ("reward_timeout", "temperature", "top_p"):
+                if getattr(self, name) != getattr(RewardedConfig, name):
+                    yield f"{flag(name)} goes with --reward: leave it out"
+            return
         if self.adapter is None:
             yield "--reward compares answers before and after training: give --adapter"
         if self.objective not in ("sft", *REWARDED):

@@ -132,6 +132,8 @@ def test_options_that_do_not_fit_are_refused() -> None:
     ]
     with pytest.raises(ConfigError, match="--objective grpo compares rewards: give --reward"):
         EvalConfig(model_path="m", data=("d",), objective="grpo")
+    with pytest.raises(ConfigError, match="--temperature goes with --reward: leave it out"):
+        EvalConfig(model_path="m", data=("d",), temperature=0.5)
 
 
 def test_unknown_reward_is_an_error(run: tuple[Path, TrainResult]) -> None:
