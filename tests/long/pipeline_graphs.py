@@ -25,7 +25,7 @@ class PipelineGraphs:
         with compiled_as_on_gpu():
             step = pipeline._engine.new_step(examples, learning_rate=pipeline.learning_rate)
             pipeline._engine.build(step)
-            return step.take().graph.arrays
+            return step.take_built().graph.arrays
 
     def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:
         """Yield the gradient of each micro-batch, including the work of custom gradients."""
