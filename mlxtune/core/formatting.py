@@ -67,3 +67,9 @@ def join_few(values: Iterable[str], most: int = 5) -> str:
     names = list(values)
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def format_name(quantize: str, double_quant: bool = False) -> str:
+    """Return the name of a format of weights, including double quantisation if it applies."""
+    name = f"{quantize} bits" if quantize.isdecimal() else quantize
+    return f"{name} with double quantisation" if double_quant else name

@@ -20,7 +20,6 @@ from mlxtune.backend.device import allocator, default_device
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.model_folder import find_folder, is_local, read_config
-from mlxtune.backend.models.quantize import format_name
 from mlxtune.backend.text.chat_template import read_chat_template
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, Stream, seed
 from mlxtune.backend.workers.shards import shard_base
@@ -42,6 +41,7 @@ from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.remembered import is_own
+from mlxtune.core.formatting import format_name
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.run.trained_rows import record_of, rows_behind, rows_in_record
 from mlxtune.errors import ConfigError, DataError, ModelError, one_line

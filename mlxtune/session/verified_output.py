@@ -25,7 +25,6 @@ from mlxtune.backend.device import allocator
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel, open_base
-from mlxtune.backend.models.quantize import format_name
 from mlxtune.config import DataConfig, OutgoingConfig, UseConfig, user_cache
 from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.data.problems import advice_on
@@ -41,7 +40,7 @@ from mlxtune.core.files.writing import (
     write_file,
     write_json,
 )
-from mlxtune.core.formatting import pluralize
+from mlxtune.core.formatting import format_name, pluralize
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
 from mlxtune.session.interrupt import interrupt_on_signal

@@ -26,7 +26,14 @@ from mlxtune.core.evaluation.outcome import (
     perplexity,
 )
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
-from mlxtune.core.formatting import byte_size, duration, loss_text, pluralize, short_duration
+from mlxtune.core.formatting import (
+    byte_size,
+    duration,
+    format_name,
+    loss_text,
+    pluralize,
+    short_duration,
+)
 from mlxtune.core.machine.installation import DISTRIBUTION
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
@@ -349,8 +356,9 @@ def quantized_base_lines(config: TrainConfig) -> Iterator[str]:
     if config.quantize is None:
         return
     yield (
-        f"trained on {config.model_path} quantised to {config.quantize} while loading; mlx-lm "
-        "would apply the adapter to the model in full precision, on which it was not trained"
+        f"trained on {config.model_path} quantised to {format_name(config.quantize)} while "
+        "loading; mlx-lm would apply the adapter to the model in full precision, on which it was "
+        "not trained"
     )
     same = f"--quantize {config.quantize}{' --double-quant' if config.double_quant else ''}"
     if config.quantize in _CONVERT_OPTIONS:

@@ -14,6 +14,7 @@ from mlxtune.backend.models import loading, stored_layers
 from mlxtune.backend.models.stored_layers import TimedProducts
 from mlxtune.config import BenchConfig
 from mlxtune.core.files.reading import file_hash
+from mlxtune.core.formatting import format_name
 from mlxtune.errors import ConfigError, ModelError
 from tests.command import Cli
 from tests.models import write_model
@@ -28,7 +29,7 @@ def test_each_format_trains_and_is_reported(train: Cli, output: Path, name: str)
     done = train(*STEPS, "--quantize", name, quiet=False)
     assert done.code == 0, done.err
     assert "quantised while loading" in done.err
-    assert f"quantised to {name} while loading" in done.err
+    assert f"quantised to {format_name(name)} while loading" in done.err
     said = json.loads(output.with_name("adapter_config.json").read_text())["mlxtune"]
     assert (said["quantize"], said["double_quant"]) == (name, False)
 

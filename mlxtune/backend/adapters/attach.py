@@ -21,7 +21,6 @@ from mlxtune.backend.models.quantize import (
     FORMATS,
     MLX_FORMATS,
     NF4,
-    format_name,
     is_quantized,
     quantization_of,
 )
@@ -35,6 +34,7 @@ from mlxtune.core.files.hashing import (
     is_fingerprint,
 )
 from mlxtune.core.files.reading import read_json
+from mlxtune.core.formatting import format_name
 from mlxtune.errors import ConfigError, ModelError, one_line
 
 # The smallest normal float32; adding less to a weight never changes it.

@@ -81,11 +81,6 @@ def describe_format(parameters: Mapping[str, Any]) -> str:
     return f"{parameters.get('bits')}-bit {mode}, group {parameters.get('group_size')}"
 
 
-def format_name(quantize: str, double_quant: bool = False) -> str:
-    """Return the name of a format, including double quantisation if it applies."""
-    return f"{quantize} with double quantisation" if double_quant else quantize
-
-
 def quantized_config(model: nn.Module, quantize: str) -> dict[str, Any]:
     """Return the entries that `mlx_lm.convert` adds to a config for one of MLX's formats."""
     parameters = MLX_FORMATS[quantize]
