@@ -25,7 +25,7 @@ class DefaultRate(float):
 
 def default_rate(objective: object) -> float:
     """Return the default peak learning rate of an objective."""
-    return PREFERENCE_RATE if objective in (*PAIRED, *LABELED) else DEFAULT_RATE
+    return PREFERENCE_RATE if objective in (*PAIRED, *LABELED, *REWARDED) else DEFAULT_RATE
 
 
 _BETA, _SIMPO_BETA = 0.1, 2.0

@@ -12,6 +12,8 @@ import pytest
 
 from mlxtune.config import BenchConfig, InstructConfig, InstructTrainingConfig, TrainConfig
 from mlxtune.config.fields import given_options
+from mlxtune.config.objective_config import OBJECTIVES
+from mlxtune.config.train_config import OPTIONS
 from mlxtune.errors import ConfigError
 from tests.configs import config, problems
 
@@ -326,6 +328,13 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
 
 def test_trainer_config_allows_no_validation() -> None:
     assert config(val_split=0).trainer_config().val_split == 0
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_default_rate_of_every_objective_is_the_documented_one(objective: str) -> None:
+    made = TrainConfig("m", ("d",), objective=objective, reward=("json",) * (objective == "grpo"))
+    assert made.lr == (1e-4 if objective == "sft" else 5e-6)
+    assert "default: 0.0001, or 5e-06 for preferences and rewards" in OPTIONS["lr"].help
 
 
 @pytest.mark.parametrize("kind", [TrainConfig, BenchConfig])
