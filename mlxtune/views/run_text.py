@@ -16,6 +16,7 @@ from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import where
 from mlxtune.core.evaluation.outcome import (
+    EXACT,
     HELPED,
     PERPLEXITY_CAP,
     Evaluation,
@@ -302,7 +303,9 @@ def next_try_line(
 def _next_reward_line(
     evaluation: Evaluation, config: TrainConfig, result: InstructTrainResult
 ) -> str | None:
-    """Return what to try if the greedy answers got no better rewards, and the run shows why."""
+    """Return what to try if fewer answers are exact, or the greedy ones got no better rewards."""
+    if any(each.name == EXACT and each.high < 0 for each in evaluation.rewards):
+        return "fewer answers are exact than before: change --reward, or stay closer with --kl"
     alike = [step.metrics.get("frac_reward_zero_std", 0.0) for step in result.steps]
     if evaluation.verdict == HELPED or not alike:
         return None
