@@ -56,6 +56,8 @@ RUN_FILES: dict[str, str] = {
     "--objective dpo or kto",
     "checkpoints/initial.safetensors": "LoRA's values before the first step, for --resume; with "
     "--kl",
+    "checkpoints/samples.jsonl.gz": "the sampled answers with their rewards, a line for each "
+    "prompt; with --reward",
     "checkpoints/worker-N.log": "the messages of worker N, on its own machine; with --hosts or -n "
     "of mlx.launch",
     "checkpoints/tracking.json": "the run's ids in its trackers; with --track",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxtune.core.run import run_folder
 from tests.command import Cli, files_in
 
 ROOT = Path(__file__).parents[3]
@@ -36,6 +37,11 @@ def test_run_writes_only_the_documented_files(train: Cli, output: Path) -> None:
     nowhere = [path for path, entry in left.items() if entry is None]
     assert nowhere == [], "describe them in docs/make_reference.py"
     assert set(left.values()) == set(RUN_FILES) - ON_REQUEST
+
+
+def test_every_file_that_a_later_run_moves_is_documented() -> None:
+    moved = {f"checkpoints/{name}" for name in run_folder._OF_A_RUN}
+    assert {path for path in moved if entry_of(path) is None} == set()
 
 
 @pytest.mark.parametrize(
