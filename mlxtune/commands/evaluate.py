@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -107,14 +107,16 @@ def _by_rewards(
 ) -> Evaluation:
     """Compare the rewards of the adapter's answers with another one's, or the base model's."""
     # Only these evaluations import the rewards.
-    from mlxtune.session.rewarding import compare_rewards, rewards_of
+    from mlxtune.session.rewarding import RewardSession
 
-    rewards, start = use.config.part(RewardedConfig), None
-    for other in others:
-        use.console.say("Against", str(other.path))
-        measure = partial(rewards_of, session, rewards, judged.rows)
-        start = measure_adapter(use.config, other, use.folder, measure)
-    return compare_rewards(session, rewards, use.load(), judged, start, len(judged.rows))
+    start = None
+    with ExitStack() as cleanup:
+        rewards = RewardSession(session, use.config.part(RewardedConfig), cleanup)
+        for other in others:
+            use.console.say("Against", str(other.path))
+            measure = partial(rewards.measure, judged.rows)
+            start = measure_adapter(use.config, other, use.folder, measure)
+        return rewards.compare(use.load(), judged, start, len(judged.rows))
 
 
 def _rewards_behind(adapter: AdapterFile | None) -> Sequence[str]:

@@ -5,7 +5,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,9 @@ from rich.console import Console
 
 from mlxtune.backend.adapters.adapter_folder import check_beside
 from mlxtune.backend.device import allocator
-from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.launch import join_run
 from mlxtune.config import DemoConfig, TrainConfig
-from mlxtune.config.objective_config import REWARDED
+from mlxtune.config.objective_config import REWARDED, RewardedConfig
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows
@@ -33,7 +32,6 @@ from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserver
-from mlxtune.core.training.pipeline import StepSource
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.session.arguments import ResolvedOptions, takes_options, takes_resolved, with_rows
 from mlxtune.session.auto import with_auto_options
@@ -54,6 +52,9 @@ from mlxtune.tracking import TrackingObserver, check_trackers
 from mlxtune.views import plan_text, run_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.pages.run_page import ResultCard, write_page
+
+if TYPE_CHECKING:
+    from mlxtune.session.rewarding import RewardSession
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,9 @@ def train(
             model_path=config.model_path,
         )
         with stop_requests(session) as should_stop, ConditionsPoller(Sensors()) as poller:
-            source = step_source(session, parts.pipeline, cleanup)
+            rewards = open_rewards(session, cleanup)
             trainer = make_trainer(
-                session, parts, source, should_stop, stop_after, poller, observers, live
+                session, parts, rewards, should_stop, stop_after, poller, observers, live
             )
             print_plan(session, parts, trainer)
             check_run(session, parts, trainer)
@@ -167,7 +168,7 @@ def train(
         # Free the model: the adapter is read back from its file and judged on a new one.
         del parts, trainer, write
         allocator.release()
-        evaluation = judge_and_report(session, judged)
+        evaluation = judge_and_report(session, judged, rewards)
         if evaluation and (
             line := run_text.next_try_line(evaluation, config, training, total_steps)
         ):
@@ -204,11 +205,13 @@ def count_candidates(result: InstructTrainResult) -> int:
     return max(sum(validation.step > 0 for validation in result.validations), 1)
 
 
-def judge_and_report(session: RunSession, judged: JudgedRows) -> Evaluation | None:
+def judge_and_report(
+    session: RunSession, judged: JudgedRows, rewards: "RewardSession | None"
+) -> Evaluation | None:
     """Report whether the adapter helped on the held-out rows, if any, and write the run's page."""
     folder, console = session.config.checkpoint_path, session.console
     try:
-        return judge(session, judged) if judged.rows else None
+        return judge(session, judged, rewards) if judged.rows else None
     finally:  # also after Ctrl-C during the evaluation
         if session.workers.rank == 0 and (page := write_page(folder, console.warn)):
             console.say("Report", str(page))
@@ -275,22 +278,20 @@ def stop_requests(session: RunSession) -> Iterator[Callable[[], bool]]:
         yield lambda: interrupted() or asked_by_watch()
 
 
-def step_source(
-    session: RunSession, pipeline: InstructPipeline, cleanup: ExitStack
-) -> StepSource | None:
-    """Return the source of the steps' examples, unless they are the rows' own."""
+def open_rewards(session: RunSession, cleanup: ExitStack) -> "RewardSession | None":
+    """Read the rewards of a run that learns from them."""
     if session.config.objective not in REWARDED:
         return None
     # Only these runs import the rewards.
-    from mlxtune.session.rewarding import rollouts_of
+    from mlxtune.session.rewarding import RewardSession
 
-    return rollouts_of(session, pipeline, cleanup)
+    return RewardSession(session, session.config.part(RewardedConfig), cleanup)
 
 
 def make_trainer(
     session: RunSession,
     parts: RunParts,
-    source: StepSource | None,
+    rewards: "RewardSession | None",
     should_stop: Callable[[], bool],
     stop_after: int | None,
     poller: ConditionsPoller,
@@ -330,7 +331,7 @@ def make_trainer(
         monitor=monitor,
         objective=pipeline.objective,
         cache=config.cache_path,
-        source=source,
+        source=None if rewards is None else rewards.rollouts(session, pipeline),
     )
 
 

@@ -18,15 +18,15 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from mlxtune.config.fields import as_path
-from mlxtune.config.limits import CONFIG, RECORD, check_pattern, parse_json
+from mlxtune.config.limits import CODE, CONFIG, RECORD, Limits, check_pattern, parse_json
 from mlxtune.core.evaluation.matching import canonical
-from mlxtune.core.files.reading import read_value
-from mlxtune.errors import ConfigError, shorten
+from mlxtune.core.files.reading import read_bytes
+from mlxtune.errors import ConfigError, one_line, shorten
 
 FUNCTION = "function"
 # The name of the function in FILE.py, unless the option names another.
@@ -51,23 +51,27 @@ class RewardSpec:
     """A reward by its name, with its weight in the sum.
 
     `kind` is `function` or the name of a built-in reward. `argument` is what follows the name: the
-    name of the function in `file`, a pattern, a tolerance, a schema's file or a length.
+    name of the function in `file`, a pattern, a tolerance, a schema's file or a length. `content`
+    is that of the Python file or the schema, which is read once, so that all uses agree.
     """
 
     kind: str
     argument: str = ""
     weight: float = 1.0
     file: Path | None = None
+    content: bytes | None = field(default=None, repr=False)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `FILE.py[:FUNCTION]` or a built-in reward, each with an optional `=WEIGHT`.
+        """Parse `FILE.py[:FUNCTION]` or a built-in reward, with an optional `=WEIGHT`.
 
         A number after the last `=` is the weight, so a pattern that ends in `=` and a number needs
-        a weight after it. Raises ConfigError.
+        a weight after it. The file is read. Raises ConfigError.
         """
         try:
             return cls._parse(text)
+        except ConfigError:
+            raise
         except ValueError as problem:
             raise ConfigError([f"reward {shorten(text)} {problem}"]) from problem
 
@@ -82,12 +86,14 @@ class RewardSpec:
         if text.startswith("regex="):
             kind, argument = "regex", text.removeprefix("regex=")
         elif found := _FILE.fullmatch(text):
-            return cls(FUNCTION, found["function"] or _USUAL, weight, as_path(found["file"]))
+            file = as_path(found["file"])
+            return cls(FUNCTION, found["function"] or _USUAL, weight, file, _read(file, CODE))
         else:
             kind, _, argument = text.partition(":")
         if kind not in _BUILT_IN:
             raise ValueError(f"is unknown: name a FILE.py, FILE.py:FUNCTION or {_KNOWN}")
-        spec = cls(kind, argument, weight)
+        schema = _read(as_path(argument), CONFIG) if kind == "json" and argument else None
+        spec = cls(kind, argument, weight, content=schema)
         spec.built_in()
         return spec
 
@@ -103,7 +109,18 @@ class RewardSpec:
 
     def built_in(self) -> Score:
         """Return the function of a built-in reward. Raises ValueError for a bad argument."""
+        if self.content is not None:
+            return _json_schema(self.content)
         return _BUILT_IN[self.kind](self.argument)
+
+
+def _read(file: Path, limits: Limits) -> bytes:
+    """Return the content of a reward's file. Raises ConfigError."""
+    try:
+        return read_bytes(file, limits)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or one_line(error)
+        raise ConfigError([f"reward {file} cannot be read: {why}: check its path"]) from error
 
 
 def parse_rewards(texts: Iterable[str]) -> tuple[RewardSpec, ...]:
@@ -226,20 +243,31 @@ def _parsed(text: str) -> Any:
 
 
 def _json(argument: str) -> Score:
-    schema = _read_schema(as_path(argument)) if argument else None
+    _refuse_argument("json", argument)
 
     def score(text: str, answer: str | None) -> float:
-        expected = None
-        if not argument:
-            try:
-                expected = canonical(_parsed(_required(answer)))
-            except ValueError:
-                raise NoReward("the row's answer is not JSON") from None
         try:
-            found = _parsed(without_thinking(text))
+            expected = canonical(_parsed(_required(answer)))
+        except ValueError:
+            raise NoReward("the row's answer is not JSON") from None
+        try:
+            return float(canonical(_parsed(without_thinking(text))) == expected)
         except ValueError:
             return 0.0
-        return float(_allows(schema, found) if argument else canonical(found) == expected)
+
+    return score
+
+
+def _json_schema(content: bytes) -> Score:
+    """Return the reward of a schema. Raises ValueError."""
+    schema = parse_json(content, CONFIG, "the schema")
+    _check_schema(schema)
+
+    def score(text: str, answer: str | None) -> float:
+        try:
+            return float(_allows(schema, _parsed(without_thinking(text))))
+        except ValueError:
+            return 0.0
 
     return score
 
@@ -346,16 +374,6 @@ def _allows(schema: Any, value: Any) -> bool:
         elif keyword in _KEYWORDS and not _KEYWORDS[keyword][1](given, value, schema):
             return False
     return True
-
-
-def _read_schema(path: Path) -> Any:
-    """Return a JSON schema of supported keywords. Raises ValueError."""
-    try:
-        schema = read_value(path, CONFIG)
-    except OSError as error:
-        raise ValueError(f"names a schema that cannot be read: {error.strerror}") from error
-    _check_schema(schema)
-    return schema
 
 
 def _check_schema(schema: Any) -> None:

@@ -14,12 +14,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from mlxtune.config.limits import CODE
 from mlxtune.core.data.prompt import PromptRow
 from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
-from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.formatting import byte_size
-from mlxtune.errors import ConfigError, one_line
+from mlxtune.errors import ConfigError
 from mlxtune.rewards import reward_helper
 from mlxtune.rewards.functions import NoReward, RewardSpec
 from mlxtune.views.output import print_answer
@@ -81,17 +79,26 @@ class RewardScorer:
         timeout: float,
         on_output: Callable[[str], None] = lambda text: print_answer(text, stderr=True),
     ) -> None:
+        self.rewards = tuple(rewards)
         self._weights = {spec.name: spec.weight for spec in rewards}
         if len(self._weights) < len(rewards):
             raise ConfigError(["two rewards have the same name: rename one, or leave it out"])
         self._built_in = {spec.name: spec.built_in() for spec in rewards if spec.file is None}
-        # Read once, so that all calls agree.
-        self._files = _sources([spec for spec in rewards if spec.file is not None])
+        self._files = _sources(rewards)
         # The process numbers the functions in the order of the files.
         names = [f"{Path(path).stem}.{name}" for path, _, own in self._files for name in own]
         self._numbers = {name: number for number, name in enumerate(names)}
         self._ids, self._timeout, self._output = count(), timeout, _Output(on_output)
         self._process: LimitedProcess | None = None
+
+    @property
+    def hash(self) -> str:
+        """A hash of the rewards, with the content of their files."""
+        parts = [
+            [spec.name, spec.weight, "" if (content := spec.content) is None else _sha256(content)]
+            for spec in self.rewards
+        ]
+        return f"sha256:{_sha256(json.dumps(parts).encode())}"
 
     def __enter__(self) -> Self:
         try:
@@ -192,6 +199,10 @@ class RewardScorer:
         return reply
 
 
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 def _why(reason: str, time_limit: str) -> str:
     """Return the end of a sentence on a process that ended."""
     closed, wrote = "closed the pipe of its results", "wrote to the pipe of its results"
@@ -205,21 +216,15 @@ def _why(reason: str, time_limit: str) -> str:
 
 
 def _sources(functions: Sequence[RewardSpec]) -> list[tuple[str, str, list[str]]]:
-    """Return the path, the source and the functions of each file. Raises ConfigError."""
+    """Return the path, the source and the functions of each file."""
     files: dict[Path, tuple[str, str, list[str]]] = {}
-    problems: list[str] = []
-    for path, name in ((spec.file, spec.argument) for spec in functions if spec.file is not None):
-        try:
-            if path not in files:
+    for spec in functions:
+        if spec.file is not None and spec.content is not None:
+            if spec.file not in files:
                 # Latin-1 stands for bytes, as JSON has none.
-                source = read_bytes(path, CODE).decode("latin-1")
-                files[path] = str(path.absolute()), source, []
-            files[path][2].append(name)
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or one_line(error)
-            problems.append(f"reward {path} cannot be read: {why}: check its path")
-    if problems:
-        raise ConfigError(problems)
+                source = spec.content.decode("latin-1")
+                files[spec.file] = str(spec.file.absolute()), source, []
+            files[spec.file][2].append(spec.argument)
     return list(files.values())
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from mlxtune.backend.text.generate import Sampling, answers
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import EvalConfig, UseConfig
-from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.prompt import LastTurn, TurnEnds, last_turn
 from mlxtune.core.data.text_stream import text_of
@@ -40,6 +39,9 @@ from mlxtune.session.run_session import RunSession
 from mlxtune.session.trained_model import LoadedModel, UseSession, load_model
 from mlxtune.views.console import RunConsole
 from mlxtune.views.run_text import less_likely_line
+
+if TYPE_CHECKING:
+    from mlxtune.session.rewarding import RewardSession
 
 _Measured = TypeVar("_Measured")
 
@@ -230,7 +232,9 @@ class ValidationAnswers(TrainingObserver):
             write_json(config.checkpoint_path / SAMPLES, content)
 
 
-def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
+def judge(
+    session: RunSession, judged: JudgedRows, rewards: "RewardSession | None" = None
+) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
     Compares this adapter with the adapter from which training started, or else with the base model.
@@ -243,12 +247,11 @@ def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     use = config.part(UseConfig, adapter=str(adapter.path), quantize=None, double_quant=False)
     objective = Objective.of(config)
     try:
-        start = _before_training(session, _measure_of(session, judged.rows, objective))
+        measure = partial(rewards.measure if rewards else _losses(session, objective), judged.rows)
+        start = _before_training(session, measure)
         loaded = load_model(use, adapter, session.folder, RunConsole(quiet=True), workers)
-        if config.objective in REWARDED:
-            from mlxtune.session.rewarding import compare_rewards
-
-            evaluation = compare_rewards(session, config, loaded, judged, start, config.samples)
+        if rewards is not None:
+            evaluation = rewards.compare(loaded, judged, start, config.samples)
         else:
             evaluation = compare_losses(
                 loaded, judged, config.seed, console, workers, start, objective
@@ -292,17 +295,10 @@ def _write_evaluation(run: Path, evaluation: Evaluation) -> None:
         write_json(run / RESULT, found)
 
 
-def _measure_of(
-    session: RunSession, rows: CorpusRows, objective: Objective
-) -> Callable[[LoadedModel], Any]:
-    """Return a function that measures a model with an adapter on rows: losses, or rewards."""
-    if session.config.objective in REWARDED:
-        # Only these runs import the rewards.
-        from mlxtune.session.rewarding import rewards_of
+def _losses(session: RunSession, objective: Objective) -> Callable[[CorpusRows, LoadedModel], Any]:
+    """Return a function that computes the losses of rows under a model with an adapter."""
 
-        return partial(rewards_of, session, session.config, rows)
-
-    def losses(loaded: LoadedModel) -> Any:
+    def losses(rows: CorpusRows, loaded: LoadedModel) -> Any:
         (sums,) = _sums(loaded, rows, (True,), session.console, session.workers, objective)
         return sums
 

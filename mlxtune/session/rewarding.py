@@ -1,7 +1,5 @@
 """Connects a run's pipeline and rows with its rewards, for objectives that learn from rewards."""
 
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,7 +12,6 @@ import numpy as np
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Sampling
 from mlxtune.backend.text.sampling import sample
-from mlxtune.config import TrainConfig, as_path
 from mlxtune.config.data_config import parse_fields
 from mlxtune.config.objective_config import RewardedConfig
 from mlxtune.core.data.corpus import CorpusRows
@@ -25,7 +22,6 @@ from mlxtune.core.evaluation.interval import Floats
 from mlxtune.core.evaluation.matching import count_exact
 from mlxtune.core.evaluation.outcome import EXACT, Evaluation, Generated, Sample
 from mlxtune.core.evaluation.verdict import JudgedRows, RowRewards, evaluate_rewards
-from mlxtune.core.files.reading import file_hash
 from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
 from mlxtune.core.run.checkpoint import RECORDS
 from mlxtune.core.run.run_folder import INITIAL, SAMPLED
@@ -43,7 +39,7 @@ from mlxtune.session.trained_model import LoadedModel
 
 # The most answers that are sampled to a row of a comparison: further rows narrow its interval more.
 _MAX_COMPARED = 4
-_EXACT = RewardSpec.parse(EXACT)
+_EXACT = RewardSpec.parse(EXACT).built_in()
 
 
 @dataclass(frozen=True)
@@ -69,119 +65,134 @@ class RewardedAnswers:
         return np.array(found)
 
 
-def rewards_of(
-    session: Session[Any],
-    config: RewardedConfig,
-    rows: CorpusRows,
-    loaded: LoadedModel,
-    *,
-    with_adapter: bool = True,
-) -> RewardedAnswers:
-    """Answer rows with a loaded model, greedily and sampled, and compute the answers' rewards."""
-    console, prompts = session.console, _prompts(session)
-    loaded.use_adapter(with_adapter)
-    name = "the adapter" if with_adapter else "the base model"
-    ends, indices = _turn_ends(session.reader), range(len(rows))
-    sampling = sampling_of(config)
+class RewardSession:
+    """The rewards and prompts that training, evaluations and the verdict share.
 
-    def show(done: int, total: int) -> None:
-        console.show(f"answering with {name}: {done:,} of {total:,}")
+    Files of rewards and the rows are read once, so a change of a file during a run changes nothing.
+    The process of reward functions ends when `cleanup` closes. Raises ConfigError for rewards that
+    cannot be used, and ModelError if only a text ends answers.
+    """
 
-    def draw(requests: Sequence[SampleRequest], sampling: Sampling) -> list[SampledAnswer]:
-        return sample(loaded.base.model, requests, sampling, ends, show)
+    def __init__(self, session: Session[Any], config: RewardedConfig, cleanup: ExitStack) -> None:
+        self._session, self._config = session, config
+        self._scorer = RewardScorer(parse_rewards(config.reward), config.reward_timeout)
+        self._ends, self._prompts = _turn_ends(session.reader), _read_prompts(session)
+        cleanup.enter_context(self._scorer)
 
-    tokens = [prompts.tokens(rows, i) for i in indices]
-    asked = [prompts.row(rows, i) for i in indices]
-    size = min(config.group_size, _MAX_COMPARED)
-    greedy = draw([SampleRequest(each, ()) for each in tokens], replace(sampling, temperature=0.0))
-    # No step has the number 0, so these samples are new.
-    requests = [
-        SampleRequest(tokens[i], (session.config.seed, 0, rows[i][-1].key, 0, number))
-        for i in indices
-        for number in range(size)
-    ]
-    drawn = draw(requests, sampling)
-    console.close()
-    texts = [prompts.text(answer) for answer in (*greedy, *drawn)]
-    repeated = [*asked, *(row for row in asked for _ in range(size))]
-    completions = [Completion.of(row, text) for row, text in zip(repeated, texts, strict=True)]
-    with _scorer(config) as scorer:
-        scored = scorer.score(completions)
-    first, rest = scored[: len(asked)], scored[len(asked) :]
-    groups = [rest[i * size : (i + 1) * size] for i in indices]
-    pairs = zip(texts, asked, strict=False)
-    exact = np.array([_is_exact(text, row.answer) for text, row in pairs])
-    return RewardedAnswers(texts[: len(asked)], exact, first, groups)
+    def rollouts(self, session: RunSession, pipeline: InstructPipeline) -> StepSource:
+        """Return the source of a run's samples.
+
+        Raises ModelError for a missing initial model, and OutputError for a damaged record of
+        samples.
+        """
+        config = session.config
+        if config.kl and session.resume is not None:
+            checkpoint = session.resume.checkpoint
+            hashes = get_mapping(checkpoint.metadata, RECORDS)
+            pipeline.load_initial(checkpoint.folder.parent / INITIAL, hashes.get(INITIAL))
+        return Rollouts(
+            self._config,
+            config.seed,
+            pipeline,
+            self._ends,
+            self._prompts,
+            self._scorer,
+            SampleLedger(config.checkpoint_path / SAMPLED, resumed=session.resume is not None),
+            session.console.warn,
+            self._scorer.hash,
+            session.workers,
+        )
+
+    def measure(
+        self, rows: CorpusRows, loaded: LoadedModel, *, with_adapter: bool = True
+    ) -> RewardedAnswers:
+        """Answer rows with a loaded model, greedily and sampled, and compute the rewards."""
+        prompts, sampling, indices = self._prompts, sampling_of(self._config), range(len(rows))
+        console, seed = self._session.console, self._session.config.seed
+        loaded.use_adapter(with_adapter)
+        name = "the adapter" if with_adapter else "the base model"
+
+        def show(done: int, total: int) -> None:
+            console.show(f"answering with {name}: {done:,} of {total:,}")
+
+        def draw(requests: Sequence[SampleRequest], sampling: Sampling) -> list[SampledAnswer]:
+            return sample(loaded.base.model, requests, sampling, self._ends, show)
+
+        tokens = [prompts.tokens(rows, i) for i in indices]
+        asked = [prompts.row(rows, i) for i in indices]
+        size = min(self._config.group_size, _MAX_COMPARED)
+        greedy = [SampleRequest(each, ()) for each in tokens]
+        # No step has the number 0, so these samples are new.
+        requests = [
+            SampleRequest(tokens[i], (seed, 0, rows[i][-1].key, 0, number))
+            for i in indices
+            for number in range(size)
+        ]
+        drawn = [*draw(greedy, replace(sampling, temperature=0.0)), *draw(requests, sampling)]
+        console.close()
+        texts = list(map(prompts.text, drawn))
+        repeated = [*asked, *(row for row in asked for _ in range(size))]
+        scored = self._scorer.score(list(map(Completion.of, repeated, texts)))
+        groups = [scored[i : i + size] for i in range(len(rows), len(scored), size)]
+        exact = [_is_exact(text, row.answer) for row, text in zip(asked, texts, strict=False)]
+        return RewardedAnswers(texts[: len(rows)], np.array(exact), scored[: len(rows)], groups)
+
+    def compare(
+        self, loaded: LoadedModel, judged: JudgedRows, start: RewardedAnswers | None, samples: int
+    ) -> Evaluation:
+        """Compare the rewards of an adapter with the rewards before training.
+
+        `start` has the answers of the adapter with which it is compared, if any. The result has the
+        answers to at most `samples` rows. Raises NonFiniteLossError if no answer has a reward.
+        """
+        seed = self._session.config.seed
+        before = start or self.measure(judged.rows, loaded, with_adapter=False)
+        after = self.measure(judged.rows, loaded)
+        names = [spec.name for spec in self._scorer.rewards]
+        rewards = [
+            RowRewards(
+                name, sampled, *(each.values(name, sampled=sampled) for each in (before, after))
+            )
+            for name in ("", *(names if len(names) > 1 else ()))
+            for sampled in (False, True)
+        ]
+        if EXACT not in names:
+            rewards.append(RowRewards(EXACT, False, before.exact, after.exact))
+        if (evaluation := evaluate_rewards(judged, rewards, seed)) is None:
+            raise NonFiniteLossError("no answer to these rows has a reward: check --reward")
+        order = np.random.default_rng(seed).permutation(len(judged.rows))[:samples]
+        shown = [self._sample(judged, i, before, after) for i in sorted(order.tolist())]
+        generated = Generated(len(shown), count_exact(shown), shown) if shown else None
+        return replace(evaluation, generated=generated)
+
+    def _sample(
+        self, judged: JudgedRows, index: int, before: RewardedAnswers, after: RewardedAnswers
+    ) -> Sample:
+        """Return the greedy answers to a row, for reports."""
+        rows, against = judged.rows, judged.against is not None
+        path, number = rows.source(index)
+        return Sample(
+            path=path,
+            row=number,
+            prompt=text_of(self._prompts.spell(self._prompts.tokens(rows, index))),
+            expected=self._prompts.row(rows, index).answer or "",
+            base=before.greedy[index],
+            adapted=after.greedy[index],
+            right=_known(after.exact[index]),
+            against=before.greedy[index] if against else None,
+            against_right=_known(before.exact[index]) if against else None,
+        )
 
 
 def _is_exact(text: str, answer: str | None) -> float:
     try:
-        return _EXACT.built_in()(text, answer)
+        return _EXACT(text, answer)
     except NoReward:
         return math.nan
 
 
-def compare_rewards(
-    session: Session[Any],
-    config: RewardedConfig,
-    loaded: LoadedModel,
-    judged: JudgedRows,
-    start: RewardedAnswers | None,
-    samples: int,
-) -> Evaluation:
-    """Compare the rewards of an adapter with the rewards before training.
-
-    `start` has the answers of the adapter with which it is compared, if any. The result has the
-    answers to at most `samples` rows. Raises NonFiniteLossError if no answer has a reward.
-    """
-    rows, seed, prompts = judged.rows, session.config.seed, _prompts(session)
-    before = start or rewards_of(session, config, rows, loaded, with_adapter=False)
-    after = rewards_of(session, config, rows, loaded)
-    names = [spec.name for spec in parse_rewards(config.reward)]
-    rewards = [
-        RowRewards(name, sampled, *(each.values(name, sampled=sampled) for each in (before, after)))
-        for name in ("", *(names if len(names) > 1 else ()))
-        for sampled in (False, True)
-    ]
-    if EXACT not in names:
-        rewards.append(RowRewards(EXACT, False, before.exact, after.exact))
-    if (evaluation := evaluate_rewards(judged, rewards, seed)) is None:
-        raise NonFiniteLossError("no answer to these rows has a reward: check --reward")
-    order = np.random.default_rng(seed).permutation(len(rows))[:samples]
-    shown = [_sample(prompts, judged, i, before, after) for i in sorted(order.tolist())]
-    generated = Generated(len(shown), count_exact(shown), shown) if shown else None
-    return replace(evaluation, generated=generated)
-
-
-def _sample(
-    prompts: Prompts,
-    judged: JudgedRows,
-    index: int,
-    before: RewardedAnswers,
-    after: RewardedAnswers,
-) -> Sample:
-    """Return the greedy answers to a row, for reports."""
-    rows, against = judged.rows, judged.against is not None
-    path, number = rows.source(index)
-    return Sample(
-        path=path,
-        row=number,
-        prompt=text_of(prompts.spell(prompts.tokens(rows, index))),
-        expected=prompts.row(rows, index).answer or "",
-        base=before.greedy[index],
-        adapted=after.greedy[index],
-        right=_known(after.exact[index]),
-        against=before.greedy[index] if against else None,
-        against_right=_known(before.exact[index]) if against else None,
-    )
-
-
 def _known(exact: float) -> bool | None:
     return None if math.isnan(exact) else bool(exact)
-
-
-def _scorer(config: RewardedConfig) -> RewardScorer:
-    return RewardScorer(parse_rewards(config.reward), config.reward_timeout)
 
 
 def _turn_ends(reader: Reader) -> frozenset[int]:
@@ -195,43 +206,7 @@ def _turn_ends(reader: Reader) -> frozenset[int]:
     return reader.tokenizer.eos_ids | ({end} if end is not None else set())
 
 
-def rollouts_of(session: RunSession, pipeline: InstructPipeline, cleanup: ExitStack) -> StepSource:
-    """Return the source of a run's samples.
-
-    The process of reward functions ends when `cleanup` closes. Raises ConfigError for rewards that
-    cannot be used, ModelError for a missing initial model, and OutputError for a damaged record of
-    samples.
-    """
-    config, console = session.config, session.console
-    if config.kl and session.resume is not None:
-        checkpoint = session.resume.checkpoint
-        hashes = get_mapping(checkpoint.metadata, RECORDS)
-        pipeline.load_initial(checkpoint.folder.parent / INITIAL, hashes.get(INITIAL))
-    return Rollouts(
-        config.part(RewardedConfig),
-        config.seed,
-        pipeline,
-        _turn_ends(session.reader),
-        _prompts(session),
-        cleanup.enter_context(_scorer(config)),
-        SampleLedger(config.checkpoint_path / SAMPLED, resumed=session.resume is not None),
-        console.warn,
-        _reward_hash(config),
-        session.workers,
-    )
-
-
-def _reward_hash(config: TrainConfig) -> str:
-    """Return a hash of the rewards, with the content of their files."""
-    parts = []
-    for spec in parse_rewards(config.reward):
-        file = as_path(spec.argument) if spec.kind == "json" and spec.argument else spec.file
-        content = "" if file is None else file_hash(file)
-        parts.append([spec.name, spec.weight, content])
-    return f"sha256:{hashlib.sha256(json.dumps(parts).encode()).hexdigest()}"
-
-
-def _prompts(session: Session[Any]) -> Prompts:
+def _read_prompts(session: Session[Any]) -> Prompts:
     """Read the rows of the data files again, as rewards get them."""
     config, fields = session.config, parse_fields(session.config.field)
     rows = {}

@@ -37,7 +37,13 @@ def reward(spec: str, text: str, answer: str | None = None) -> float:
         ("regex=a=5=1", "regex=a=5", 1),
     ],
 )
-def test_spec_is_a_name_with_an_optional_weight(text: str, name: str, weight: float) -> None:
+def test_spec_is_a_name_with_an_optional_weight(
+    text: str, name: str, weight: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (tmp_path, tmp_path / "a"):
+        folder.mkdir(exist_ok=True)
+        (folder / "check.py").touch()
+    monkeypatch.chdir(tmp_path)
     spec = RewardSpec.parse(text)
     assert (spec.name, spec.weight) == (name, weight)
     assert (spec.file is not None) == (".py" in text)
@@ -50,13 +56,14 @@ def test_spec_is_a_name_with_an_optional_weight(text: str, name: str, weight: fl
         ("exact:1", "has an argument, which exact does not take"),
         ("exact=nan", "has the weight nan"),
         ("check.py=inf", "has the weight inf"),
+        ("missing.py", "cannot be read: No such file or directory: check its path"),
         ("regex=", "has no pattern"),
         ("regex=5", "has no pattern"),
         ("regex=(", "is not a pattern: missing )"),
         ("regex=a{99999}", "is not a pattern: it repeats"),
         ("number:x", "must have the tolerance"),
         ("length:0", "needs a length of at least 1"),
-        ("json:missing.json", "names a schema that cannot be read"),
+        ("json:missing.json", "cannot be read: No such file or directory: check its path"),
     ],
 )
 def test_wrong_spec_is_an_error_with_the_remedy(text: str, problem: str) -> None:

@@ -240,6 +240,31 @@ def test_changed_reward_is_refused_on_resume(folder: Path, tmp_path: Path) -> No
         resume(tmp_path / "out", quiet=True)
 
 
+@pytest.mark.parametrize("changed", ["", None], ids=["edited", "deleted"])
+def test_files_of_rewards_are_read_once_in_a_run(
+    folder: Path, tmp_path: Path, changed: str | None
+) -> None:
+    """Training, the measure before it, validations and the verdict share what was read."""
+    check, schema = tmp_path / "check.py", tmp_path / "schema.json"
+    check.write_text(LOW)
+    schema.write_text('{"type": "object"}')
+    options = {"reward": (str(check), f"json:{schema}=0.5"), "max_steps": 2}
+
+    def change(step: int, loss: float) -> None:
+        for file in (check, schema):
+            file.unlink(missing_ok=True) if changed is None else file.write_text(changed)
+
+    start = train(config(folder, tmp_path / "start", **options)).adapter
+    options["init_adapter"] = str(start)
+    expected = train(config(folder, tmp_path / "whole", **options)).evaluation
+    found = train(config(folder, tmp_path / "out", **options), on_validation=change).evaluation
+    assert found == expected
+    assert found is not None and [each.name for each in found.rewards[:3]] == [
+        *("", "", "check.reward"),
+    ]
+    assert result_of(tmp_path / "out") == result_of(tmp_path / "whole")
+
+
 def test_strangers_rewards_run_only_if_given_again(folder: Path, tmp_path: Path) -> None:
     file, output, received = tmp_path / "own.py", tmp_path / "out", tmp_path / "received"
     file.write_text(LOW)
