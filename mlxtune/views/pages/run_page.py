@@ -1,6 +1,7 @@
 """Shows one or several runs on an HTML page that needs no network, and in a notebook's card."""
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -8,6 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.evaluation.outcome import Evaluation, RewardChange
 from mlxtune.core.files.writing import write_file
 from mlxtune.core.formatting import join_few, loss_text, minute_of, pluralize, signed_loss
@@ -138,13 +140,18 @@ def _settings(run: Run, view: RunView) -> dict[str, str]:
 
 def evaluation_context(run: Run, view: RunView) -> dict[str, Any]:
     model = get_str(run.config, "model_path") or "MODEL"
-    objective = "" if view.objective == "sft" else f"--objective {view.objective} "
+    how = "--generate"
+    if view.objective in REWARDED:
+        rewards = run.config.get("reward")
+        named = rewards if isinstance(rewards, list) else ["REWARD"]
+        how = " ".join(f"--reward {shlex.quote(str(each))}" for each in named)
+    elif view.objective != "sft":
+        how = f"--objective {view.objective} --generate"
     return {
         "evaluation": run.evaluation,
         "evaluation_figures": _figures(run.evaluation) if run.evaluation else {},
         "evaluation_rewards": _reward_rows(run.evaluation.rewards if run.evaluation else ()),
-        "eval_command": f"mlxtune eval --model-path {model} --adapter {run.name} --data FILE "
-        f"{objective}--generate",
+        "eval_command": f"mlxtune eval --model-path {model} --adapter {run.name} --data FILE {how}",
     }
 
 

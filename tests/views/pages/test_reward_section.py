@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from mlxtune.core.run.run_folder import SAMPLED
 from mlxtune.core.run.stored_run import read_run
 from mlxtune.core.run.summary import RunView
 from mlxtune.views.pages.reward_section import reward_context
-from mlxtune.views.pages.run_page import render_runs
+from mlxtune.views.pages.run_page import evaluation_context, render_runs
 from tests.runs import EVALUATION, as_lines, write_rewarded_run
 from tests.views.pages.markup import HOSTILE, Page
 
@@ -163,3 +164,10 @@ def test_runs_with_rewards_are_compared_by_their_mean_reward(tmp_path: Path) -> 
     (curve, _) = json.loads(shown.text("charts"))[0]["series"]
     assert curve["y"] == [0.75]
     assert "with the same rewards" in Page(render_runs([a, c])).text("verdict")
+
+
+def test_run_without_an_evaluation_names_the_rewards_to_evaluate_by(tmp_path: Path) -> None:
+    run = read_run(write_rewarded_run(tmp_path))
+    run = dataclasses.replace(run, evaluation=None)
+    command = evaluation_context(run, RunView.of(run))["eval_command"]
+    assert command.endswith(" --data FILE --reward json --reward short.py:short=2")
