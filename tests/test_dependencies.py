@@ -19,7 +19,7 @@ from tests.paths import ROOT
 from tests.slow import long
 
 # All extras that a Mac user may choose.
-EXTRAS = ("parquet", "trackio", "tensorboard", "wandb", "gguf")
+EXTRAS = ("parquet", "schema", "trackio", "tensorboard", "wandb", "gguf")
 LIBRARIES = {"cpu": "mlx-cpu", "cuda12": "mlx-cuda-12", "cuda13": "mlx-cuda-13"}
 MACOS, LINUX = "aarch64-apple-darwin", "x86_64-manylinux_2_35"
 

@@ -15,9 +15,8 @@ regex=PATTERN          matches anywhere, thinking included; if the pattern has a
 """
 
 import math
-import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +25,7 @@ from mlxtune.config.fields import as_path
 from mlxtune.config.limits import CODE, CONFIG, RECORD, Limits, check_pattern, parse_json
 from mlxtune.core.evaluation.matching import canonical
 from mlxtune.core.files.reading import read_bytes
+from mlxtune.core.machine.installation import installs_extra
 from mlxtune.errors import ConfigError, one_line, shorten
 
 FUNCTION = "function"
@@ -259,17 +259,44 @@ def _json(argument: str) -> Score:
 
 
 def _json_schema(content: bytes) -> Score:
-    """Return the reward of a schema. Raises ValueError."""
+    """Return the reward of a JSON schema. Raises ValueError."""
+    # Import only for a schema, because the package is optional.
+    try:
+        from jsonschema import Draft202012Validator, SchemaError, validators
+        from referencing import Registry
+    except ImportError as error:
+        raise ValueError(f"needs jsonschema: {installs_extra('schema')}") from error
     schema = parse_json(content, CONFIG, "the schema")
-    _check_schema(schema)
+    validator = validators.validator_for(schema, Draft202012Validator)
+    try:
+        validator.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"names a wrong JSON schema: {one_line(error.message)}") from error
+    if b'"patternProperties"' in content:
+        raise ValueError("has a schema with patternProperties: list the properties instead")
+    # No reference is downloaded, and a search has a limit.
+    limited = validators.extend(validator, {"pattern": _schema_pattern})
+    allows = limited(schema, registry=Registry()).is_valid
 
     def score(text: str, answer: str | None) -> float:
         try:
-            return float(_allows(schema, _parsed(without_thinking(text))))
+            value = _parsed(without_thinking(text))
         except ValueError:
             return 0.0
+        try:
+            return float(allows(value))
+        except Exception as error:  # an unknown or endless reference, or a slow pattern
+            raise NoReward(f"the schema cannot be applied: {one_line(error)}") from error
 
     return score
+
+
+def _schema_pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Exception]:
+    """Yield an error for a text without a match, as jsonschema asks."""
+    from jsonschema import ValidationError
+
+    if isinstance(value, str) and not _search(_compiled(pattern), value):
+        yield ValidationError("no match")
 
 
 def _json_keys(argument: str) -> Score:
@@ -295,108 +322,6 @@ def _object(text: str) -> dict[str, str] | None:
     if not isinstance(value, dict):
         return None
     return {key: canonical(each) for key, each in value.items()}
-
-
-_WITH_SCHEMAS = ("additionalProperties", "items", "anyOf", "allOf")
-_ANNOTATIONS = ("$schema", "$id", "$comment", "title", "description", "default", "examples")
-_NUMBERS = (int, float)
-_TYPES: dict[str, Callable[[Any], bool]] = {
-    "object": lambda value: isinstance(value, dict),
-    "array": lambda value: isinstance(value, list),
-    "string": lambda value: isinstance(value, str),
-    "boolean": lambda value: isinstance(value, bool),
-    "null": lambda value: value is None,
-    "number": lambda value: isinstance(value, _NUMBERS) and not isinstance(value, bool),
-    "integer": lambda value: _TYPES["number"](value) and value == int(value),
-}
-# For each keyword, the type of its value, and whether it allows a value; and the keywords that
-# limit values of one type, with what they measure.
-_KEYWORDS: dict[str, tuple[Any, Callable[[Any, Any, dict[str, Any]], bool]]] = {
-    "type": (str | list, lambda given, value, _: any(_TYPES[each](value) for each in _list(given))),
-    "enum": (list, lambda given, value, _: canonical(value) in map(canonical, given)),
-    "const": (object, lambda given, value, _: canonical(value) == canonical(given)),
-    "properties": (
-        dict,
-        lambda given, value, _: all(
-            _allows(given[name], each) for name, each in _entries(value) if name in given
-        ),
-    ),
-    "additionalProperties": (
-        bool | dict,
-        lambda given, value, schema: all(
-            _allows(given, each)
-            for name, each in _entries(value)
-            if name not in schema.get("properties", {})
-        ),
-    ),
-    "required": (
-        list,
-        lambda given, value, _: not isinstance(value, dict) or all(map(value.__contains__, given)),
-    ),
-    "items": (
-        bool | dict,
-        lambda given, value, _: (
-            not isinstance(value, list) or all(_allows(given, each) for each in value)
-        ),
-    ),
-    "anyOf": (list, lambda given, value, _: any(_allows(each, value) for each in given)),
-    "allOf": (list, lambda given, value, _: all(_allows(each, value) for each in given)),
-}
-_LIMITS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any, Any], bool]]] = {
-    "minimum": ("number", float, operator.ge),
-    "maximum": ("number", float, operator.le),
-    "exclusiveMinimum": ("number", float, operator.gt),
-    "exclusiveMaximum": ("number", float, operator.lt),
-    "minLength": ("string", len, operator.ge),
-    "maxLength": ("string", len, operator.le),
-    "minItems": ("array", len, operator.ge),
-    "maxItems": ("array", len, operator.le),
-}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _entries(value: Any) -> Iterable[tuple[str, Any]]:
-    return value.items() if isinstance(value, dict) else ()
-
-
-def _allows(schema: Any, value: Any) -> bool:
-    """Return whether a checked schema allows a value."""
-    if isinstance(schema, bool):
-        return schema
-    for keyword, given in schema.items():
-        if keyword in _LIMITS:
-            kind, measure, compare = _LIMITS[keyword]
-            if _TYPES[kind](value) and not compare(measure(value), given):
-                return False
-        elif keyword in _KEYWORDS and not _KEYWORDS[keyword][1](given, value, schema):
-            return False
-    return True
-
-
-def _check_schema(schema: Any) -> None:
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        raise ValueError("names a file that is not a JSON schema: write an object")
-    for keyword, given in schema.items():
-        if keyword in _ANNOTATIONS:
-            continue
-        if keyword not in (*_LIMITS, *_KEYWORDS):
-            known = ", ".join([*_KEYWORDS, *_LIMITS])
-            raise ValueError(f"has a schema with {shorten(keyword)}: use only {known}")
-        kind: Any = _KEYWORDS[keyword][0] if keyword in _KEYWORDS else int | float
-        unknown = keyword == "type" and not _TYPES.keys() >= {*map(str, _list(given))}
-        if not isinstance(given, kind) or unknown:
-            raise ValueError(f"has a schema with a wrong value of {keyword}: correct it")
-        if keyword == "properties":
-            parts = [*given.values()]
-        else:
-            parts = _list(given) if keyword in _WITH_SCHEMAS else []
-        for part in parts:
-            _check_schema(part)
 
 
 # Numbers

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -223,37 +225,55 @@ def test_every_number_equals_itself_as_python_writes_it(number: float, form: str
 
 # JSON schemas
 
+# As pydantic writes a model within a model.
 SCHEMA = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
     "type": "object",
-    "required": ["name", "people"],
-    "additionalProperties": False,
+    "required": ["day", "guest"],
     "properties": {
-        "name": {"type": "string", "minLength": 2, "maxLength": 5},
-        "people": {"type": ["integer", "null"], "minimum": 1, "exclusiveMaximum": 10},
-        "days": {"type": "array", "items": {"enum": ["Monday", 1, None]}, "maxItems": 2},
-        "note": {"anyOf": [{"const": "none"}, {"allOf": [{"type": "object"}, True]}]},
-        "more": False,
+        "day": {"type": "string", "pattern": "^[A-Z][a-z]+day$"},
+        "guest": {"$ref": "#/$defs/Guest"},
     },
+    "$defs": {"Guest": {"properties": {"age": {"type": "integer"}}, "required": ["age"]}},
 }
-VALUES: list[Any] = [
-    *({"name": "Ann", "people": people} for people in (1, 9, 10, 0, 1.0, 1.5, True, None, "1")),
-    *({"name": name, "people": 1} for name in ("", "A", "Al", "Albert", None)),
-    *({"name": "Ann", "people": 1, "days": days} for days in ([], ["Monday", 1], [True], [1] * 3)),
-    *({"name": "Ann", "people": 1, "note": note} for note in ("none", "some", {}, [], None)),
-    *({"name": "Ann", "people": 1, key: 1} for key in ("more", "other")),
-    *({"name": "Ann"}, {}, [], "Ann", 1, None),
-]
 
 
-def test_schema_allows_what_jsonschema_allows(tmp_path: Path) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    path = tmp_path / "schema.json"
-    path.write_text(json.dumps(SCHEMA))
-    expected = [jsonschema.Draft202012Validator(SCHEMA).is_valid(value) for value in VALUES]
-    score = RewardSpec.parse(f"json:{path}").built_in()
-    assert [score(json.dumps(value), None) for value in VALUES] == expected
-    assert {*expected} == {True, False}
+def schema_reward(folder: Path, schema: Any) -> Callable[[str], float]:
+    pytest.importorskip("jsonschema")
+    (folder / "schema.json").write_text(json.dumps(schema))
+    score = RewardSpec.parse(f"json:{folder}/schema.json").built_in()
+    return lambda text: score(text, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"day": "Monday", "guest": {"age": 3}}', 1),
+        ('<think>{</think>{"day": "Monday", "guest": {"age": 3.0}}', 1),
+        ('{"day": "Monday", "guest": {"age": true}}', 0),
+        ('{"day": "monday", "guest": {"age": 3}}', 0),
+        ('{"day": "Monday"}', 0),
+        ('{"day": "Monday", "guest": {"age": NaN}}', 0),
+        ("Monday", 0),
+    ],
+)
+def test_schema_allows_an_answer(tmp_path: Path, text: str, value: float) -> None:
+    assert schema_reward(tmp_path, SCHEMA)(text) == value
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"$ref": "https://example.com/schema.json"}, "example.com"),
+        ({"$ref": "#"}, "recursion"),
+        ({"pattern": "(?:a|aa)+$"}, "a search takes more than"),
+    ],
+)
+def test_schema_that_cannot_be_applied_gives_no_reward(
+    tmp_path: Path, schema: Any, why: str
+) -> None:
+    """References are not downloaded, and neither they nor searches run forever."""
+    with pytest.raises(NoReward, match=why):
+        schema_reward(tmp_path, schema)(json.dumps("a" * 200 + "b"))
 
 
 def test_name_of_a_schema_has_no_folder(tmp_path: Path) -> None:
@@ -263,18 +283,26 @@ def test_name_of_a_schema_has_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "problem"),
+    ("content", "problem"),
     [
-        ([], "not a JSON schema"),
-        ({"$ref": "#"}, "has a schema with '[$]ref': use only type, "),
-        ({"properties": {"a": {"format": "date"}}}, "has a schema with 'format'"),
-        ({"anyOf": [{"type": "int"}]}, "a wrong value of type"),
-        ({"items": 3}, "a wrong value of items"),
-        ({"minimum": "1"}, "a wrong value of minimum"),
+        ("[]", "wrong JSON schema: \\[\\] is not of type 'object', 'boolean'"),
+        ('{"type": "int"}', "wrong JSON schema: 'int' is not valid"),
+        ('{"pattern": "("}', "wrong JSON schema: '[(]' is not a 'regex'"),
+        ("{", "the schema"),
+        ("", "the schema"),
+        ('{"items": {"patternProperties": {"(a|aa)+$": true}}}', "list the properties instead"),
     ],
 )
-def test_schema_that_is_not_supported_is_refused(tmp_path: Path, schema: Any, problem: str) -> None:
-    path = tmp_path / "schema.json"
-    path.write_text(json.dumps(schema))
+def test_wrong_schema_is_refused(tmp_path: Path, content: str, problem: str) -> None:
+    pytest.importorskip("jsonschema")
+    (tmp_path / "schema.json").write_text(content)
     with pytest.raises(ConfigError, match=problem):
-        RewardSpec.parse(f"json:{path}")
+        RewardSpec.parse(f"json:{tmp_path}/schema.json")
+
+
+def test_schema_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(
+        ConfigError, match=r"needs jsonschema: pip install 'mlxtune-lora\[schema\]'"
+    ):
+        schema_reward(tmp_path, {})
