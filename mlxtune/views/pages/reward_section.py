@@ -1,8 +1,6 @@
 """The sections of a run's page on its rewards: what changed, and samples that show it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from statistics import fmean
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,9 +23,6 @@ from mlxtune.errors import one_line
 
 # The most groups of a step, pairs of rewards, and examples of a pair that a page shows.
 _MAX_GROUPS, _MAX_PAIRS, _MAX_EXAMPLES = 3, 3, 3
-_QUARTERS = ("shortest quarter", "second quarter", "third quarter", "longest quarter")
-# The smallest correlation to report, and the fewest answers that it needs.
-_MIN_CORRELATION, _MIN_ANSWERS = 0.3, 16
 
 # A group with one of its samples.
 Drawn = tuple[GroupRecord, SampleRecord]
@@ -47,7 +42,6 @@ def reward_context(run: Run, view: RunView) -> dict[str, Any]:
         "learned": _learned(changes),
         "pairs": [_pair(*pair, drawn, late) for pair in opposites(changes)[:_MAX_PAIRS]],
         "steps": [_step(step, groups) for step, groups in steps.items()],
-        "lengths": _lengths(late),
         "samples_note": note,
     }
 
@@ -158,60 +152,23 @@ def _opposed(
 
     High and low are relative to all that were drawn.
     """
-
-    def standardised(change: MetricChange) -> Callable[[SampleRecord], float]:
-        values = [
-            value for _, each in drawn if (value := each.rewards.get(change.name)) is not None
-        ]
-        mean, deviation = (np.mean(values), np.std(values)) if values else (0.0, 0.0)
-        sign = -1 if change.penalty else 1
-
-        def score(sample: SampleRecord) -> float:
-            value = sample.rewards.get(change.name)
-            return (
-                float(sign * (value - mean) / deviation) if value is not None and deviation else 0.0
-            )
-
-        return score
-
-    good, bad = standardised(better), standardised(worse)
-    found = [each for each in late if good(each[1]) > 0 > bad(each[1])]
-    found.sort(key=lambda each: (good(each[1]) - bad(each[1]), each[0].step), reverse=True)
+    good, bad = _standardised(better, drawn, late), _standardised(worse, drawn, late)
+    found = [(a - b, *each) for a, b, each in zip(good, bad, late, strict=True) if a > 0 > b]
+    found.sort(key=lambda each: (each[0], each[1].step), reverse=True)
     texts = set[str]()
-    for group, sample in found:
+    for _, group, sample in found:
         if sample.text not in texts and len(texts) < _MAX_EXAMPLES:
             texts.add(sample.text)
             yield group, sample
 
 
-# Length
-
-
-def _lengths(drawn: Sequence[Drawn]) -> Mapping[str, Any] | None:
-    """Return the mean reward of answers by their length; None for too few answers."""
-    known = [(len(sample.tokens), sample) for _, sample in drawn if sample.reward is not None]
-    if len(known) < _MIN_ANSWERS:
-        return None
-    known.sort(key=lambda each: each[0])
-    bounds = [len(known) * i // 4 for i in range(5)]
-    quarters = [known[a:b] for a, b in pairwise(bounds)]
-    rows = [
-        (
-            name,
-            f"{fmean(tokens for tokens, _ in part):,.1f}",
-            _number(fmean(sample.reward or 0.0 for _, sample in part)),
-            f"{fmean(not sample.finished for _, sample in part):.0%}",
-        )
-        for name, part in zip(_QUARTERS, quarters, strict=True)
-    ]
-    tokens, rewards = [each for each, _ in known], [sample.reward or 0.0 for _, sample in known]
-    varies = min(np.std(tokens), np.std(rewards)) > 0
-    r = float(np.corrcoef(tokens, rewards)[0, 1]) if varies else 0.0
-    note = "Length and reward are hardly related"
-    if abs(r) >= _MIN_CORRELATION:
-        note = f"{'Longer' if r > 0 else 'Shorter'} answers get higher rewards"
-    steps = sorted({group.step for group, _ in drawn})
-    return {
-        "rows": rows,
-        "note": f"{note} (correlation {r:+.2f}), in steps {steps[0]:,} to {steps[-1]:,}",
-    }
+def _standardised(
+    change: MetricChange, drawn: Sequence[Drawn], late: Sequence[Drawn]
+) -> list[float]:
+    """Return a reward of late samples in standard deviations from the mean, 0 without a value."""
+    every, own = ([sample.rewards.get(change.name) for _, sample in each] for each in (drawn, late))
+    known = [value for value in every if value is not None]
+    if not known or not (deviation := float(np.std(known))):
+        return [0.0] * len(late)
+    scale, mean = (-deviation if change.penalty else deviation), float(np.mean(known))
+    return [0.0 if value is None else (value - mean) / scale for value in own]

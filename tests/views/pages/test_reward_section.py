@@ -49,25 +49,10 @@ def test_changes_are_in_a_table(run: Path) -> None:
 def test_rewards_that_moved_apart_have_examples_of_the_last_steps(run: Path) -> None:
     text = page(run).text("answers")
     assert "! short.short rose, json fell" in text
-    examples = text[: text.index("Length and reward")]
+    examples = text[: text.index("Best and worst answers")]
     # Samples with a high `short` and a low `json`, which is 0 in all late samples.
     assert "step 12 Prompt 2 answer 2 brief answer 2 of step 12 json 0, short.short 1" in examples
     assert "long answer" not in examples
-
-
-def test_length_is_compared_with_the_reward_of_late_answers(run: Path) -> None:
-    lengths = reward_context(read_run(run), RunView.of(read_run(run)))["lengths"]
-    # Four of twelve steps, each with four answers: eight of 3 tokens, eight of 28 to 31.
-    assert lengths["rows"] == [
-        ("shortest quarter", "3.0", "1.5", "0%"),
-        ("second quarter", "3.0", "1.5", "0%"),
-        ("third quarter", "28.5", "0", "100%"),
-        ("longest quarter", "30.5", "0", "100%"),
-    ]
-    # All long answers have the reward 0, and half of the others 1, half 2.
-    assert lengths["note"] == (
-        "Shorter answers get higher rewards (correlation -0.90), in steps 9 to 12"
-    )
 
 
 def test_step_shows_the_best_and_worst_answer_of_the_rows_that_differ_most(run: Path) -> None:
