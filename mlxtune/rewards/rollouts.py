@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import compress
 from statistics import fmean
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Sampling
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config.limits import SAMPLED, parse_json
@@ -33,36 +33,9 @@ from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_i
 from mlxtune.core.training.pipeline import OnProgress, Step, StepData
 from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.samples import SampleLedger
-from mlxtune.rewards.scoring import Completion, Reward
+from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
 
 _Logps = npt.NDArray[np.float32]
-
-
-class Policy(Protocol):
-    """The model in training, as rollouts need it."""
-
-    def sample(
-        self,
-        requests: Sequence[SampleRequest],
-        sampling: Sampling,
-        ends: frozenset[int],
-        on_progress: OnProgress,
-    ) -> list[SampledAnswer]:
-        """Return an answer for each request, up to one of the tokens `ends`."""
-
-    def token_logps(
-        self, examples: Sequence[Example], *, before_training: bool = False
-    ) -> list[_Logps]:
-        """Return the log-probabilities of each example's supervised tokens, float32 (A,)."""
-
-    def adapter_hash(self) -> str:
-        """Return a hash of the LoRA matrices."""
-
-
-class Scorer(Protocol):
-    """Computes rewards."""
-
-    def score(self, completions: Sequence[Completion]) -> list[Reward]: ...
 
 
 @dataclass(frozen=True)
@@ -108,10 +81,10 @@ class Rollouts:
         self,
         config: RewardedConfig,
         seed: int,
-        policy: Policy,
+        policy: InstructPipeline,
         ends: frozenset[int],
         prompts: Prompts,
-        scorer: Scorer,
+        scorer: RewardScorer,
         ledger: SampleLedger,
         on_problem: Callable[[str], None],
         reward_hash: str = "",
@@ -137,8 +110,11 @@ class Rollouts:
         if self._last[0] != first:
             if step.number == first:
                 groups = self._rollout(rows, first, step.row_indices, on_progress)
-            else:
-                groups = self._resumed(first)
+            elif not (groups := self._recorded(first, None)):
+                raise OutputError(
+                    f"the record of samples has none of step {first}, which the next step trains "
+                    "on: bring it back, or start over with --overwrite"
+                )
             self._last = first, groups
         groups = self._last[1]
         keys = [each[-1] for each in map(rows.__getitem__, step.row_indices)]
@@ -147,7 +123,7 @@ class Rollouts:
             for row, group in zip(keys, groups, strict=True)
             for sample in group.samples
         ]
-        return StepData(examples, self._metrics(groups))
+        return StepData(examples, _step_metrics(groups))
 
     def _rollout(
         self, rows: CorpusRows, step: int, indices: Sequence[int], on_progress: OnProgress
@@ -170,15 +146,6 @@ class Rollouts:
         known = self._ledger.read(step, adapter) if self._workers.rank == 0 else None
         content = b"".join(group.as_json() for group in known or ())
         return groups_in(self._workers.broadcast_bytes(content))
-
-    def _resumed(self, step: int) -> list[GroupRecord]:
-        """Return the groups of a rollout between whose updates a run stopped."""
-        if known := self._recorded(step, None):
-            return known
-        raise OutputError(
-            f"the record of samples has none of step {step}, which the next step trains on: "
-            "bring it back, or start over with --overwrite"
-        )
 
     def _drawn(
         self,
@@ -265,29 +232,31 @@ class Rollouts:
 
         Without a divergence, samples without an advantage have no gradient and need none.
         """
-        learned = {}
-        for i, (index, group) in enumerate(zip(indices, groups, strict=True)):
-            for j, sample in enumerate(group.samples):
-                example = self._example(rows[index][-1], group, sample)
-                if not example.masked and (sample.advantage or self._config.kl):
-                    learned[i, j] = example
+        examples = [
+            self._example(rows[index][-1], group, sample)
+            for index, group in zip(indices, groups, strict=True)
+            for sample in group.samples
+        ]
+        needed = [not e.masked and bool(e.advantage or self._config.kl) for e in examples]
 
-        def logps(*, before_training: bool) -> dict[tuple[int, int], tuple[float, ...]]:
-            examples = list(learned.values())
-            found = self._policy.token_logps(examples, before_training=before_training)
-            return dict(zip(learned, (_shortest(each.tolist()) for each in found), strict=True))
+        def logps(*, before_training: bool) -> list[tuple[float, ...] | None]:
+            asked = list(compress(examples, needed))
+            found = iter(self._policy.token_logps(asked, before_training=before_training))
+            return [_shortest(next(found).tolist()) if need else None for need in needed]
 
-        old = logps(before_training=False) if self.updates > 1 else {}
-        before = logps(before_training=True) if self._config.kl else {}
+        none = [None] * len(examples)
+        old = logps(before_training=False) if self.updates > 1 else none
+        before = logps(before_training=True) if self._config.kl else none
+        found = zip(old, before, strict=True)
         return [
             replace(
                 group,
                 samples=tuple(
-                    replace(each, old_logps=old.get((i, j)), reference_logps=before.get((i, j)))
-                    for j, each in enumerate(group.samples)
+                    replace(sample, old_logps=one, reference_logps=other)
+                    for sample, (one, other) in zip(group.samples, found, strict=False)
                 ),
             )
-            for i, group in enumerate(groups)
+            for group in groups
         ]
 
     def _example(self, row: Example, group: GroupRecord, sample: SampleRecord) -> SampledExample:
@@ -306,21 +275,6 @@ class Rollouts:
             masked=sample.reward is None or cut,
         )
 
-    def _metrics(self, groups: Sequence[GroupRecord]) -> dict[str, float]:
-        """Return TRL's metrics of a rollout, and the fraction of samples without a reward."""
-        samples = [sample for group in groups for sample in group.samples]
-        totals = [sample.reward for sample in samples if sample.reward is not None]
-        without = [all(each.advantage == 0 for each in group.samples) for group in groups]
-        lengths = [len(sample.tokens) for sample in samples]
-        return {
-            **_means([sample.rewards for sample in samples]),
-            **({"reward": fmean(totals), "reward_std": _deviation(totals)} if totals else {}),
-            "frac_reward_zero_std": fmean(without),
-            "completions/mean_length": fmean(lengths),
-            "completions/clipped_ratio": fmean(not sample.finished for sample in samples),
-            "completions/without_reward": 1 - len(totals) / len(samples),
-        }
-
     # An evaluation
 
     def evaluate(
@@ -334,16 +288,14 @@ class Rollouts:
         requests = [[SampleRequest(self._prompts.tokens(rows, index), ())] for index in indices]
         greedy = replace(self._sampling, temperature=0.0)
         answered = self._answered(rows, indices, requests, greedy, on_progress)
-        samples = [sample for (sample,) in answered]
-        result = _evaluated(samples)
-        names, files = rows.corpus.paths, rows.files.tolist()
+        result = _evaluated([sample for (sample,) in answered])
+        by_file: dict[int, list[SampleRecord]] = {}
+        for file, (own,) in zip(rows.files.tolist(), answered, strict=True):
+            by_file.setdefault(file, []).append(own)
         losses = []
-        by_file = sorted(indices, key=files.__getitem__)
-        for file, members in groupby(by_file, key=files.__getitem__):
-            of_file = list(members)
-            if len(of_file) < len(files):
-                part = _evaluated([samples[i] for i in of_file])
-                losses.append(FileLoss(names[file], part.avg_loss, part.metrics))
+        for file in sorted(by_file) if len(by_file) > 1 else ():
+            part = _evaluated(by_file[file])
+            losses.append(FileLoss(rows.corpus.paths[file], part.avg_loss, part.metrics))
         return result, losses
 
 
@@ -361,30 +313,35 @@ def _record(answer: SampledAnswer, text: str, reward: Reward) -> SampleRecord:
 
 
 def _evaluated(samples: Sequence[SampleRecord]) -> InstructBatchResult:
-    totals = [sample.reward for sample in samples if sample.reward is not None]
-    if not totals:
+    metrics = _metrics(samples)
+    if "reward" not in metrics:
         problems = [problem for sample in samples for problem in sample.problems]
         raise NonFiniteLossError(f"no answer to a validation row has a reward: {problems[0]}")
-    loss, tokens = -fmean(totals), sum(len(sample.tokens) for sample in samples)
-    metrics = {
-        **_means([sample.rewards for sample in samples]),
-        "reward": -loss,
-        "completions/mean_length": tokens / len(samples),
-        "completions/clipped_ratio": fmean(not sample.finished for sample in samples),
-        "completions/without_reward": 1 - len(totals) / len(samples),
-    }
+    loss, tokens = -metrics["reward"], sum(len(sample.tokens) for sample in samples)
     return InstructBatchResult(loss, tokens, perplexity(loss), metrics=metrics)
 
 
-def _means(values: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Return the mean and the standard deviation of each reward, by TRL's names."""
+def _step_metrics(groups: Sequence[GroupRecord]) -> dict[str, float]:
+    without = [all(each.advantage == 0 for each in group.samples) for group in groups]
+    samples = [sample for group in groups for sample in group.samples]
+    return {**_metrics(samples), "frac_reward_zero_std": fmean(without)}
+
+
+def _metrics(samples: Sequence[SampleRecord]) -> dict[str, float]:
+    """Return TRL's metrics of samples, and the fraction of samples without a reward."""
+    totals = [sample.reward for sample in samples if sample.reward is not None]
+    values = {f"rewards/{name}": [s.rewards[name] for s in samples] for name in samples[0].rewards}
     found = {}
-    for name in values[0]:
-        known = [value for each in values if (value := each[name]) is not None]
-        if known:
-            found[f"rewards/{name}/mean"] = fmean(known)
-            found[f"rewards/{name}/std"] = _deviation(known)
-    return found
+    for name, each in values.items():
+        if known := [value for value in each if value is not None]:
+            found[f"{name}/mean"], found[f"{name}/std"] = fmean(known), _deviation(known)
+    if totals:
+        found |= {"reward": fmean(totals), "reward_std": _deviation(totals)}
+    return found | {
+        "completions/mean_length": fmean(len(sample.tokens) for sample in samples),
+        "completions/clipped_ratio": fmean(not sample.finished for sample in samples),
+        "completions/without_reward": 1 - len(totals) / len(samples),
+    }
 
 
 def _deviation(values: Sequence[float]) -> float:

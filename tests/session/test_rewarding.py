@@ -20,6 +20,7 @@ from mlxtune.config import PlanConfig
 from mlxtune.core.run.run_folder import INITIAL, SAMPLED
 from mlxtune.core.run.sampled_answers import read_samples
 from mlxtune.errors import ConfigError, DataError, ModelError
+from mlxtune.rewards import rollouts
 from mlxtune.rewards.rollouts import Rollouts
 from tests.configs import problems
 from tests.models import write_model
@@ -179,18 +180,18 @@ def test_run_that_died_after_sampling_reads_the_samples(
 ) -> None:
     whole, died = tmp_path / "whole", tmp_path / "died"
     train(config(folder, whole, save_steps=1))
-    real = Rollouts._metrics
+    real = rollouts._step_metrics
 
     class Death(BaseException):
         pass
 
-    def dying(self: Rollouts, groups: Any) -> Any:
+    def dying(groups: Any) -> Any:
         if groups[0].step == 3:
             raise Death
-        return real(self, groups)
+        return real(groups)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Rollouts, "_metrics", dying)
+        patched.setattr(rollouts, "_step_metrics", dying)
         with pytest.raises(Death):
             train(config(folder, died, save_steps=1))
     samples = died / "checkpoints" / SAMPLED
