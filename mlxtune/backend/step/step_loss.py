@@ -25,8 +25,8 @@ from mlxtune.core.objectives.objective import AnswerLayout, Objective, Totals
 from mlxtune.core.objectives.policy import (
     PolicyObjective,
     SampledExample,
-    SampleLayout,
     SampleTotals,
+    TokenLogps,
 )
 from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import ModelError
@@ -188,20 +188,20 @@ class PolicyLoss(StepLoss):
         return 1
 
     @cached_property
-    def _layout(self) -> SampleLayout:
-        return SampleLayout.of(self.examples)
+    def _logps(self) -> TokenLogps:
+        return TokenLogps.of(self.examples)
 
     def zeros(self) -> list[mx.array]:
-        return [mx.zeros(self._layout.mask.shape)]
+        return [mx.zeros(self._logps.mask.shape)]
 
     def reduce(self, members: Sequence[int], counts: Sequence[int]) -> ReduceFn:
-        layout = SampleLayout.of([self.examples[i] for i in members])
-        shape, slots, indices = layout.mask.shape, mx.array(layout.slots), mx.array(list(members))
+        own, indices = TokenLogps.of([self.examples[i] for i in members]), mx.array(list(members))
+        shape, slots = own.mask.shape, mx.array(np.flatnonzero(own.mask))
 
         def loss(losses: mx.array) -> tuple[mx.array, ...]:
             flat = mx.zeros(shape[0] * shape[1]).at[slots].add(-losses.astype(mx.float32))
             trained = flat.reshape(shape)
-            logps = layout.logps(trained, mx.stop_gradient(trained), mx)
+            logps = own.with_trained(trained, mx.stop_gradient(trained), mx)
             total = self.objective.loss(logps, self.totals, mx)
             return total, self.zeros()[0].at[indices, : shape[1]].add(trained)
 
@@ -209,7 +209,7 @@ class PolicyLoss(StepLoss):
 
     def metrics(self, values: Sequence[mx.array]) -> dict[str, float]:
         trained = np.array(values[0], dtype=np.float64)
-        return self.objective.metrics(self._layout.logps(trained, trained), self.totals)
+        return self.objective.metrics(self._logps.with_trained(trained, trained), self.totals)
 
 
 def sft_loss(lengths: StepLengths) -> StepLoss:

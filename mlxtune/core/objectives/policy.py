@@ -21,7 +21,6 @@ from mlxtune.config.objective_config import REWARDED, ObjectiveConfig, PolicyCon
 from mlxtune.core.data.encode import Example, predicted_tokens
 from mlxtune.core.objectives.objective import Objective
 
-_Floats = npt.NDArray[np.float64]
 # TRL adds this to a standard deviation before it divides by it.
 _EPSILON = 1e-4
 # The largest weight of a token with --correct, TRL's default.
@@ -142,80 +141,49 @@ class TokenLogps:
     `mask` is 1 for each token. `advantages` and `counts`, the numbers of tokens, are (S, 1).
     `trained` are from the model in training, `old` from the model before the first update,
     `sampled` from sampling, and `reference`, if needed, from the model before its first step.
+    Before `with_trained`, there are no `trained` ones, and no `old` ones before the first update.
     """
 
-    trained: Any
     old: Any
     sampled: Any
     reference: Any
     mask: Any
     advantages: Any
     counts: Any
-
-
-@dataclass(frozen=True, eq=False)
-class SampleLayout:
-    """How samples are laid out in arrays (S, A): `slots` has the flat index of each token.
-
-    The arrays are those of `TokenLogps` without `trained`; `old` is None before the first update.
-    """
-
-    slots: npt.NDArray[np.int64]
-    old: _Floats | None
-    sampled: _Floats
-    reference: _Floats | None
-    mask: _Floats
-    advantages: _Floats
-    counts: _Floats
+    trained: Any = None
 
     @classmethod
-    def of(cls, examples: Sequence[SampledExample]) -> SampleLayout:
+    def of(cls, examples: Sequence[SampledExample]) -> TokenLogps:
         counts = np.array([predicted_tokens(example) for example in examples], dtype=np.int64)
-        width = int(counts.max(initial=1))
-        starts = np.arange(len(examples)) * width
-        slots = np.concatenate(
-            [np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)] or [starts]
-        )
+        mask = np.arange(counts.max(initial=1)) < counts[:, None]
 
-        def placed(values: Sequence[npt.NDArray[np.float32] | None]) -> _Floats | None:
-            if not values or any(each is None for each in values):
+        def placed(name: str) -> Any:
+            values = [getattr(example, name) for example in examples]
+            if any(each is None for each in values):
                 return None
-            full = np.zeros(len(examples) * width)
-            full[slots] = np.concatenate(values)  # type: ignore[arg-type]
-            return full.reshape(-1, width)
+            full = np.zeros(mask.shape)
+            full[mask] = np.concatenate([*values, np.zeros(0)])
+            return full
 
-        sampled = placed([example.logps for example in examples])
-        mask = placed([np.ones(n, dtype=np.float32) for n in counts])
-        empty = np.zeros((0, width))
         return cls(
-            slots.astype(np.int64),
-            placed([example.old_logps for example in examples]),
-            empty if sampled is None else sampled,
-            placed([example.reference_logps for example in examples]),
-            empty if mask is None else mask,
-            np.array([[example.advantage] for example in examples]).reshape(-1, 1),
+            placed("old_logps"),
+            placed("logps"),
+            placed("reference_logps"),
+            mask.astype(np.float64),
+            np.array([example.advantage for example in examples]).reshape(-1, 1),
             counts[:, None].astype(np.float64),
         )
 
-    def logps(self, trained: Any, detached: Any, xp: Any = np) -> TokenLogps:
-        """Return all log-probabilities, as arrays of the module `xp`, beside those in training.
+    def with_trained(self, trained: Any, detached: Any, xp: Any = np) -> TokenLogps:
+        """Return all log-probabilities, as arrays of the module `xp`.
 
         `detached` are the `trained` ones without a gradient: before the first update, they are the
         old ones.
         """
-
-        def array(values: _Floats | None) -> Any:
-            return values if values is None or xp is np else xp.array(values.astype(np.float32))
-
-        return TokenLogps(
-            trained,
-            detached if self.old is None else array(self.old),
-            array(self.sampled),
-            array(self.reference),
-            array(self.mask),
-            array(self.advantages),
-            array(self.counts),
-        )
+        values = {name: each for name, each in vars(self).items() if each is not None}
+        if xp is not np:
+            values = {name: xp.array(each.astype(np.float32)) for name, each in values.items()}
+        return replace(self, **{"old": detached, **values, "trained": trained})
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from mlxtune.config.objective_config import PolicyConfig
 from mlxtune.core.objectives.policy import (
     PolicyObjective,
     SampledExample,
-    SampleLayout,
     SampleTotals,
+    TokenLogps,
     advantages_of,
 )
 
@@ -34,9 +34,8 @@ def sample(answer: int, advantage: float, **given: Any) -> SampledExample:
 def loss(examples: list[SampledExample], trained: Logps, **options: Any) -> float:
     """Return the loss of samples whose trained log-probabilities are (S, A)."""
     objective = PolicyObjective(PolicyConfig(**options))
-    logps = SampleLayout.of([each for each in examples if each.has_gradient]).logps(
-        trained, trained
-    )
+    learned = [each for each in examples if each.has_gradient]
+    logps = TokenLogps.of(learned).with_trained(trained, trained)
     return float(objective.loss(logps, SampleTotals.of(examples)))
 
 
@@ -120,20 +119,22 @@ def test_tokens_of_samples_without_an_advantage_count() -> None:
 
 def test_metrics_count_clipped_tokens_and_compare_with_sampling() -> None:
     objective, totals = PolicyObjective(PolicyConfig()), SampleTotals.of(SAMPLES)
-    found = objective.metrics(SampleLayout.of(SAMPLES).logps(TRAINED, TRAINED), totals)
+    found = objective.metrics(TokenLogps.of(SAMPLES).with_trained(TRAINED, TRAINED), totals)
     assert found["clip_ratio/low_mean"] == pytest.approx(1 / 3)
     assert found["clip_ratio/high_mean"] == pytest.approx(1 / 3)
     # The old log-probabilities differ by 1, 2 and 0 from those in sampling.
     assert found["ratio/mean"] == pytest.approx(math.e)
     assert found["ratio/max"] == pytest.approx(math.e**2)
     by_answer = PolicyObjective(PolicyConfig(grpo_loss="gspo"))
-    found = by_answer.metrics(SampleLayout.of(SAMPLES).logps(TRAINED, TRAINED), totals)
+    found = by_answer.metrics(TokenLogps.of(SAMPLES).with_trained(TRAINED, TRAINED), totals)
     assert found["clip_ratio/low_mean"] == found["clip_ratio/high_mean"] == 1 / 2
 
 
 def test_step_without_a_gradient_has_no_metrics() -> None:
-    layout, none = SampleLayout.of([]), np.zeros((0, 1))
-    found = PolicyObjective(PolicyConfig()).metrics(layout.logps(none, none), SampleTotals(4, 9))
+    logps, none = TokenLogps.of([]), np.zeros((0, 1))
+    found = PolicyObjective(PolicyConfig()).metrics(
+        logps.with_trained(none, none), SampleTotals(4, 9)
+    )
     assert found == {}
 
 
