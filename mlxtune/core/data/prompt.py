@@ -9,7 +9,7 @@ end                                                                             
 
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,8 @@ from mlxtune.core.data.problems import (
     where,
 )
 from mlxtune.core.data.sources.messages import parse_conversation, role_of, turn_marks
-from mlxtune.core.data.sources.recognition import convert_rows
-from mlxtune.core.data.sources.rows import present, read_unchanged
-from mlxtune.core.data.sources.text_rows import NumberedRow
+from mlxtune.core.data.sources.recognition import read_rows
+from mlxtune.core.data.sources.rows import read_unchanged
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.errors import DataError
 
@@ -76,8 +75,7 @@ class LastTurn:
 class PromptRow:
     """The prompt of a row: its messages, and the answer to compare with, or None.
 
-    `row` is the row as it is in the file `path`, and `number` its number there. `tools` and
-    `options` are for the template.
+    `row` is the row as it is in the file `path`, and `number` its number there.
     """
 
     messages: list[dict[str, Any]]
@@ -85,8 +83,6 @@ class PromptRow:
     row: Mapping[str, Any]
     path: Path
     number: int
-    tools: tuple[dict[str, Any], ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -98,12 +94,6 @@ class PromptRow:
         """The text of the last user turn."""
         texts = (each["content"] for each in reversed(self.messages) if each["role"] == "user")
         return str(next(texts, ""))
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """The conversation to answer, for `prompt_of`."""
-        options = {"chat_template_kwargs": {**self.options}} if self.options else {}
-        return {**options, "tools": [*self.tools], "messages": self.messages}
 
 
 def read_prompts(
@@ -118,22 +108,16 @@ def read_prompts(
     A row has any format of `sft` but text, or only a `prompt`; other keys have any meaning. The
     answer is the last turn, if that is the assistant's. Raises DataError as `read_rows` does.
     """
-    unchanged: Mapping[str, Any] = {}
-
-    def objects() -> Iterator[NumberedRow]:
-        nonlocal unchanged
-        for number, content, from_arrow in read_unchanged(path):
-            if not isinstance(content, BadRow):
-                unchanged = content
-            yield number, present(content, from_arrow=from_arrow)
-
-    for row in convert_rows(objects(), path, skipped, format, fields or {}, REWARDED[0]):
+    unchanged = read_unchanged(path)
+    for row in read_rows(path, skipped, format=format, fields=fields, objective=REWARDED[0]):
         assert isinstance(row, Conversation)
+        content = next(content for number, content in unchanged if number == row.row)
+        assert isinstance(content, dict)
         messages, answer = [{**each.fields} for each in row.messages], None
         if (last := row.messages[-1]).role == "assistant":
             messages.pop()
             answer = None if last.tool_calls else last.content
-        yield PromptRow(messages, answer, unchanged, path, row.row, row.tools, row.options)
+        yield PromptRow(messages, answer, content, path, row.row)
 
 
 def answered(row: Row) -> Row:

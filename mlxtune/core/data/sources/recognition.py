@@ -4,7 +4,7 @@ Other tools' keys are renamed to ours if they have one reading; if not, the reas
 that read them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,6 @@ from mlxtune.core.data.sources.messages import ROLES, SHAREGPT_ROLES, role_of
 from mlxtune.core.data.sources.nulls import may_be_filled
 from mlxtune.core.data.sources.rows import has_nulls, read_objects
 from mlxtune.core.data.sources.services import CLAUDE, as_sharegpt
-from mlxtune.core.data.sources.text_rows import NumberedRow
 from mlxtune.errors import DataError, shorten
 
 # This many bad rows, if they exceed this fraction of all rows, mean a wrong file or format.
@@ -69,25 +68,12 @@ def read_rows(
     file cannot be read, if it has rows of two formats under `auto`, if its rows are all messages,
     or if nearly all of many rows are bad.
     """
-    objects = read_objects(path, texts=format == "text", split_at=split_at)
-    return convert_rows(objects, path, skipped, format, fields or {}, objective)
-
-
-def convert_rows(
-    objects: Iterable[NumberedRow],
-    path: Path,
-    skipped: SkippedRows,
-    format: str,
-    fields: Mapping[str, str],
-    objective: str,
-) -> Iterator[Row]:
-    """Yield the conversation of each good object of a file; `read_rows` describes the rest."""
-    formats = formats_of(objective)
+    fields, formats = fields or {}, formats_of(objective)
     file_format = None if format == "auto" else formats[format]
     name, since, good, bad, bare = format, 0, 0, 0, 0
     absent = fields
     is_table = path.name.lower().endswith(TABLE_ENDINGS)
-    for row, content in objects:
+    for row, content in read_objects(path, texts=format == "text", split_at=split_at):
         try:
             if isinstance(content, BadRow):
                 raise content

@@ -106,11 +106,10 @@ def read_objects(
     """
     head = _head(path)
     for number, row in _read_objects(path, head, texts, split_at):
-        yield number, present(row, from_arrow=head.startswith(PARQUET))
+        yield number, _present(row, from_arrow=head.startswith(PARQUET))
 
 
-def present(row: dict[str, Any] | BadRow, *, from_arrow: bool) -> dict[str, Any] | BadRow:
-    """Return a row without the nulls in its objects, but for those that a template writes."""
+def _present(row: dict[str, Any] | BadRow, *, from_arrow: bool) -> dict[str, Any] | BadRow:
     try:
         if isinstance(row, BadRow) or not has_nulls(row):
             return row
@@ -126,14 +125,9 @@ def has_nulls(value: Any) -> bool:
     return value is None or value != value
 
 
-def read_unchanged(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow, bool]]:
-    """Yield each row's number, the row with its nulls, and whether the file is Arrow's.
-
-    Raises DataError as `read_objects` does.
-    """
-    head = _head(path)
-    for number, row in _read_objects(path, head, texts=False, split_at=None):
-        yield number, row, head.startswith(PARQUET)
+def read_unchanged(path: Path) -> Iterator[NumberedRow]:
+    """Yield each row with its nulls. Raises DataError as `read_objects` does."""
+    return _read_objects(path, _head(path), texts=False, split_at=None)
 
 
 def _read_objects(
