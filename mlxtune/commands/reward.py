@@ -41,7 +41,7 @@ def show(config: RewardConfig) -> bool:
     means = {kind: _means(tried, kind) for kind in dict.fromkeys(kind for kind, _ in answers)}
     if config.json:
         own = [
-            {"row": given.place, "kind": kind, "answer": given.text, **asdict(reward)}
+            {"row": given.row.place, "kind": kind, "answer": given.text, **asdict(reward)}
             for kind, given, reward in tried
         ]
         named = [{"name": each.name, "weight": each.weight} for each in rewards]
@@ -79,7 +79,7 @@ def _print(
     rows = []
     for kind, given, reward in tried:
         # The folder of the file would take most of the line.
-        row, text = given.place.rpartition("/")[2], escape(given.text)
+        row, text = given.row.place.rpartition("/")[2], escape(given.text)
         short = text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
         rows.append([row, kind, short, *map(_number, (*reward.values.values(), reward.total))])
     console.print(plain_table(["row", "answer", "text", *names, "sum"], rows))
@@ -116,12 +116,12 @@ def _answers(rows: Sequence[PromptRow]) -> Iterator[tuple[str, Completion]]:
     """Yield the answers to try: right ones, wrong ones and empty ones."""
     for number, row in enumerate(rows):
         if row.answer is not None:
-            yield "the row's", Completion.of(row, row.answer)
+            yield "the row's", Completion(row, row.answer)
         following = (each.answer for each in (*rows[number + 1 :], *rows[:number]))
         other = next((each for each in following if each not in (None, row.answer)), None)
         if other is not None:
-            yield "another row's", Completion.of(row, other)
-        yield "empty", Completion.of(row, "")
+            yield "another row's", Completion(row, other)
+        yield "empty", Completion(row, "")
 
 
 def _from_file(name: str, rows: Sequence[PromptRow]) -> Iterator[tuple[str, Completion]]:
@@ -136,7 +136,7 @@ def _from_file(name: str, rows: Sequence[PromptRow]) -> Iterator[tuple[str, Comp
             raise DataError(f"{place}: no 'row' and 'answer': pass what generate --data writes")
         if row in by_number:
             found = True
-            yield "from the file", Completion.of(by_number[row], text)
+            yield "from the file", Completion(by_number[row], text)
     if not found:
         first = pluralize(len(rows), "row")
         raise DataError(f"{path} has no answer to the first {first}: raise --rows")

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxtune.config.data_config import DataConfig, parse_fields
 from mlxtune.config.fields import CheckedConfig, as_path, same_option
-from mlxtune.config.objective_config import REWARD_NAMES, REWARDED
+from mlxtune.config.objective_config import REWARD_NAMES, REWARDED, RewardedConfig
 from mlxtune.config.option import BENCH, COMMAND, FILES, PLAN, RUN
 from mlxtune.config.train_config import StepConfig, TrainConfig
 
@@ -130,13 +130,7 @@ class RewardConfig(CheckedConfig):
         choices=("auto", "chat", "prompt", "alpaca", "sharegpt", "chatgpt", "gemini"),
     )
     field: tuple[str, ...] = same_option(DataConfig, "field")
-    reward_timeout: float = RUN.option(
-        10.0,
-        "Seconds that a function of a file may take for an answer.",
-        COMMAND,
-        above=0,
-        at_most=1e6,
-    )
+    reward_timeout: float = same_option(RewardedConfig, "reward_timeout")
     json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
 
     def contradictions(self) -> Iterator[str]:

@@ -143,29 +143,16 @@ def _import(path: str, source: str, number: int) -> types.ModuleType:
 
 
 def _function(module: types.ModuleType, name: str) -> Function:
-    """Return a function that is called by the names of its parameters, if they are ours."""
-    call = getattr(module, name, None)
+    """Return a function that takes our arguments by their names."""
+    call, remedy = getattr(module, name, None), f"define {name}(prompt, completion, row)"
     if not callable(call):
-        raise _NotANumber(f"has no function {name}: define {name}(prompt, completion, row)")
-    given: dict[str, Any] = {"prompt": "", "completion": "", "row": {}}
-
-    def in_order(**given: Any) -> Any:
-        return call(*given.values())
-
+        raise _NotANumber(f"has no function {name}: {remedy}")
+    signature = inspect.signature(call)
     try:
-        signature = inspect.signature(call)
-    except (TypeError, ValueError):  # some functions of C have none
-        return in_order
-    with suppress(TypeError):
-        signature.bind(**given)
-        return call  # type: ignore[no-any-return]
-    try:
-        signature.bind(*given.values())
+        signature.bind(prompt="", completion="", row={})
     except TypeError:
-        raise _NotANumber(
-            f"has the function {name}{signature}: define {name}(prompt, completion, row)"
-        ) from None
-    return in_order
+        raise _NotANumber(f"has the function {name}{signature}: {remedy}") from None
+    return call  # type: ignore[no-any-return]
 
 
 def _describe(error: BaseException, path: str) -> str:

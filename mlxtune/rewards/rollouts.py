@@ -202,7 +202,7 @@ class Rollouts:
         answers = self._policy.sample(asked, sampling, self._ends, on_progress)
         prompts = [self._prompts.row(rows, indices[i]) for i in own for _ in requests[i]]
         texts = list(map(self._prompts.text, answers))
-        scored = self._scorer.score(list(map(Completion.of, prompts, texts)))
+        scored = self._scorer.score(list(map(Completion, prompts, texts)))
         records = [_record(*each) for each in zip(answers, texts, scored, strict=True)]
         # A reward may differ between two calls, so no worker computes another's again.
         gathered = workers.all_gather_text(json.dumps(list(map(asdict, records))))

@@ -8,7 +8,7 @@ import codecs
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -33,23 +33,10 @@ _MAX_OUTPUT = 2**16
 
 @dataclass(frozen=True)
 class Completion:
-    """A sampled answer to score.
+    """A sampled answer to score, and the row of its prompt."""
 
-    `messages` are the prompt, and `prompt` is its last user text. `row` is the row as it was read,
-    and `place` its `FILE:LINE`. `answer` is the row's answer for built-in rewards to compare with.
-    """
-
-    messages: list[dict[str, Any]]
-    prompt: str
+    row: PromptRow
     text: str
-    row: Mapping[str, Any]
-    place: str
-    answer: str | None = None
-
-    @classmethod
-    def of(cls, row: PromptRow, text: str) -> Self:
-        """Return an answer to the prompt of a row."""
-        return cls(row.messages, row.prompt, text, row.row, row.place, row.answer)
 
 
 @dataclass(frozen=True)
@@ -117,20 +104,20 @@ class RewardScorer:
 
     def _reward(self, completion: Completion) -> Reward:
         values: dict[str, float | None] = dict.fromkeys(self._weights)
-        total, problems = 0.0, list[str]()
+        total, problems, place = 0.0, list[str](), completion.row.place
         for name, weight in self._weights.items():
             try:
                 values[name] = value = self._value(name, completion)
                 total += weight * value
             except NoReward as problem:
-                problems.append(f"{completion.place}: reward {name}: {problem}")
+                problems.append(f"{place}: reward {name}: {problem}")
         if not math.isfinite(total):
-            problems.append(f"{completion.place}: the sum of the rewards is {total}")
+            problems.append(f"{place}: the sum of the rewards is {total}")
         return Reward(values, None if problems else total, tuple(problems))
 
     def _value(self, name: str, completion: Completion) -> float:
         if (score := self._built_in.get(name)) is not None:
-            return score(completion.text, completion.answer)
+            return score(completion.text, completion.row.answer)
         return self._call(name, completion)
 
     def _start(self) -> None:
@@ -162,8 +149,8 @@ class RewardScorer:
 
     def _call(self, name: str, completion: Completion) -> float:
         """Return a function's value. Raises NoReward if it has none."""
-        row = {**completion.row}
-        given = {"prompt": completion.prompt, "completion": completion.text, "row": row}
+        row = completion.row
+        given = {"prompt": row.prompt, "completion": completion.text, "row": {**row.row}}
         text = json.dumps([name, given], sort_keys=True, default=str)
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
         call = {"function": self._numbers[name], "seed": seed, "given": given}

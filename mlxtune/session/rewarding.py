@@ -132,7 +132,7 @@ class RewardSession:
         console.close()
         texts = list(map(prompts.text, drawn))
         repeated = [*asked, *(row for row in asked for _ in range(size))]
-        scored = self._scorer.score(list(map(Completion.of, repeated, texts)))
+        scored = self._scorer.score(list(map(Completion, repeated, texts)))
         groups = [scored[i : i + size] for i in range(len(rows), len(scored), size)]
         exact = [_is_exact(text, row.answer) for row, text in zip(asked, texts, strict=False)]
         return RewardedAnswers(texts[: len(rows)], np.array(exact), scored[: len(rows)], groups)

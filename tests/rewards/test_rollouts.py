@@ -79,10 +79,10 @@ class FakeScorer:
     def score(self, completions: Sequence[Completion]) -> list[Reward]:
         self.scored += completions
         return [
-            Reward({"length": None}, None, (f"{each.place}: no",))
-            if each.row["number"] == 3 and each.text == "11"
+            Reward({"length": None}, None, (f"{each.row.place}: no",))
+            if each.row.row["number"] == 3 and each.text == "11"
             else Reward({"length": 1.0}, 1.0, ())
-            if each.row["number"] == self.equal_row
+            if each.row.row["number"] == self.equal_row
             else Reward({"length": len(each.text) + self.bonus}, len(each.text) + self.bonus, ())
             for each in completions
         ]
@@ -164,7 +164,7 @@ def test_reward_gets_the_text_without_the_end_and_the_row(path: Path) -> None:
     own = made(path)
     own.draw(1)
     assert [each.text for each in own.scorer.scored] == ["0", "11", "222"] * 2
-    first = own.scorer.scored[0]
+    first = own.scorer.scored[0].row
     assert (first.prompt, first.answer, first.row, first.place) == (
         *("q1", "99", {"number": 1}),
         "rows.jsonl:1",

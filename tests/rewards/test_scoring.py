@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,10 +167,14 @@ def scorer(folder: Path, output: list[str]) -> Iterator[RewardScorer]:
 
 def completions(folder: Path, *names: str) -> list[Completion]:
     row = {"n": 1, "list": [1, 2], "folder": str(Path.cwd()), "pids": str(folder / "pids")}
-    return [
-        Completion([], "Do it.", name, row, f"rows.jsonl:{line}")
-        for line, name in enumerate(names, start=1)
-    ]
+    return [completion(row, name, line) for line, name in enumerate(names, start=1)]
+
+
+def completion(
+    row: dict[str, Any], text: str = "", line: int = 1, ask: str = "Do it."
+) -> Completion:
+    prompt = [{"role": "user", "content": ask}]
+    return Completion(PromptRow(prompt, None, row, Path("rows.jsonl"), line), text)
 
 
 def value(reward: Reward) -> float | None:
@@ -227,7 +230,7 @@ def test_rewards_depend_on_neither_order_nor_process(folder: Path, scorer: Rewar
     assert scorer.score(answers[::-1])[::-1] == first
     with RewardScorer([RewardSpec.parse(f"{folder}/check.py")], SECONDS, lambda text: None) as new:
         assert list(map(value, new.score(answers[:2]))) == list(map(value, first[:2]))
-    (other,) = scorer.score([Completion([], "Other.", REPEATED[0], answers[0].row, "rows.jsonl:1")])
+    (other,) = scorer.score([completion({**answers[0].row.row}, REPEATED[0], ask="Other.")])
     assert value(other) != value(first[0])
 
 
@@ -278,7 +281,7 @@ def test_file_is_read_once(tmp_path: Path) -> None:
     with RewardScorer([RewardSpec.parse(str(file))], SECONDS) as scorer:
         file.write_text("def reward(prompt, completion, row): return 2")
         rows: list[dict[str, Any]] = [{}, {"n": 1}]
-        scored = scorer.score([Completion([], "", "", row, "") for row in rows])
+        scored = scorer.score(list(map(completion, rows)))
     assert [reward.total for reward in scored] == [None, 1]
 
 
@@ -287,13 +290,14 @@ def test_several_functions_of_several_files_are_weighted(tmp_path: Path) -> None
         "def a(prompt, completion, row): return len(completion)\n"
         "def b(row, completion, prompt): return len(prompt)\n"
     )
-    (tmp_path / "two.py").write_text("def a(p, c, r): return len(p) + 10 * len(c) + 100 * len(r)\n")
+    (tmp_path / "two.py").write_text(
+        "def a(prompt, completion, row, more=1): return len(prompt) + 10 * len(completion) + 100 * len(row)\n"
+    )
     texts = ("one.py:a", "two.py:a=0.5", "one.py:b=-1")
     with RewardScorer(
         [RewardSpec.parse(f"{tmp_path}/{text}") for text in texts], SECONDS
     ) as scorer:
-        row = PromptRow([{"role": "user", "content": "abc"}], None, {"k": 1}, tmp_path, 1)
-        (reward,) = scorer.score([Completion.of(row, "de")])
+        (reward,) = scorer.score([completion({"k": 1}, "de", ask="abc")])
     assert reward.values == {"one.a": 2, "two.a": 123, "one.b": 3}
     assert reward.total == 2 + 61.5 - 3
 
@@ -301,7 +305,7 @@ def test_several_functions_of_several_files_are_weighted(tmp_path: Path) -> None
 def test_sum_that_is_not_finite_is_not_a_reward(tmp_path: Path) -> None:
     (tmp_path / "check.py").write_text("def reward(prompt, completion, row): return 1e308")
     with RewardScorer([RewardSpec.parse(f"{tmp_path}/check.py=10")], SECONDS) as scorer:
-        (reward,) = scorer.score([Completion([], "", "", {}, "rows.jsonl:1")])
+        (reward,) = scorer.score([completion({})])
     assert (reward.values, reward.total) == ({"check.reward": 1e308}, None)
     assert reward.problems == ("rows.jsonl:1: the sum of the rewards is inf",)
 
@@ -341,9 +345,7 @@ def test_two_rewards_of_one_name_are_an_error() -> None:
 def test_built_in_rewards_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxtune.rewards.scoring.LimitedProcess", None)
     with RewardScorer([RewardSpec.parse("exact")], 1) as scorer:
-        row = PromptRow([], "5", {}, Path("rows.jsonl"), 3)
-        (right,) = scorer.score([Completion.of(row, "5")])
-        without = SimpleNamespace(**{**vars(row), "answer": None, "prompt": "", "place": "r:3"})
-        (none,) = scorer.score([Completion.of(without, "5")])  # type: ignore[arg-type]
+        rows = [PromptRow([], answer, {}, Path("rows.jsonl"), 3) for answer in ("5", None)]
+        right, none = scorer.score([Completion(row, "5") for row in rows])
     assert right.total == 1
-    assert none.problems == ("r:3: reward exact: the row has no answer to compare with",)
+    assert none.problems == ("rows.jsonl:3: reward exact: the row has no answer to compare with",)
