@@ -61,7 +61,7 @@ def _measures(views: Sequence[RunView]) -> tuple[_StepMeasure, ...]:
 def charts_of(run: Run, view: RunView) -> list[Chart]:
     charts = [_chart(run, view, each) for each in _measures([view])]
     if view.objective in REWARDED:
-        return [main_chart(run, view), *_sampled_charts(run), _policy_loss_chart(run), *charts]
+        return [main_chart(run, view), *_sampled_charts(run), *charts]
     rewards = [_rewards_chart(run)] if any(step.metrics for step in run.progress.steps[:1]) else []
     return [main_chart(run, view), *rewards, *charts]
 
@@ -99,33 +99,23 @@ def _sampled_charts(run: Run) -> list[Chart]:
         "fraction of rows without gradient": "frac_reward_zero_std",
         "answers without a reward": _WITHOUT_REWARD,
     }
-    lengths = _metric_chart(
-        run, "Length", "tokens, mean of a step's answers", {"length": "completions/mean_length"}
-    )
-    limit, name = number(run.config, "max_new_tokens"), "--max-new-tokens"
-    drawn = [value for curve in lengths.series for value in curve.y]
+    ratios = {"largest": "ratio/max", "mean": "ratio/mean"}
+    lengths = {"length": "completions/mean_length"}
+    length = _metric_chart(run, "Length", "tokens, mean of a step's answers", lengths)
+    drawn = [value for curve in length.series for value in curve.y]
+    limit = _level_near(drawn, number(run.config, "max_new_tokens"), "--max-new-tokens")
     charts = [
         _metric_chart(run, "Spread of rewards", "standard deviation in a step", spreads),
-        replace(lengths, levels=_level_near(drawn, limit, name)),
+        replace(length, levels=limit),
         _metric_chart(run, "Fractions", "of a step", fractions),
-        _metric_chart(
-            run,
-            "Training and sampling",
-            "ratio of a token's two probabilities",
-            {"largest": "ratio/max", "mean": "ratio/mean"},
-            from_zero=False,
-        ),
+        _metric_chart(run, "Training and sampling", "ratio of a token's two probabilities", ratios),
     ]
     if number(run.config, "kl"):
-        charts.append(
-            _metric_chart(run, "Divergence", "KL from the start", {"KL": "kl"}, from_zero=False)
-        )
+        charts.append(_metric_chart(run, "Divergence", "KL from the start", {"KL": "kl"}))
     return charts
 
 
-def _metric_chart(
-    run: Run, title: str, unit: str, keys: Mapping[str, str], *, from_zero: bool = True
-) -> Chart:
+def _metric_chart(run: Run, title: str, unit: str, keys: Mapping[str, str]) -> Chart:
     """Return the chart of metrics by their names: averaged, and a single one also step by step."""
     series, texts = list[Series](), []
     for i, (name, key) in enumerate(keys.items()):
@@ -141,13 +131,7 @@ def _metric_chart(
     if len(keys) > 1 and series:
         unit += f", averaged over {span_for(len(series[0].y))}"
     description = f"{title}: {'; '.join(texts) or 'not measured'}"
-    return Chart(title, unit, series, description, from_zero=from_zero)
-
-
-def _policy_loss_chart(run: Run) -> Chart:
-    steps, losses = run.column("step"), run.column("loss")
-    series = _averaged("each step", "averaged", "train", steps, losses)
-    return Chart("Loss", "of grpo: no measure of quality", series, _describe("Loss", losses))
+    return Chart(title, unit, series, description, from_zero=True)
 
 
 def _skipped_steps(run: Run) -> list[int]:

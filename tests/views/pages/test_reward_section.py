@@ -36,7 +36,7 @@ def test_rewards_take_the_place_of_the_loss(run: Path) -> None:
     assert charts == ["sum of rewards", "json", "short.short"]
     titles = [text.split(" ")[0] for text in shown.of("h3")]
     assert titles[0] == "Rewards"
-    assert {"Spread", "Length", "Fractions", "Training", "Divergence", "Loss"} <= {*titles}
+    assert {"Spread", "Length", "Fractions", "Training", "Divergence"} <= {*titles}
 
 
 def test_changes_are_in_a_table(run: Path) -> None:
