@@ -174,7 +174,8 @@ def gradient_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
         if each.name == _WITHOUT_GRADIENT and each.last > 0.5:
             yield (
                 f"in the last third, {each.last:.0%} of the rows taught nothing, because all their "
-                "answers had the same reward"
+                "answers had the same reward: add a reward with partial credit, or raise "
+                "--group-size"
             )
 
 
