@@ -1,7 +1,7 @@
 """Connects a run's pipeline and rows with its rewards, for objectives that learn from rewards."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -44,25 +44,16 @@ _EXACT = RewardSpec.parse(EXACT).built_in()
 
 @dataclass(frozen=True)
 class RewardedAnswers:
-    """A model's answers to rows: one greedy answer each, and sampled ones, with their rewards.
+    """The rewards of a model's answers to rows: of greedy answers, with their texts, or sampled.
 
-    `exact` (R,) is 1 for a greedy answer that is the row's, NaN for a row without an answer.
+    `values` has the rewards (R,) of `sampled` answers or not by name, without a name the weighted
+    sum: a row's mean, NaN for a row without one. `exact` (R,) is 1 for a greedy answer that is the
+    row's, NaN for a row without an answer.
     """
 
     greedy: Sequence[str]
     exact: Floats
-    rewards: Sequence[Reward]
-    sampled: Sequence[Sequence[Reward]]
-
-    def values(self, name: str, *, sampled: bool) -> Floats:
-        """Return a row's mean of a reward, or of the sum without a name; NaN for a row without."""
-        groups = self.sampled if sampled else [[reward] for reward in self.rewards]
-        found = []
-        for group in groups:
-            values = [each.values[name] if name else each.total for each in group]
-            known = [value for value in values if value is not None]
-            found.append(fmean(known) if known else math.nan)
-        return np.array(found)
+    values: Mapping[tuple[str, bool], Floats]
 
 
 class RewardSession:
@@ -77,6 +68,9 @@ class RewardSession:
         self._session, self._config = session, config
         self._scorer = RewardScorer(parse_rewards(config.reward), config.reward_timeout)
         self._ends, self._prompts = _turn_ends(session.reader), _read_prompts(session)
+        names = [spec.name for spec in self._scorer.rewards]
+        # A single reward is the sum.
+        self._names = ["", *(names if len(names) > 1 else ())]
         cleanup.enter_context(self._scorer)
 
     def rollouts(self, session: RunSession, pipeline: InstructPipeline) -> StepSource:
@@ -133,9 +127,15 @@ class RewardSession:
         texts = list(map(prompts.text, drawn))
         repeated = [*asked, *(row for row in asked for _ in range(size))]
         scored = self._scorer.score(list(map(Completion, repeated, texts)))
+        greedy_ones = [[reward] for reward in scored[: len(rows)]]
         groups = [scored[i : i + size] for i in range(len(rows), len(scored), size)]
         exact = [_is_exact(text, row.answer) for row, text in zip(asked, texts, strict=False)]
-        return RewardedAnswers(texts[: len(rows)], np.array(exact), scored[: len(rows)], groups)
+        values = {
+            (name, sampled): _means(groups if sampled else greedy_ones, name)
+            for name in self._names
+            for sampled in (False, True)
+        }
+        return RewardedAnswers(texts[: len(rows)], np.array(exact), values)
 
     def compare(
         self, loaded: LoadedModel, judged: JudgedRows, start: RewardedAnswers | None, samples: int
@@ -148,15 +148,8 @@ class RewardSession:
         seed = self._session.config.seed
         before = start or self.measure(judged.rows, loaded, with_adapter=False)
         after = self.measure(judged.rows, loaded)
-        names = [spec.name for spec in self._scorer.rewards]
-        rewards = [
-            RowRewards(
-                name, sampled, *(each.values(name, sampled=sampled) for each in (before, after))
-            )
-            for name in ("", *(names if len(names) > 1 else ()))
-            for sampled in (False, True)
-        ]
-        if EXACT not in names:
+        rewards = [RowRewards(*key, before.values[key], after.values[key]) for key in after.values]
+        if EXACT not in self._config.reward:
             rewards.append(RowRewards(EXACT, False, before.exact, after.exact))
         if (evaluation := evaluate_rewards(judged, rewards, seed)) is None:
             raise NonFiniteLossError("no answer to these rows has a reward: check --reward")
@@ -182,6 +175,12 @@ class RewardSession:
             against=before.greedy[index] if against else None,
             against_right=_known(before.exact[index]) if against else None,
         )
+
+
+def _means(groups: Sequence[Sequence[Reward]], name: str) -> Floats:
+    values = [[each.values[name] if name else each.total for each in group] for group in groups]
+    known = ([value for value in group if value is not None] for group in values)
+    return np.array([fmean(each) if each else math.nan for each in known])
 
 
 def _is_exact(text: str, answer: str | None) -> float:

@@ -291,7 +291,8 @@ def test_several_functions_of_several_files_are_weighted(tmp_path: Path) -> None
         "def b(row, completion, prompt): return len(prompt)\n"
     )
     (tmp_path / "two.py").write_text(
-        "def a(prompt, completion, row, more=1): return len(prompt) + 10 * len(completion) + 100 * len(row)\n"
+        "def a(prompt, completion, row, more=1):\n"
+        "    return len(prompt) + 10 * len(completion) + 100 * len(row)\n"
     )
     texts = ("one.py:a", "two.py:a=0.5", "one.py:b=-1")
     with RewardScorer(
