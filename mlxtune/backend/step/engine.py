@@ -29,7 +29,7 @@ from mlxtune.backend.step.step_loss import (
 )
 from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import InstructConfig
-from mlxtune.core.data.encode import Example, with_gradient
+from mlxtune.core.data.encode import Example, StepExamples
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.objectives.policy import PolicyObjective, StepObjective
 from mlxtune.core.run.metrics import InstructBatchResult
@@ -156,16 +156,15 @@ class Engine:
         """Return a step that is not built; by default, its number follows the launched step's."""
         if number is None:
             number = self.committed_steps + (1 if self.launched is None else 2)
-        training = with_gradient(examples)
-        lengths = self.micro_batches.lengths(training)
+        step_examples = StepExamples.of(examples)
+        lengths = self.micro_batches.lengths(step_examples.training)
         own = self._own_indices(lengths)
         return OptimizerStep(
             number,
             learning_rate,
-            examples,
+            step_examples,
             all_lengths=lengths,
             own_indices=own,
-            own_examples=[training[i] for i in own],
             lengths=lengths.only(own),
             requests=requests,
         )

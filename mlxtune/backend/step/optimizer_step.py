@@ -15,7 +15,7 @@ from mlxtune.backend.lora.optimizer import OptimizerUpdate
 from mlxtune.backend.step.runner import Graph
 from mlxtune.backend.step.step_loss import StepLoss
 from mlxtune.backend.workers.workers import StepCounts
-from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encode import Example, StepExamples
 from mlxtune.core.steps.pack import StepLengths
 from mlxtune.core.training.pipeline import StepOutcome
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
@@ -117,25 +117,28 @@ class StepGradients:
 class OptimizerStep:
     """Step `number` on `examples`, at a learning rate, or without one only its gradients.
 
-    `all_lengths` are the lengths of the examples that get a gradient. This worker computes the
-    gradients of those at `own_indices`: `own_examples`, with their `lengths`. With several workers,
-    the step sends the `requests` of this worker. `built` is the step's graph until it is computed,
+    `all_lengths` are the lengths of its training examples. This worker computes the gradients of
+    the training examples at `own_indices`, with their `lengths`. With several workers, the step
+    sends the `requests` of this worker. `built` is the step's graph until it is computed,
     or fails, and `builds` how often it was built. A committed step has an `outcome`. `started` is a
     `time.perf_counter`.
     """
 
     number: int
     learning_rate: float | None
-    examples: Sequence[Example]
+    examples: StepExamples
     all_lengths: StepLengths
     own_indices: Sequence[int]
-    own_examples: Sequence[Example]
     lengths: StepLengths
     requests: Requests = NO_REQUESTS
     built: StepGradients | None = None
     builds: int = 0
     outcome: StepOutcome | None = None
     started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def own_examples(self) -> list[Example]:
+        return [self.examples.training[i] for i in self.own_indices]
 
     def take_built(self) -> StepGradients:
         """Return the graph and forget it, so that a failed graph's arrays are freed."""

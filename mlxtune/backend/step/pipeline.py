@@ -26,7 +26,7 @@ from mlxtune.backend.text.generate import Sampling
 from mlxtune.backend.text.sampling import sample
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import InstructConfig
-from mlxtune.core.data.encode import Example, predicted_tokens, with_gradient
+from mlxtune.core.data.encode import Example, StepExamples, predicted_tokens
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.writing import make_folder
@@ -209,7 +209,7 @@ class InstructPipeline:
 
         `logps` (E,) are the log-probabilities of the examples.
         """
-        counted = with_gradient(examples)
+        counted = StepExamples.of(examples).training
         tokens, total = count_tokens(map(predicted_tokens, counted)), sum(map(len, counted))
         # A policy is judged by rewards; its losses are those of any answer.
         objective = self.objective if isinstance(self.objective, Objective) else SFT

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.forward.forward import ReduceFn, summed
-from mlxtune.core.data.conversation import MISMATCHED
-from mlxtune.core.data.encode import Example, predicted_tokens, with_gradient
+from mlxtune.core.data.encode import Example, StepExamples, predicted_tokens
 from mlxtune.core.objectives.objective import AnswerLayout, Objective, Totals
 from mlxtune.core.objectives.policy import (
     PolicyObjective,
@@ -178,10 +177,11 @@ class PolicyLoss(StepLoss):
     totals: SampleTotals
 
     @classmethod
-    def of(cls, objective: PolicyObjective, examples: Sequence[Example]) -> PolicyLoss:
-        samples = [each for each in examples if isinstance(each, SampledExample)]
-        learned, totals = [each for each in samples if each.has_gradient], SampleTotals.of(samples)
-        return cls(totals.tokens, sum(map(len, learned)), learned, objective, totals)
+    def of(cls, objective: PolicyObjective, examples: StepExamples) -> PolicyLoss:
+        """Return the loss of sampled answers. Raises TypeError if an example is not sampled."""
+        training = _samples(examples.training)
+        totals = SampleTotals.of([*training, *_samples(examples.others)])
+        return cls(totals.tokens, sum(map(len, training)), training, objective, totals)
 
     @property
     def divisor(self) -> int:
@@ -222,7 +222,7 @@ def sft_loss(lengths: StepLengths) -> StepLoss:
 
 def preference_loss(
     objective: Objective,
-    examples: Sequence[Example],
+    examples: StepExamples,
     logps_of: Callable[[Sequence[Example]], _Floats],
     *,
     is_divided: bool,
@@ -232,18 +232,27 @@ def preference_loss(
     `is_divided` says whether any row's examples are in several micro-batches; `logps_of` computes
     log-probabilities (E,). Both cover all workers. Raises ValueError if no token is supervised.
     """
-    training = with_gradient(examples)
+    training = examples.training
     tokens = count_tokens(map(predicted_tokens, training)), sum(map(len, training))
     layout, kl = objective.lay_out(training), 0.0
-    if others := [example for example in examples if example.role == MISMATCHED]:
-        between = objective.lay_out(others)
-        kl = objective.kl(between, between.sums(logps_of(others)))
+    if examples.others:
+        between = objective.lay_out(examples.others)
+        kl = objective.kl(between, between.sums(logps_of(examples.others)))
     totals = objective.totals(layout, kl)
     if not (objective.is_across_rows or is_divided):
         return PreferenceLoss(*tokens, training, objective, layout, totals)
     logps = logps_of(training)
     weights = _weights(objective, layout, totals, logps)
     return PreferenceLoss(*tokens, training, objective, layout, totals, weights, logps)
+
+
+def _samples(examples: Iterable[Example]) -> list[SampledExample]:
+    samples = list[SampledExample]()
+    for example in examples:
+        if not isinstance(example, SampledExample):
+            raise TypeError("an example of a policy's step was not sampled")
+        samples.append(example)
+    return samples
 
 
 def count_tokens(counts: Iterable[int]) -> int:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -96,9 +96,22 @@ def forward_tokens(example: Example) -> int:
     return len(supervised) - int(supervised.argmax()) if supervised.any() else 1
 
 
-def with_gradient(examples: Iterable[Example]) -> list[Example]:
-    """Return the examples that have a part in a step's gradient."""
-    return [example for example in examples if example.has_gradient]
+@dataclass(frozen=True, slots=True)
+class StepExamples:
+    """The examples of a step: `training` have a part in its gradient, `others` only in its loss.
+
+    The indices of a step's examples, in lengths and micro-batches, index `training`.
+    """
+
+    training: Sequence[Example]
+    others: Sequence[Example]
+
+    @classmethod
+    def of(cls, examples: Iterable[Example]) -> Self:
+        training, others = list[Example](), list[Example]()
+        for example in examples:
+            (training if example.has_gradient else others).append(example)
+        return cls(training, others)
 
 
 def predicted_tokens(example: Example) -> int:

@@ -16,6 +16,7 @@ from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Sampling
 from mlxtune.config.objective_config import PolicyConfig
+from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.policy import (
     PolicyObjective,
     SampledExample,
@@ -32,6 +33,7 @@ from tests.backend.step.executions import (
     fresh,
     model_folder,
 )
+from tests.backend.step.preferences import objective_of, rows_of
 from tests.models import VOCAB_SIZE
 from tests.slow import slow, slow_except
 
@@ -107,6 +109,35 @@ def test_prompt_runs_once_for_its_samples() -> None:
     for tokens in (70, 120):
         found = computed(made("gspo", tokens=tokens), step)
         assert found.forward_tokens == without_equal
+
+
+def test_engine_and_loss_share_one_list_of_examples_with_a_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second filter could disagree on the indices of the examples in a micro-batch."""
+    asked: list[int] = []
+    for kind in (Example, SampledExample):
+        real = kind.has_gradient.fget
+
+        def counting(example: Example, real: Any = real) -> bool:
+            asked.append(id(example))
+            return bool(real(example))
+
+        monkeypatch.setattr(kind, "has_gradient", property(counting))
+    kto = objective_of("kto")
+    for objective, step in ((kto, rows_of(kto)), (OBJECTIVES["gspo"], groups())):
+        asked.clear()
+        fresh(model_folder("qwen3"), WAYS["packed"], 64, objective=objective).train_batch(
+            step, step=2
+        )
+        assert asked == list(map(id, step))
+
+
+def test_step_of_a_policy_refuses_an_example_that_was_not_sampled() -> None:
+    step = groups()
+    plain = Example(9, step[0].tokens, step[0].assistant_mask)
+    with pytest.raises(TypeError, match="not sampled"):
+        computed(made("gspo"), [*step, plain])
 
 
 def test_step_of_equal_rewards_runs_nothing_and_changes_nothing() -> None:
