@@ -201,7 +201,8 @@ class Engine:
         parameters = self.vectors.matrices_of_step(vectors)
         total = StepGradients(self._loss(step))
         compute = self.phases.gradients if self.phases.timer else forward.gradients
-        for micro_batch, batch in self.micro_batches.iterate(step.own_examples, step.lengths):
+        own = [step.examples.training[i] for i in step.own_indices]
+        for micro_batch, batch in self.micro_batches.iterate(own, step.lengths):
             if total.counts.micro_batches:
                 # The device computes a micro-batch while the next one is built.
                 self.runner.start(total.graph)

@@ -15,7 +15,7 @@ from mlxtune.backend.lora.optimizer import OptimizerUpdate
 from mlxtune.backend.step.runner import Graph
 from mlxtune.backend.step.step_loss import StepLoss
 from mlxtune.backend.workers.workers import StepCounts
-from mlxtune.core.data.encode import Example, StepExamples
+from mlxtune.core.data.encode import StepExamples
 from mlxtune.core.steps.pack import StepLengths
 from mlxtune.core.training.pipeline import StepOutcome
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
@@ -135,10 +135,6 @@ class OptimizerStep:
     builds: int = 0
     outcome: StepOutcome | None = None
     started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def own_examples(self) -> list[Example]:
-        return [self.examples.training[i] for i in self.own_indices]
 
     def take_built(self) -> StepGradients:
         """Return the graph and forget it, so that a failed graph's arrays are freed."""
