@@ -33,7 +33,6 @@ from mlxtune.core.data.encode import Example, StepExamples
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.objectives.policy import PolicyObjective, StepObjective
 from mlxtune.core.run.metrics import InstructBatchResult
-from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.micro_batch import PaddedBatch, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths
 from mlxtune.core.training.pipeline import StepOutcome
@@ -102,20 +101,22 @@ class Engine:
         self.optimizer.adopt(self.forward.model)
         self.optimizer.take_from_file(state)
         self.committed_steps = steps
-        self.micro_batches.max_tokens = min(max_tokens, self.micro_batches.max_tokens)
+        self.forward.limit_micro_batches(min(max_tokens, self.micro_batches.max_tokens))
 
-    def run_as(self, execution: Execution) -> None:
-        """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
-        self.forward.run_as(execution)
-        self.micro_batches.max_tokens = execution.micro_batch_tokens
-
-    def halve(self, lengths: StepLengths) -> int | None:
+    def halve(self, examples: Sequence[Example]) -> int | None:
         """Halve the limit of micro-batches in tokens, for a step's examples, and return it.
 
-        Returns None if it cannot be halved.
+        Returns None if it cannot be halved, or if this worker must not do so on its own.
         """
+        if not self.runner.retries:
+            return None
+        lengths = self.micro_batches.lengths(StepExamples.of(examples).training)
+        return self._halve(lengths.only(self._own_indices(lengths)))
+
+    def _halve(self, lengths: StepLengths) -> int | None:
         half = self.micro_batches.halved_limit(lengths)
-        self.micro_batches.max_tokens = half or self.micro_batches.max_tokens
+        if half is not None:
+            self.forward.limit_micro_batches(half)
         return half
 
     # The states of a step
@@ -185,7 +186,7 @@ class Engine:
 
     def _attempts(self, step: OptimizerStep) -> Iterator[Attempt]:
         """Yield a context for each attempt at work on a step; see `GraphRunner.attempts`."""
-        return self.runner.attempts(step.lengths, self.halve)
+        return self.runner.attempts(step.lengths, self._halve)
 
     def build(self, step: OptimizerStep, after: OptimizerStep | None = None) -> None:
         """Build a step: the gradients of its micro-batches, then the update.

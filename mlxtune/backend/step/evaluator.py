@@ -171,12 +171,12 @@ class LossEvaluator:
         """Return larger micro-batches than training's, if they fit in memory."""
         tokens, least = self._max_tokens, min(self._training.max_tokens, self._halved_tokens)
         while tokens > least:
-            batches = replace(self._training, max_tokens=tokens)
+            batches = replace(self._training, own_limit=tokens)
             micro_batches = batches.divided(lengths)
             if all(self._fits(load_of(micro_batch, lengths)) for micro_batch in micro_batches):
                 return batches
             tokens //= 2
-        return replace(self._training, max_tokens=least)
+        return replace(self._training, own_limit=least)
 
     def _fits(self, load: BatchLoad) -> bool:
         """Return whether a batch fits in memory.
@@ -271,15 +271,10 @@ def passes_of(
     Workers that share the model wait for each other within a pass, so none of them halves its
     micro-batches or tries again on its own.
     """
-    alone = not workers.shards_model
-    batches = MicroBatches(
-        forward,
-        forward.execution.micro_batch_tokens,
-        keyed=keyed,
-        has_fixed_limit=not alone,
-        whole_rows=whole_rows,
+    batches = MicroBatches(forward, keyed=keyed, whole_rows=whole_rows)
+    runner = GraphRunner(
+        forward, parameters, remedy=remedy, warn=warn, retries=not workers.shards_model
     )
-    runner = GraphRunner(forward, parameters, remedy=remedy, warn=warn, retries=alone)
     losses = LossEvaluator(forward, batches, runner, parameters, workers, other_bytes)
     return Passes(batches, runner, losses)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, collate, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths, pack
 
@@ -14,22 +15,29 @@ from mlxtune.core.steps.pack import Pack, StepLengths, pack
 class MicroBatches:
     """Splits examples into micro-batches of up to `max_tokens` tokens for a `Forward` to run.
 
-    An `Engine` owns those of training, and only it changes their limit. With `keyed`, only examples
-    with equal dropout keys share the tokens of a common prefix. With `whole_rows`, a row's examples
-    run together, unless any row is too long. With `has_fixed_limit`, the limit is never halved,
-    because all workers must use the same value.
+    The limit is the forward's, unless an evaluation sets its own. With `keyed`, only examples with
+    equal dropout keys share the tokens of a common prefix. With `whole_rows`, a row's examples run
+    together, unless any row is too long.
     """
 
     forward: Forward
-    max_tokens: int
+    own_limit: int | None = None
     _: KW_ONLY
     keyed: bool = False
-    has_fixed_limit: bool = False
     whole_rows: bool = False
 
     def __post_init__(self) -> None:
         # The last plan and its arguments: building the step asks for the same plan again.
         self._last_division: tuple[Any, list[MicroBatch]] = None, []
+
+    @property
+    def _execution(self) -> Execution:
+        execution, limit = self.forward.execution, self.own_limit
+        return execution if limit is None else replace(execution, micro_batch_tokens=limit)
+
+    @property
+    def max_tokens(self) -> int:
+        return self._execution.micro_batch_tokens
 
     def lengths(self, examples: Sequence[Example]) -> StepLengths:
         """Return the lengths of examples, for dividing them into micro-batches."""
@@ -54,7 +62,7 @@ class MicroBatches:
 
     def divided(self, lengths: StepLengths) -> list[MicroBatch]:
         """Return the micro-batches into which examples are split."""
-        execution = replace(self.forward.execution, micro_batch_tokens=self.max_tokens)
+        execution = self._execution
         asked = execution, lengths
         if asked != self._last_division[0]:
             divide = execution.micro_batches
@@ -65,10 +73,8 @@ class MicroBatches:
     def halved_limit(self, lengths: StepLengths) -> int | None:
         """Return half the size in tokens of the largest micro-batch of several examples.
 
-        Returns None without such a micro-batch, or with `has_fixed_limit`.
+        Returns None without such a micro-batch.
         """
-        if self.has_fixed_limit:
-            return None
         several = [each.tokens for each in self.divided(lengths) if len(each.examples) > 1]
         return max(several) // 2 if several else None
 

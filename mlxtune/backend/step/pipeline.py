@@ -125,7 +125,7 @@ class InstructPipeline:
 
         Evaluations then take at most the `peak` of training in bytes, if it is known.
         """
-        self._engine.run_as(execution)
+        self.forward.run_as(execution)
         if peak is not None:
             self._engine.losses.limit_memory(peak)
 
@@ -312,8 +312,7 @@ class InstructPipeline:
         example, or if workers share the model, halve nothing and return None.
         """
         mx.clear_cache()
-        engine = self._engine
-        return None if halve_for is None else engine.halve(engine.new_step(halve_for).lengths)
+        return None if halve_for is None else self._engine.halve(halve_for)
 
     def write(self, weights: Path) -> None:
         """Write the adapter file, and adapter_config.json next to it. Raises OutputError."""

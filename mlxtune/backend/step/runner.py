@@ -86,7 +86,7 @@ class GraphRunner:
         retries: bool = True,
     ) -> None:
         self._remedy = remedy
-        self._retries = retries
+        self.retries = retries
         self._warn = warn
         self._warned_of_limit = False
         # CUDA has no time limit on a card without a display.
@@ -188,7 +188,7 @@ class GraphRunner:
         Raises MemoryLimitError or GpuError if nothing is left to change.
         """
         what = fault.meaning
-        if not self._retries:
+        if not self.retries:
             out = fault is Fault.OUT_OF_MEMORY
             raise fault_error(fault, text, "on this worker", "lower --memory-limit" if out else "")
         if not fault.asks_for_less:

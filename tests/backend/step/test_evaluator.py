@@ -300,6 +300,8 @@ def test_worker_that_shares_the_model_neither_halves_nor_tries_again(
         assert len(tried) == 1
         assert made._training.max_tokens == 60
         assert warnings == []
+    assert len(pipeline._engine.micro_batches.divided(StepLengths.of(fixed_step()))[0].examples) > 1
+    assert pipeline.relieve_memory(fixed_step()) is None
 
 
 def test_execution_is_chosen_by_the_dtype_of_the_base(monkeypatch: pytest.MonkeyPatch) -> None:

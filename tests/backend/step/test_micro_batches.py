@@ -123,20 +123,18 @@ def test_out_of_memory_in_an_evaluation_keeps_the_limit_of_training(
         assert file.metadata()["micro_batch_tokens"] == str(LARGE)
 
 
-def test_only_the_engine_changes_the_limit_of_micro_batches() -> None:
-    """An execution's limit is only where the limit of `MicroBatches` starts."""
+def test_limit_of_micro_batches_has_one_owner() -> None:
+    """Training has the limit of its forward's execution; only an evaluation has its own."""
     found = {
         (path.name, node.attr, type(node.ctx))
         for path in (PACKAGE / "backend").rglob("*.py")
         for node in nodes_of(path)
         if isinstance(node, ast.Attribute)
         and (node.attr == "micro_batch_tokens" or isinstance(node.ctx, ast.Store))
-        and node.attr in ("max_tokens", "micro_batch_tokens", "execution")
+        and node.attr in ("max_tokens", "own_limit", "micro_batch_tokens", "execution")
     }
     assert found == {
-        ("engine.py", "max_tokens", ast.Store),
-        ("engine.py", "micro_batch_tokens", ast.Load),
-        ("evaluator.py", "micro_batch_tokens", ast.Load),
+        ("micro_batches.py", "micro_batch_tokens", ast.Load),
         ("forward.py", "execution", ast.Store),
     }
 
@@ -171,7 +169,7 @@ def test_requested_halving_equals_a_run_with_the_halved_limit(make: Any) -> None
     # The step that was already started keeps its micro-batches.
     whole, _ = make(80)
     assert halved.wait(started).result() == whole.train_batch(EXAMPLES)
-    whole._engine.micro_batches.max_tokens = tokens
+    whole.forward.limit_micro_batches(tokens)
     assert halved.train_batch(EXAMPLES) == whole.train_batch(EXAMPLES)
     expected = adapters(whole)
     for name, value in adapters(halved).items():
@@ -331,7 +329,7 @@ def test_step_counts_its_micro_batches_and_their_padding(
 ) -> None:
     pipeline, _ = make(LARGE)
     for tokens in (LARGE, 40):
-        pipeline._engine.micro_batches.max_tokens = tokens
+        pipeline.forward.limit_micro_batches(tokens)
         batches = [batch for _, batch in pipeline._engine.micro_batches.iterate(EXAMPLES)]
         micro_batches = [
             micro_batch for micro_batch, _ in pipeline._engine.micro_batches.iterate(EXAMPLES)
@@ -353,7 +351,7 @@ def test_step_reports_its_own_memory_peak(
     large = mx.zeros((100_000_000,), mx.uint8)
     mx.eval(large)
     del large
-    pipeline._engine.micro_batches.max_tokens = 1
+    pipeline.forward.limit_micro_batches(1)
     alone = pipeline.train_batch(EXAMPLES).memory - before
     assert 0 < alone < wide < 50_000_000
     assert allocator.peak_bytes() - before >= 50_000_000, "that of the run is kept"
@@ -371,7 +369,7 @@ def test_plan_is_cached_until_the_limit_changes(make: Any, monkeypatch: pytest.M
     first = batches.divided(batches.lengths(EXAMPLES))
     assert batches.divided(batches.lengths(EXAMPLES)) == first
     assert len(limits) == 1
-    batches.max_tokens = batches.max_tokens // 2
+    pipeline.forward.limit_micro_batches(batches.max_tokens // 2)
     batches.divided(batches.lengths(EXAMPLES))
     batches.divided(batches.lengths(EXAMPLES[:1]))
     assert len(limits) == 3

@@ -109,13 +109,13 @@ def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
 def test_restore_keeps_the_smaller_limit_of_micro_batches(folder: Path, tmp_path: Path) -> None:
     made = pipeline(folder, WAYS["plain"])
     take(made, range(1, 2))
-    made._engine.micro_batches.max_tokens = 30
+    made.forward.limit_micro_batches(30)
     made.snapshot()(tmp_path)
 
     again = pipeline(folder, WAYS["plain"])
     again.restore(tmp_path)
     assert again._engine.micro_batches.max_tokens == 30
-    again._engine.micro_batches.max_tokens = 20
+    again.forward.limit_micro_batches(20)
     again.restore(tmp_path)
     assert again._engine.micro_batches.max_tokens == 20
 
