@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config import TrainConfig
-from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.files.writing import write_json
@@ -128,7 +127,7 @@ class TrackingObserver(TrainingObserver):
         values = {"val/loss": loss, "val/perplexity": perplexity(loss)}
         if self._config.objective != "sft":
             del values["val/perplexity"]
-        if self._config.objective in REWARDED:
+        if self._config.is_rewarded:
             values = {"val/reward": -loss}
         self._log(values, step)
 
@@ -149,7 +148,7 @@ class TrackingObserver(TrainingObserver):
             "stopped_early": result.stopped_early,
             "steps": result.steps[-1].step if result.steps else 0,
         }
-        if self._config.objective in REWARDED:
+        if self._config.is_rewarded:
             for name in ("initial_val_loss", "best_val_loss"):
                 loss = values.pop(name)
                 values[name.replace("loss", "reward")] = None if loss is None else -loss

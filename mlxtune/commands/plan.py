@@ -10,7 +10,6 @@ from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.lora.model_facts import ModelFacts
 from mlxtune.backend.workers.shards import PlaceholderGroup, shard_base
 from mlxtune.config import PlanConfig
-from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.run.run_plan import RunPlan, read_speed
 from mlxtune.core.steps import order
 from mlxtune.core.steps.scaling import Scaling, busiest_fraction, busiest_items
@@ -78,7 +77,7 @@ def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
         free_memory=allocator.free_now(),
         # Sampling takes time too, which no run has measured.
         speed=None
-        if config.objective in REWARDED
+        if config.is_rewarded
         else read_speed(config.cache_path, memory_planning.speed_key(memory_plan, base.dtype)),
     )
     if dataset is None:
@@ -101,7 +100,7 @@ def _with_data(
     corpus, rows = dataset.corpus, dataset.rows.train
     used = np.asarray(rows.indices)[order.rows_of_epoch(rows, config.seed, 1)]
     lengths, answers = corpus.lengths, corpus.supervised
-    if config.objective in REWARDED:
+    if config.is_rewarded:
         sampled = np.full_like(answers, config.group_size * config.max_new_tokens)
         lengths, answers = lengths - answers + sampled, sampled
     tokens, supervised = (

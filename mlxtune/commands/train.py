@@ -15,7 +15,7 @@ from mlxtune.backend.adapters.adapter_folder import check_beside
 from mlxtune.backend.device import allocator
 from mlxtune.backend.workers.launch import join_run
 from mlxtune.config import DemoConfig, TrainConfig
-from mlxtune.config.objective_config import REWARDED, RewardedConfig
+from mlxtune.config.objective_config import RewardedConfig
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows
@@ -280,7 +280,7 @@ def stop_requests(session: RunSession) -> Iterator[Callable[[], bool]]:
 
 def open_rewards(session: RunSession, cleanup: ExitStack) -> "RewardSession | None":
     """Read the rewards of a run that learns from them."""
-    if session.config.objective not in REWARDED:
+    if not session.config.is_rewarded:
         return None
     # Only these runs import the rewards.
     from mlxtune.session.rewarding import RewardSession
@@ -390,7 +390,7 @@ def finish_run(
     config, console = session.config, session.console
     content = about_result(config, trainer, result)
     write_json(config.checkpoint_path / run_folder.RESULT, content)
-    if config.objective not in REWARDED:  # the time of those steps includes sampling
+    if not config.is_rewarded:  # the time of those steps includes sampling
         save_run_speed(config.cache_path, parts.plan, parts.base.dtype, result.steps)
     run = Run(
         config.checkpoint_path,

@@ -169,10 +169,14 @@ class CheckedConfig:
 
         For a value of None, `kind` keeps its default.
         """
-        own = vars(self)
-        names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-        shared = {name: own[name] for name in names if own.get(name) is not None}
-        return kind(**shared | changes)
+        return part_of(vars(self), kind, **changes)
+
+
+def part_of(options: Mapping[str, Any], kind: type[_Part], **changes: Any) -> _Part:
+    """Return a `kind` with those of the options that it has; see `CheckedConfig.part`."""
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    shared = {name: options[name] for name in names if options.get(name) is not None}
+    return kind(**shared | changes)
 
 
 _Config = TypeVar("_Config", bound="CheckedConfig")

@@ -23,6 +23,11 @@ class DefaultRate(float):
     """A rate that nobody chose, so that a copy with another objective takes that one's default."""
 
 
+def is_rewarded(objective: object) -> bool:
+    """Return whether an objective's rows are prompts, to which the model samples answers."""
+    return objective in REWARDED
+
+
 def default_rate(objective: object) -> float:
     """Return the default peak learning rate of an objective."""
     return PREFERENCE_RATE if objective in (*PAIRED, *LABELED, *REWARDED) else DEFAULT_RATE
@@ -68,6 +73,11 @@ class RowObjectiveConfig(CheckedConfig):
         encodes=True,
         choices=("answer", "prompt"),
     )
+
+    @property
+    def is_rewarded(self) -> bool:
+        """Whether rows are prompts, to which the model samples answers for rewards."""
+        return is_rewarded(self.objective)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +148,7 @@ class ObjectiveConfig(RowObjectiveConfig):
                     f"{flag(name)} goes with --objective {' or '.join(objectives)}: leave it out"
                 )
         if self.beta is not None and self.objective in ("sft", *REWARDED):
-            remedy = "use --kl" if self.objective in REWARDED else "leave it out"
+            remedy = "use --kl" if self.is_rewarded else "leave it out"
             yield f"--beta goes with a preference objective: {remedy}"
         if self.objective == "dpo" and self.label_smoothing and self.dpo_loss not in _SMOOTHED:
             yield f"--label-smoothing goes with --dpo-loss {', '.join(_SMOOTHED)}: leave it out"
@@ -210,6 +220,11 @@ class PolicyConfig(CheckedConfig):
         above=0,
         at_most=100,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig(ObjectiveConfig, PolicyConfig):
+    """The options of a step's loss under any objective."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from mlxtune.config.lora_config import LoraConfig, LoraShapeConfig
 from mlxtune.config.objective_config import (
     DEFAULT_RATE,
     PREFERENCE_RATE,
-    REWARDED,
     DefaultRate,
     ObjectiveConfig,
     RewardedConfig,
@@ -252,7 +251,7 @@ class TrainConfig(_LoopConfig, LoraConfig, RewardedConfig, StepConfig):
             )
 
     def _reward_problems(self) -> Iterator[str]:
-        if self.objective not in REWARDED:
+        if not self.is_rewarded:
             for field in dataclasses.fields(RewardedConfig):
                 if getattr(self, field.name) != field.default:
                     yield f"{flag(field.name)} goes with --objective grpo: leave it out"
@@ -269,7 +268,7 @@ class TrainConfig(_LoopConfig, LoraConfig, RewardedConfig, StepConfig):
             "--dora": self.dora,
             f"--init {self.init}": self.init != "lora",
             "--quantize nf4": self.quantize == "nf4",
-            "--objective grpo": self.objective in REWARDED,
+            "--objective grpo": self.is_rewarded,
         }
         if self.parallel.startswith("tensor:"):
             yield (

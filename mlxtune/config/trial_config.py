@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxtune.config.data_config import DataConfig, parse_fields
 from mlxtune.config.fields import CheckedConfig, as_path, same_option
-from mlxtune.config.objective_config import REWARD_NAMES, REWARDED, RewardedConfig
+from mlxtune.config.objective_config import REWARD_NAMES, RewardedConfig
 from mlxtune.config.option import BENCH, COMMAND, FILES, PLAN, RUN
 from mlxtune.config.train_config import StepConfig, TrainConfig
 
@@ -77,7 +77,7 @@ class BenchConfig(StepConfig):
     )
 
     def contradictions(self) -> Iterator[str]:
-        if self.objective in REWARDED:
+        if self.is_rewarded:
             yield f"--objective {self.objective}: bench times the other objectives: leave it out"
         if self.objective != "sft" and self.against is not None:
             yield f"--against {self.against} does not support {self.objective}: leave it out"

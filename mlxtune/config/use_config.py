@@ -120,7 +120,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
 
     def contradictions(self) -> Iterator[str]:
-        if self.objective in REWARDED and not self.reward:
+        if self.is_rewarded and not self.reward:
             yield f"--objective {self.objective} compares rewards: give --reward"
         yield from self._reward_problems()
         if self.against is not None and self.adapter is None:

@@ -19,7 +19,8 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.data_config import is_jinja
-from mlxtune.config.fields import flag
+from mlxtune.config.fields import flag, part_of
+from mlxtune.config.objective_config import LossConfig
 from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import Evaluation, Sample
 from mlxtune.core.evaluation.verdict_text import verdict_lines
@@ -182,7 +183,7 @@ def _data_lines(run: Run) -> Iterator[str]:
 
 def _objective(run: Run) -> str:
     """Return a run's objective with its main options; empty for supervised fine-tuning."""
-    objective = objective_of(run.config)
+    objective = objective_of(part_of(run.config, LossConfig))
     return "" if objective.is_sft else objective.description
 
 

@@ -31,7 +31,6 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.sampling import sampling_memory
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import InstructConfig, TrainConfig, user_cache
-from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.inspection import truncation_loss
@@ -73,7 +72,7 @@ def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[StepLength
     rows, keyed = dataset.rows.train, config.dropout > 0
     epoch = first_epoch(config, dataset)
     drawn: Iterable[list[Example]] = map(rows.draw, epoch)
-    if config.objective in REWARDED:
+    if config.is_rewarded:
         size, longest = config.group_size, config.max_new_tokens
         drawn = (expected_samples(examples, size, longest) for examples in drawn)
     return sample_steps(StepLengths.of(examples, keyed=keyed) for examples in drawn)
@@ -93,12 +92,12 @@ def sampled_work(
     sizes = [size for step in steps for size in zip(step.tokens, step.supervised, strict=True)]
     if dataset is not None:
         lengths, supervised = dataset.corpus.lengths, dataset.corpus.supervised
-        if config.objective in REWARDED:
+        if config.is_rewarded:
             answers = np.full_like(supervised, config.max_new_tokens)
             lengths, supervised = lengths - supervised + answers, answers
         sizes = list(zip(lengths.tolist(), supervised.tolist(), strict=True))
     sampling = 0, 0
-    if config.objective in REWARDED and base is not None:
+    if config.is_rewarded and base is not None:
         prompt = max((tokens - answer for tokens, answer in sizes), default=config.max_seq_len)
         rows = max(config.batch_size, len(dataset.rows.validation) if dataset else 0)
         sampling = sampling_memory(

@@ -160,7 +160,7 @@ def build_pipeline(
         base_record=loading.base_record(base) | trained,
         warn=console.warn,
         workers=workers,
-        objective=objective_of(vars(config)),
+        objective=objective_of(config),
     )
     console.say("LoRA", pipeline.lora.describe())
     await_result(console)

@@ -20,7 +20,6 @@ from mlxtune.backend.text.chat_template import (
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import OPTIONS, DataConfig, as_path
 from mlxtune.config.data_config import is_jinja, parse_fields
-from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation, Row
@@ -115,7 +114,7 @@ class Reader:
     @property
     def _turns(self) -> str:
         """The assistant turns that carry loss; the last one stands for sampled answers."""
-        return "last" if self._config.objective in REWARDED else self._config.turns
+        return "last" if self._config.is_rewarded else self._config.turns
 
     @cached_property
     def template_source(self) -> dict[str, str]:
@@ -278,7 +277,7 @@ class Reader:
             objective=config.objective,
             split_at=config.split_at,
         )
-        return map(answered, rows) if config.objective in REWARDED else rows
+        return map(answered, rows) if config.is_rewarded else rows
 
     def _key(self, path: Path) -> str:
         config = self._config

@@ -35,7 +35,6 @@ from mlxtune.config import (
     as_path,
 )
 from mlxtune.config.data_config import TEMPLATES, BaseOptions
-from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.prompt import Prompt
@@ -223,7 +222,7 @@ def training_record(
     """
     own = ((name, getattr(config, name)) for name in _OBJECTIVE_DEFAULTS)
     objective = {name: value for name, value in own if value != _OBJECTIVE_DEFAULTS[name]}
-    if config.objective in REWARDED:  # an evaluation without rewards compares losses
+    if config.is_rewarded:  # an evaluation without rewards compares losses
         objective = {}
     read = {name: getattr(config, name) for name in READING_OPTIONS}
     reading = {name: value for name, value in read.items() if value != getattr(TrainConfig, name)}

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.config.fields import flag
-from mlxtune.config.objective_config import REWARDED, default_rate
+from mlxtune.config.objective_config import default_rate, is_rewarded
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import where
@@ -67,7 +67,7 @@ def loss_and_perplexity(value: float, objective: str = "sft") -> str:
     The loss of a preference objective has no perplexity, as it is not a loss of text. The loss of a
     validation by rewards is their negative mean.
     """
-    if objective in REWARDED:
+    if is_rewarded(objective):
         return f"reward {-value:.4f}"
     if objective != "sft":
         return f"{value:.4f}"
@@ -117,7 +117,7 @@ def tokens_line(ledger: Ledger) -> str:
 def template_line(template: str, config: DataConfig, *, added: bool = False) -> str:
     """Return a line on a run's template; `added` says that the model itself has none."""
     turns = "every assistant turn" if config.turns == "all" else "the last assistant turn"
-    if config.objective in REWARDED:
+    if config.is_rewarded:
         turns = "prompts end before the last assistant turn"
     thinking = "" if config.thinking == "auto" else f", thinking {config.thinking}"
     alone = "; mlx-lm uses the template with a fused model, not with the adapter" if added else ""
@@ -168,7 +168,7 @@ def epoch_line(
     initial: float | None = None,
 ) -> str:
     """Return a line on an epoch's losses; `initial` is the validation loss before training."""
-    validation, train = "", "loss " if objective in REWARDED else "train "
+    validation, train = "", "loss " if is_rewarded(objective) else "train "
     if metrics.val_loss is not None:
         validation = f", validation {loss_and_perplexity(metrics.val_loss, objective)}"
         if initial is not None and metrics.val_loss >= initial:
@@ -220,7 +220,7 @@ def risen_loss_line(
     """
     some, lower = max(len(steps) // 10, _MIN_LOSSES), f"lower --lr {config.peak_rate:g}"
     # A policy's loss compares answers with each other, and says nothing about their quality.
-    if len(steps) < 2 * some or config.objective in REWARDED:
+    if len(steps) < 2 * some or config.is_rewarded:
         return None
     start, end = _mean_loss(steps[:some]), _mean_loss(steps[-some:])
     # Steps have different rows, so a rise within their noise is not significant.
@@ -325,11 +325,11 @@ def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
     if view.sampled is not None:
         yield f"reward of sampled answers: {view.sampled.sentence}"
         yield from gradient_warning(view.changes)
-    elif view.train_loss is not None and config.objective not in REWARDED:
+    elif view.train_loss is not None and not config.is_rewarded:
         yield f"training loss {shown(view.train_loss)} in the last epoch"
     before, last, best = view.initial_val_loss, view.last_val_loss, view.best_val_loss
     if before is not None and last is not None and best is not None:
-        loss = "" if config.objective in REWARDED else "loss "
+        loss = "" if config.is_rewarded else "loss "
         yield (
             f"validation {loss}{shown(before)} before, {shown(last)} at the end, {shown(best)} at "
             f"best, after {view.best_place}"

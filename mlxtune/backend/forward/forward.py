@@ -85,15 +85,21 @@ class Forward:
 
     The attribute `execution` is the requested execution minus the features that this model does
     not support, and `operations` are its operations. Its limit of micro-batches holds for training,
-    and falls when memory runs out. Logits are divided by `temperature`, 1 at first. Without
-    `trains`, there are no gradients, and the model needs no LoRA. To switch an adapter off and on
-    later, attach it before construction.
+    and falls when memory runs out. Logits are divided by `temperature`. Without `trains`, there are
+    no gradients, and the model needs no LoRA. To switch an adapter off and on later, attach it
+    before construction.
     """
 
     def __init__(
-        self, model: nn.Module, dropout: DropoutKeys, execution: Execution, *, trains: bool = True
+        self,
+        model: nn.Module,
+        dropout: DropoutKeys,
+        execution: Execution,
+        *,
+        trains: bool = True,
+        temperature: float = 1.0,
     ) -> None:
-        self.model, self.temperature = model, 1.0
+        self.model, self._temperature = model, temperature
         self._ids = TokenArrays(model)
         self._dropout = dropout
         operations = operations_of(execution)
@@ -281,7 +287,7 @@ class Forward:
                 self._linear_head is not None
                 and (weight := self._backbone_and_head.weight) is not None
             ):
-                hidden = at_temperature(hidden, self.temperature)
+                hidden = at_temperature(hidden, self._temperature)
                 losses = self._linear_head.head_losses(weight, hidden, labels, **self._vocabulary)
             else:
                 chunk = self.execution.loss_chunk
@@ -303,7 +309,7 @@ class Forward:
 
     def _whole_losses(self, inputs: StepInputs) -> mx.array:
         """Return the losses (P,) by a model whose head cannot run apart."""
-        losses = cross_entropies(self.model, inputs.tokens, inputs.labels, self.temperature)
+        losses = cross_entropies(self.model, inputs.tokens, inputs.labels, self._temperature)
         return losses.reshape(-1)[inputs.positions]
 
     def _hidden(self, inputs: StepInputs) -> mx.array:
@@ -316,12 +322,12 @@ class Forward:
         if self._linear_head is not None and (weight := self._backbone_and_head.weight) is not None:
             losses = partial(self._linear_head.trained_head_losses, weight)
             return lambda hidden: [
-                losses(at_temperature(hidden, self.temperature), labels, **self._vocabulary)
+                losses(at_temperature(hidden, self._temperature), labels, **self._vocabulary)
             ]
         return trained_head(self._logits, labels, self.execution.loss_chunk, self._entropies)
 
     def _logits(self, hidden: mx.array) -> mx.array:
-        return at_temperature(self._backbone_and_head.logits(hidden), self.temperature)
+        return at_temperature(self._backbone_and_head.logits(hidden), self._temperature)
 
     def turn_dropout_off(self) -> None:
         """Turn dropout off for calls of the model, until the next pass over a micro-batch."""

@@ -30,9 +30,8 @@ from mlxtune.core.data.encode import Example, StepExamples, predicted_tokens
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.writing import make_folder
-from mlxtune.core.objectives.objective import SFT, Objective
+from mlxtune.core.objectives.objective import SFT
 from mlxtune.core.objectives.policy import (
-    PolicyObjective,
     SampledAnswer,
     SampleRequest,
     StepObjective,
@@ -90,18 +89,16 @@ class InstructPipeline:
         execution = execution or best_execution(
             self.lora.total_parameters, logits_dtype(model), model=model
         )
-        self.forward = Forward(model, self.lora.dropout_keys, execution)
+        self.forward = Forward(
+            model, self.lora.dropout_keys, execution, temperature=objective.temperature
+        )
         self._workers = workers
         self._base = base_model, base_record
         self._provenance = provenance
         self.initial_hash = (
             initialize.initialize(model, self.lora, initial) if fresh else initial_hash
         )
-        if isinstance(objective, PolicyObjective):
-            # Ratios compare the distributions from which answers are sampled, as in TRL.
-            self.forward.temperature = objective.options.temperature
-        diverges = isinstance(objective, PolicyObjective) and objective.options.kl
-        self._initial = self.forward.trained.values() if diverges else {}
+        self._initial = self.forward.trained.values() if objective.needs_initial else {}
         self._engine = Engine(
             self.forward, self.lora, config, objective=objective, workers=workers, warn=warn
         )
@@ -211,9 +208,7 @@ class InstructPipeline:
         """
         counted = StepExamples.of(examples).training
         tokens, total = count_tokens(map(predicted_tokens, counted)), sum(map(len, counted))
-        # A policy is judged by rewards; its losses are those of any answer.
-        objective = self.objective if isinstance(self.objective, Objective) else SFT
-        loss, metrics = objective.evaluate(examples, logps)
+        loss, metrics = self.objective.evaluate(examples, logps)
         return InstructBatchResult(
             loss, tokens, perplexity(loss), total_tokens=total, metrics=metrics
         )

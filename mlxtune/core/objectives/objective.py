@@ -100,6 +100,10 @@ class Objective:
         """Whether this is supervised fine-tuning, whose loss weights need no forward pass."""
         return self.name == "sft"
 
+    # The loss needs the model's own probabilities, and no values of LoRA before the first step.
+    temperature = 1.0
+    needs_initial = False
+
     @property
     def keeps_rows_whole(self) -> bool:
         """Whether the loss of a row needs all its examples together."""

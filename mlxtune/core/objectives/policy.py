@@ -10,16 +10,16 @@ Sources: TRL 1.16 (`GRPOTrainer`), whose names the losses have, and the papers t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.config.objective_config import REWARDED, ObjectiveConfig, PolicyConfig
+from mlxtune.config.objective_config import ObjectiveConfig, PolicyConfig
 from mlxtune.core.data.encode import Example, predicted_tokens
-from mlxtune.core.objectives.objective import Objective
+from mlxtune.core.objectives.objective import SFT, Objective
 
 # TRL adds this to a standard deviation before it divides by it.
 _EPSILON = 1e-4
@@ -200,6 +200,16 @@ class PolicyObjective:
     keeps_rows_whole = True
 
     @property
+    def temperature(self) -> float:
+        """Ratios compare the distributions from which answers are sampled, as in TRL."""
+        return self.options.temperature
+
+    @property
+    def needs_initial(self) -> bool:
+        """Whether the loss needs the values of LoRA before the first step."""
+        return self.options.kl > 0
+
+    @property
     def by_answer(self) -> bool:
         """Whether an answer has one ratio, instead of one for each token."""
         return self.options.grpo_loss == "gspo"
@@ -220,6 +230,12 @@ class PolicyObjective:
         if options.kl:
             losses = losses + options.kl * self._divergence(logps, ratio, xp)
         return (losses * logps.mask * self._weights(logps, totals)).sum()
+
+    def evaluate(
+        self, examples: Sequence[Example], logps: _Floats
+    ) -> tuple[float, dict[str, float]]:
+        """Return the cross-entropy of given answers: rewards judge a policy, not its loss."""
+        return SFT.evaluate(examples, logps)
 
     def _log_ratio(self, logps: TokenLogps) -> Any:
         difference = logps.trained - logps.old
@@ -277,11 +293,8 @@ class PolicyObjective:
 StepObjective = Objective | PolicyObjective
 
 
-def objective_of(options: Mapping[str, Any]) -> StepObjective:
+def objective_of(config: ObjectiveConfig) -> StepObjective:
     """Return the objective that the options of a run name."""
-    rewarded = options.get("objective") in REWARDED
-    names = [each.name for each in fields(PolicyConfig if rewarded else ObjectiveConfig)]
-    given = {name: options[name] for name in names if options.get(name) is not None}
-    if rewarded:
-        return PolicyObjective(PolicyConfig(**given))
-    return Objective(ObjectiveConfig(**given))
+    if config.is_rewarded:
+        return PolicyObjective(config.part(PolicyConfig))
+    return Objective.of(config)

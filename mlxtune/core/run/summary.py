@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import flag
-from mlxtune.config.objective_config import REWARDED, default_rate
+from mlxtune.config.objective_config import default_rate, is_rewarded
 from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import CANNOT_TELL, HELPED, HURT, Evaluation
 from mlxtune.core.evaluation.verdict_text import verdict_lines
@@ -183,18 +183,23 @@ class RunView:
     def not_better(self) -> str:
         """A sentence on a run whose validations never improved, with the remedy."""
         problem = "no epoch was better on the validation rows than the model before training"
-        if self.objective in REWARDED:
+        if self.is_rewarded:
             return f"{problem}: lower --lr, raise --group-size, or change --reward"
         return f"{problem}: lower --lr, or add data"
 
     @property
+    def is_rewarded(self) -> bool:
+        """Whether the run learns from rewards of sampled answers."""
+        return is_rewarded(self.objective)
+
+    @property
     def measure(self) -> str:
         """The name of what a validation measures."""
-        return REWARD_MEASURE if self.objective in REWARDED else LOSS_MEASURE
+        return REWARD_MEASURE if self.is_rewarded else LOSS_MEASURE
 
     def measured(self, loss: float | None) -> str:
         """Return a validation's loss as text; that of rewards is their negative mean."""
-        if loss is not None and self.objective in REWARDED:
+        if loss is not None and self.is_rewarded:
             return loss_text(-loss)
         return loss_text(loss)
 
@@ -278,7 +283,7 @@ def bucket_means(values: Sequence[float], most: int) -> list[float]:
 
 def _curve(run: Run) -> tuple[float, ...]:
     losses: Sequence[float] = [each.val_loss for each in run.progress.validations]
-    if run.config.get("objective") in REWARDED:
+    if is_rewarded(run.config.get("objective")):
         _, losses = metric_values(run, "reward")
     elif len(losses) < 3:
         losses = run.column("loss")

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.formatting import join_few, pluralize, sentence
 from mlxtune.core.run.run_folder import SAMPLED
 from mlxtune.core.run.sampled_answers import (
@@ -30,7 +29,7 @@ Drawn = tuple[GroupRecord, SampleRecord]
 
 def reward_context(run: Run, view: RunView) -> dict[str, Any]:
     """Return the values of reward_section.html; `rewarded` is false for other runs."""
-    if view.objective not in REWARDED:
+    if not view.is_rewarded:
         return {"rewarded": False, "learned": ""}
     changes, (steps, note) = view.changes, _read(run)
     drawn = [(g, sample) for groups in steps.values() for g in groups for sample in g.samples]

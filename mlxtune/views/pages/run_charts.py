@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 import numpy as np
 
-from mlxtune.config.objective_config import REWARDED
+from mlxtune.config.objective_config import is_rewarded
 from mlxtune.core.formatting import byte_size, loss_text, pluralize
 from mlxtune.core.run.extension import extensions_of
 from mlxtune.core.run.sampled_answers import metric_values, reward_keys, spread_key
@@ -60,7 +60,7 @@ def _measures(views: Sequence[RunView]) -> tuple[_StepMeasure, ...]:
 
 def charts_of(run: Run, view: RunView) -> list[Chart]:
     charts = [_chart(run, view, each) for each in _measures([view])]
-    if view.objective in REWARDED:
+    if view.is_rewarded:
         return [main_chart(run, view), *_sampled_charts(run), *charts]
     rewards = [_rewards_chart(run)] if any(step.metrics for step in run.progress.steps[:1]) else []
     return [main_chart(run, view), *rewards, *charts]
@@ -68,7 +68,7 @@ def charts_of(run: Run, view: RunView) -> list[Chart]:
 
 def main_chart(run: Run, view: RunView) -> Chart:
     """Return the chart that shows best what a run learned: of its rewards, or else its loss."""
-    return _reward_chart(run) if view.objective in REWARDED else loss_chart(run, view)
+    return _reward_chart(run) if view.is_rewarded else loss_chart(run, view)
 
 
 def _rewards_chart(run: Run) -> Chart:
@@ -262,7 +262,7 @@ def style_of(index: int) -> str:
 
 def _validation(name: str, style: str, run: Run, index: int | None = None) -> Series:
     """Return the validations: losses, or mean rewards, whose negatives are recorded as losses."""
-    sign = -1 if run.config.get("objective") in REWARDED else 1
+    sign = -1 if is_rewarded(run.config.get("objective")) else 1
     validations = run.progress.validations
     steps, losses = (
         [each.step for each in validations],

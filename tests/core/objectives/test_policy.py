@@ -9,14 +9,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlxtune.config.objective_config import PolicyConfig
+from mlxtune.config.fields import part_of
+from mlxtune.config.objective_config import LossConfig, ObjectiveConfig, PolicyConfig
+from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.objectives.policy import (
     PolicyObjective,
     SampledExample,
     SampleTotals,
     TokenLogps,
     advantages_of,
+    objective_of,
 )
+from tests.configs import config
 
 Logps = npt.NDArray[Any]
 
@@ -37,6 +41,18 @@ def loss(examples: list[SampledExample], trained: Logps, **options: Any) -> floa
     learned = [each for each in examples if each.has_gradient]
     logps = TokenLogps.of(learned).with_trained(trained, trained)
     return float(objective.loss(logps, SampleTotals.of(examples)))
+
+
+def test_objective_of_a_run_is_the_same_from_its_options_and_from_its_record() -> None:
+    pairs = {"objective": "dpo", "dpo_loss": "ipo", "beta": 0.2}
+    rewards = {"objective": "grpo", "grpo_loss": "gspo", "kl": 0.1, "reward": ("exact",)}
+    for options, expected in (
+        (pairs, Objective(ObjectiveConfig(**pairs))),
+        (rewards, PolicyObjective(PolicyConfig(grpo_loss="gspo", kl=0.1))),
+        ({}, SFT),
+    ):
+        run = config(**options)
+        assert objective_of(run) == objective_of(part_of(vars(run), LossConfig)) == expected
 
 
 def old(*logps: float) -> npt.NDArray[np.float32]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mlxtune.config.objective_config import LABELED, PAIRED, REWARDED
+from mlxtune.config.objective_config import LABELED, PAIRED, REWARDED, is_rewarded
 from mlxtune.core.data.conversation import Conversation, Document, Pair, Row
 from mlxtune.core.data.problems import CLASS_LABEL, BadRow
 from mlxtune.core.data.sources.conversions import (
@@ -137,7 +137,7 @@ def _texts(row: Row) -> list[str]:
 
 def formats_of(objective: str) -> Mapping[str, Format]:
     """Return the formats of the rows that an objective accepts, by name."""
-    if objective in REWARDED:
+    if is_rewarded(objective):
         return PROMPTS
     return PAIRS if objective in PAIRED else LABELS if objective in LABELED else FORMATS
 
