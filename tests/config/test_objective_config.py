@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from typing import Any
 
 import pytest
 
 from tests.configs import config, problems
+from tests.sources import PACKAGE, nodes_of
 
 
 @pytest.mark.parametrize(
@@ -73,3 +76,18 @@ def test_all_problems_of_an_objective_are_reported_at_once() -> None:
 )
 def test_options_that_fit_are_taken(options: dict[str, Any]) -> None:
     assert config(**options).objective == options["objective"]
+
+
+def test_code_asks_an_objective_instead_of_its_name_or_type() -> None:
+    """Only the engine tells apart the types, because core cannot build a loss of arrays."""
+    by_name, by_type = set(), set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in nodes_of(path):
+            if isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "REWARDED":
+                by_name.add(path.name)
+            if isinstance(node, ast.Call) and re.fullmatch(
+                r"isinstance\(.*Objective\)", ast.unparse(node)
+            ):
+                by_type.add(path.name)
+    assert by_name == {"objective_config.py"}
+    assert by_type == {"engine.py"}

@@ -28,7 +28,7 @@ from mlxtune.config.limits import (
     TooLarge,
     parse_json,
 )
-from mlxtune.config.objective_config import REWARDED
+from mlxtune.config.objective_config import is_rewarded
 from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.run.stored_run import Run, whole
@@ -133,7 +133,7 @@ def metric_changes(run: Run) -> list[MetricChange]:
 
     Empty for a run that does not learn from rewards, or has too few steps.
     """
-    if run.config.get("objective") not in REWARDED:
+    if not is_rewarded(run.config.get("objective")):
         return []
     keys, options = reward_keys(run), run.config.get("reward")
     names = [name for name in keys if name != SUM]
