@@ -84,7 +84,6 @@ def test_row_that_would_take_minutes_to_encode_is_skipped(
 WAITS = {"run", "check_output", "check_call", "communicate", "wait", "urlopen"}
 # Functions that may wait without a limit, each with its module and the reason.
 PATIENT = {
-    ("core/files/processes.py", "why_ended"): "after the end of its output",
     ("benchmark/bench.py", "_run_process"): "a worker trains as long as it takes, Ctrl-C ends it",
 }
 

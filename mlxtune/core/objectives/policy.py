@@ -232,7 +232,7 @@ class PolicyObjective:
         return (losses * logps.mask * self._weights(logps, totals)).sum()
 
     def evaluate(
-        self, examples: Sequence[Example], logps: _Floats
+        self, examples: Sequence[Example], logps: npt.NDArray[np.float64]
     ) -> tuple[float, dict[str, float]]:
         """Return the cross-entropy of given answers: rewards judge a policy, not its loss."""
         return SFT.evaluate(examples, logps)
