@@ -158,7 +158,7 @@ def show(config: EvalConfig) -> None:
     if config.json:
         print_json(evaluation.as_dict())
         return
-    print_stages(evaluation_lines(evaluation))
+    print_stages(evaluation_lines(evaluation), evaluation)
 
 
 def _data_files(config: EvalConfig) -> tuple[str, ...]:

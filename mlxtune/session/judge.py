@@ -37,7 +37,7 @@ from mlxtune.errors import MlxTuneError
 from mlxtune.session.reader import Reader
 from mlxtune.session.run_session import RunSession
 from mlxtune.session.trained_model import LoadedModel, UseSession, load_model
-from mlxtune.views.console import RunConsole
+from mlxtune.views.console import VERDICT, RunConsole
 from mlxtune.views.run_text import less_likely_line
 
 if TYPE_CHECKING:
@@ -264,7 +264,8 @@ def judge(
         console.warn("the adapter was written, but not evaluated: run mlxtune eval for a verdict")
         raise
     for number, line in enumerate([*verdict_lines(evaluation), *file_lines(evaluation)]):
-        console.say("" if number else "Verdict", line)
+        name, outcome = ("", None) if number else (VERDICT, evaluation)
+        console.say(name, line, evaluation=outcome)
     if (problem_line := less_likely_line(evaluation, config.objective)) is not None:
         console.warn(problem_line)
     if not config.samples or evaluation.generated is not None:

@@ -4,7 +4,6 @@ Messages go to stderr, but in a notebook to stdout, because notebooks show stder
 """
 
 import math
-import re
 import sys
 import threading
 import time
@@ -21,6 +20,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Column, Table
 from rich.text import Text
 
+from mlxtune.core.evaluation.outcome import HELPED, HURT, Evaluation
+from mlxtune.core.evaluation.verdict_text import verdict_words
 from mlxtune.core.formatting import duration, pluralize
 from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.run.profile import StepProfile
@@ -31,11 +32,10 @@ from mlxtune.views.first_result import COMPILING, FirstResult, Timer, start_time
 from mlxtune.views.output import print_line
 
 _STAGE_WIDTH = 12
+VERDICT = "Verdict"
 # The displayed loss is the mean loss of this many steps.
 _AVERAGED = 10
-_VERDICT = re.compile(r"(?:the adapter )?(helped|hardly helped|hardly hurt|hurt|cannot tell)\b")
-_VERDICT_COLORS = {"helped": "green", "hurt": "red"}
-_VERDICT_COLORS |= dict.fromkeys(("hardly helped", "hardly hurt", "cannot tell"), "yellow")
+_VERDICT_COLORS = {HELPED: "green", HURT: "red"}
 # Minimum seconds between updates of a notebook's line, because every update goes to the browser.
 _SECONDS_BETWEEN = 0.1
 
@@ -114,14 +114,23 @@ class RunConsole(TrainingObserver):
         again = "interrupt the kernel again" if self._notebook else "press Ctrl-C again"
         return f"stopping after this step; {again} to stop at once"
 
-    def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
+    def say(
+        self,
+        stage: str,
+        message: str,
+        *,
+        copyable: bool = False,
+        evaluation: Evaluation | None = None,
+    ) -> None:
         """Print a message with the name of its stage, and escape markup in it.
 
-        On a terminal, wrap a long message at words, indented, unless it is `copyable`.
+        On a terminal, wrap a long message at words, indented, unless it is `copyable`, and colour
+        the verdict of its `evaluation`.
         """
         if self._quiet:
             return
-        self._line(Text(f"{stage:<{_STAGE_WIDTH}}", "bold"), message, wrap=not copyable)
+        name = Text(f"{stage:<{_STAGE_WIDTH}}", "bold")
+        self._line(name, message, wrap=not copyable, evaluation=evaluation)
 
     def describe(self, stage: str, message: str) -> None:
         """Print a line about the machine or the model."""
@@ -163,14 +172,16 @@ class RunConsole(TrainingObserver):
                 self._activity.close()
                 self._activity = None
 
-    def _line(self, name: Text, message: str, *, wrap: bool) -> None:
-        message = printable(as_called(message))
+    def _line(
+        self, name: Text, message: str, *, wrap: bool, evaluation: Evaluation | None = None
+    ) -> None:
+        text = _marked(printable(as_called(message)), evaluation)
         with self._printing:
             self._end_activity()
             if not (self._wraps and wrap):
-                self._console.print(Text.assemble(name, _marked(name, message)), soft_wrap=True)
+                self._console.print(Text.assemble(name, text), soft_wrap=True)
                 return
-            self._console.print(_wrapped(name, message))
+            self._console.print(_wrapped(name, text))
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
         if previous is not None:
@@ -249,32 +260,33 @@ class RunConsole(TrainingObserver):
             self.say("" if number else "Profile", line, copyable=True)
 
 
-def print_stages(lines: Iterable[str]) -> None:
+def print_stages(lines: Iterable[str], evaluation: Evaluation | None = None) -> None:
     """Print results on stdout; each line starts with a stage, or with spaces in its place.
 
-    On a terminal, lines wrap at words and verdicts are coloured.
+    On a terminal, lines wrap at words and the verdict of the `evaluation` is coloured.
     """
     console = Console(highlight=False)
     for line in map(printable, lines):
         name, message = line[:_STAGE_WIDTH], line[_STAGE_WIDTH:]
         if console.is_terminal and name.endswith(" ") and message:
-            console.print(_wrapped(Text(name, "bold"), message))
+            judged = evaluation if name.strip() == VERDICT else None
+            console.print(_wrapped(Text(name, "bold"), _marked(message, judged)))
         else:
             print_line(line)
 
 
-def _wrapped(name: Text, message: str) -> Table:
+def _wrapped(name: Text, message: Text) -> Table:
     line = Table.grid()
-    line.add_row(name, _marked(name, message))
+    line.add_row(name, message)
     return line
 
 
-def _marked(name: Text, message: str) -> Text:
-    """Return a message with its verdict in colour."""
-    text = Text(message)
-    verdict = _VERDICT.match(message) if name.plain.strip() == "Verdict" else None
-    if verdict is not None:
-        text.stylize(_VERDICT_COLORS[verdict[1]], *verdict.span(1))
+def _marked(message: str, evaluation: Evaluation | None) -> Text:
+    """Return a message with the verdict of its evaluation in colour."""
+    text, words = Text(message), "" if evaluation is None else verdict_words(evaluation)
+    if evaluation is not None and words and (start := message.find(words)) >= 0:
+        clear = "" if evaluation.hardly else str(evaluation.verdict)
+        text.stylize(_VERDICT_COLORS.get(clear, "yellow"), start, start + len(words))
     return text
 
 

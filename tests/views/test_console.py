@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from mlxtune.core.evaluation.outcome import Difference, Evaluation, Loss
+from mlxtune.core.evaluation.verdict_text import verdict_lines
 from mlxtune.core.run.metrics import ValidationRecord
 from mlxtune.core.run.progress import Progress
 from mlxtune.core.training.observer import RunStart
@@ -159,26 +161,31 @@ def test_thermal_state_is_in_each_line_while_it_lasts_and_on_the_bar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "color", "words"),
+    ("outcome", "color", "words"),
     [
-        ("the adapter helped: it takes 30% off", "32", "helped"),
-        ("the adapter hurt: it adds 30% to", "31", "hurt"),
-        ("the adapter hardly helped: it takes 0.4% off", "33", "hardly helped"),
-        ("cannot tell whether the adapter helped: it", "33", "cannot tell"),
+        ({"verdict": "helped"}, "32", "helped"),
+        ({"verdict": "hurt"}, "31", "hurt"),
+        ({"verdict": "helped", "hardly": True}, "33", "hardly helped"),
+        ({"verdict": "cannot tell"}, "33", "cannot tell"),
+        ({"verdict": "hurt", "against": "helped/run"}, "31", "worse"),
     ],
 )
 def test_verdict_has_its_color_on_a_terminal(
-    line: str, color: str, words: str, monkeypatch: pytest.MonkeyPatch
+    outcome: dict[str, Any], color: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The colour comes from the outcome, and not from words of the sentence."""
     monkeypatch.setenv("TERM", "xterm")
+    difference = Difference(-0.5, -0.25, -0.6, -0.4, 0.95, 1000, 42)
+    evaluation = Evaluation(40, 400, Loss(2, 7.4), Loss(1.5, 4.5), difference, **outcome)
+    line = verdict_lines(evaluation)[0]
     for wide in (True, False):  # on one line, and wrapped
         stream = io.StringIO()
         console = Console(
-            file=stream, force_terminal=True, color_system="standard", width=100 if wide else 60
+            file=stream, force_terminal=True, color_system="standard", width=400 if wide else 60
         )
-        RunConsole(console=console).say("Verdict", line, copyable=not wide)
+        RunConsole(console=console).say("Verdict", line, copyable=not wide, evaluation=evaluation)
         assert f"\x1b[{color}m{words}\x1b[0m" in stream.getvalue()
-        RunConsole(console=console).say("Data", line)
+        RunConsole(console=console).say("Verdict", line)
         assert stream.getvalue().count(f"\x1b[{color}m") == 1
 
 

@@ -50,6 +50,15 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
     return [line, f"compared with the base model, {_amount(further)}"]
 
 
+def verdict_words(evaluation: Evaluation) -> str:
+    """Return the words of the verdict in its line: `hardly helped`, `better` or `cannot tell`."""
+    verdict = evaluation.verdict
+    if verdict is None or verdict == CANNOT_TELL:
+        return verdict or ""
+    word = verdict if evaluation.against is None else _THAN[verdict]
+    return f"{'hardly ' * evaluation.hardly}{word}"
+
+
 def file_lines(evaluation: Evaluation) -> list[str]:
     """Return the verdict on each file, for readers who may see the files' paths."""
     return [
@@ -132,11 +141,10 @@ def _verdict_line(evaluation: Evaluation, evidence: str) -> str:
         )
     if evaluation.unknown_rows:
         evidence += "; whether these rows were trained on is unknown"
-    verdict, other = evaluation.verdict, evaluation.against
-    if verdict != CANNOT_TELL:
-        words = f"{'hardly ' * evaluation.hardly}{verdict}"
+    words, other = verdict_words(evaluation), evaluation.against
+    if evaluation.verdict != CANNOT_TELL:
         if other is not None:
-            words = f"is {'hardly ' * evaluation.hardly}{_THAN[str(verdict)]} than {other}"
+            words = f"is {words} than {other}"
         return f"the adapter {words}{_but_none_right(evaluation)}: {evidence}"
     caveat = f"; at least {MIN_ROWS} rows are needed" * (evaluation.rows < MIN_ROWS)
     preference = evaluation.preference
