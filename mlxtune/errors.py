@@ -111,7 +111,12 @@ class MlxTuneError(Exception):
     names_flags: ClassVar[bool] = False
 
     def __str__(self) -> str:
-        return as_called(super().__str__())
+        return as_called(self.with_flags)
+
+    @property
+    def with_flags(self) -> str:
+        """The message with flags, for records and for longer messages."""
+        return super().__str__()
 
 
 class ConfigError(MlxTuneError, ValueError):

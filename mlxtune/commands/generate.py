@@ -187,7 +187,7 @@ def _prompts(
             else:
                 prompt = prompt_of(session.reader.encoder, content, place)
         except DataError as error:
-            yield number, {}, error.args[0]
+            yield number, {}, error.with_flags
         else:
             yield number, shown, prompt
 

@@ -83,7 +83,7 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
             _replay(result, config, good)
     except DataError as problem:
         # Drop advice on options such as --data, which `verify` does not have.
-        text, advised, _ = str(problem.args[0]).partition(": check --")
+        text, advised, _ = problem.with_flags.partition(": check --")
         result.add("data", f"{text}: bring it back" if advised else text, "")
     except MlxTuneError as problem:
         result.add("model", str(problem), "")
@@ -262,7 +262,7 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
         try:
             check_initial(config.init_adapter, newest.metadata)
         except MlxTuneError as error:
-            text, moved, _ = str(error.args[0]).partition(": check --")
+            text, moved, _ = error.with_flags.partition(": check --")
             changed = f"the run did not start from {config.init_adapter}, which has changed"
             gone = f"the adapter from which the run started is missing: {text}"
             result.add("replay", f"{gone if moved else changed}: bring it back", "")

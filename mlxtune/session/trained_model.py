@@ -19,7 +19,7 @@ from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.device import allocator, default_device
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
-from mlxtune.backend.models.model_folder import find_folder, is_local, read_config
+from mlxtune.backend.models.model_folder import FolderError, find_folder, is_local, read_config
 from mlxtune.backend.text.chat_template import read_chat_template
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, Stream, seed
 from mlxtune.backend.workers.shards import shard_base
@@ -96,13 +96,11 @@ def find_named(
     path = base_name(config, adapter, named, relative_to)
     try:
         folder = find_folder(path)
-    except ModelError as error:
+    except FolderError as error:
         if config.model_path:
             raise
-        why = error.args[0].removeprefix(f"{path}: ").removesuffix(": check --model-path")
-        why = "does not exist" if why == "no such folder" else f"cannot be used: {why}"
         raise ModelError(
-            f"{adapter.path}: its base model {path} {why}: pass --model-path"
+            f"{adapter.path}: its base model {path} {error.reason}: pass --model-path"
         ) from error
     read_config(folder, trust_remote_code=config.trust_remote_code)
     return folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +56,27 @@ def test_adapter_completes_the_options_of_an_evaluation(tmp_path: Path) -> None:
     assert with_recorded_options(asked, file, {"objective"}).objective == "sft"
 
 
-def test_base_model_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
-    adapter = write_adapter(tmp_path / "out", "gone")
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("gone", "does not exist"),
+        ("config.json", "is a file"),
+        ("a" * 5000, "cannot be read: File name too long"),
+    ],
+)
+def test_base_model_that_is_not_here_is_asked_for(
+    tmp_path: Path, name: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    adapter = write_adapter(tmp_path / "out", name)
 
-    said = (
-        f"{adapter / 'adapters.safetensors'}: its base model gone does not exist: pass --model-path"
+    expected = (
+        f"{adapter / 'adapters.safetensors'}: its base model {name} {problem}: pass --model-path"
     )
-    with pytest.raises(ModelError, match=f"^{re.escape(said)}$"):
+    with pytest.raises(ModelError) as raised:
         with_recorded_options(UseConfig(adapter=str(adapter)), AdapterFile.find(str(adapter)))
+    assert raised.value.with_flags == expected
 
 
 def test_missing_model_and_adapter_are_one_problem() -> None:

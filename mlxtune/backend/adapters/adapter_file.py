@@ -86,7 +86,7 @@ class AdapterFile:
         try:
             _ = adapter.header
         except ModelError as error:
-            raise ModelError(f"{error.args[0]}: check {option}") from error
+            raise ModelError(f"{error.with_flags}: check {option}") from error
         return adapter
 
     @property

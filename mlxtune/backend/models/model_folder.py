@@ -50,6 +50,14 @@ def is_local(model_path: str) -> bool:
         return True  # find_folder reports the reason
 
 
+class FolderError(ModelError):
+    """A path leads to no folder of a model. The `reason` follows the path in other messages."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 def find_folder(model_path: str, *, weights: bool = True) -> Path:
     """Return a model's folder, downloaded if `model_path` is owner/name instead of a folder.
 
@@ -63,23 +71,23 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
             return folder
         is_file = folder.exists()
     except OSError as error:
-        raise ModelError(
-            f"{model_path} cannot be read: {error.strerror}: check --model-path"
-        ) from error
+        unreadable = f"cannot be read: {error.strerror}"
+        raise FolderError(f"{model_path} {unreadable}: check --model-path", unreadable) from error
     if is_file:
-        raise ModelError(f"{model_path} is a file: --model-path takes the folder that contains it")
+        problem = f"{model_path} is a file: --model-path takes the folder that contains it"
+        raise FolderError(problem, "is a file")
     if not _REPOSITORY.fullmatch(model_path):
-        raise ModelError(f"{model_path}: no such folder: check --model-path")
+        raise FolderError(f"{model_path}: no such folder: check --model-path", "does not exist")
     patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS if weights else _SMALL_FILES
     try:
         check_responses()
         # mlx-lm's downloader, which uses ModelScope if the user has enabled it.
         return Path(mlx_lm_utils.snapshot_download(model_path, allow_patterns=patterns))
     except Exception as error:
-        raise ModelError(
-            f"{model_path}: no such folder{_meant(folder)}, and downloading it failed: "
-            f"{reason(error, 'model')}"
-        ) from error
+        problem = (
+            f"no such folder{_meant(folder)}, and downloading it failed: {reason(error, 'model')}"
+        )
+        raise FolderError(f"{model_path}: {problem}", f"cannot be used: {problem}") from error
 
 
 def _meant(folder: Path) -> str:

@@ -400,8 +400,9 @@ class InstructTrainer:
             rows = [self.train_rows.where(i) for i in step.row_indices]
             if self._profiler:
                 self._profiler.discard()
-            problem = str(error.args[0])  # with flags, whoever started the run
-            skipped = SkippedStep(step.number, step.epoch, step.learning_rate, problem, rows)
+            skipped = SkippedStep(
+                step.number, step.epoch, step.learning_rate, error.with_flags, rows
+            )
             self._skip(skipped, error)
             return
         # The step may have waited for the previous step.
