@@ -180,7 +180,12 @@ class TrainingInterrupted(KeyboardInterrupt):
         here = ""
         if checkpoint is not None:
             here = f", or in Python with mlxtune.resume({str(_short(checkpoint.parent))!r})"
-        super().__init__(f"interrupted after step {step}; {self.saved}{here}")
+        super().__init__(f"{self.shell_message}{here}")
+
+    @property
+    def shell_message(self) -> str:
+        """The message without the way to resume in Python."""
+        return f"interrupted after step {self.step}; {self.saved}"
 
     @property
     def saved(self) -> str:

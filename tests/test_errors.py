@@ -81,9 +81,9 @@ def test_interrupt_is_a_keyboard_interrupt() -> None:
     assert not isinstance(interrupt, Exception)
     assert (interrupt.checkpoint, interrupt.step) == (Path("checkpoints/step-7"), 7)
     assert interrupt.saved.endswith("resume with mlxtune train --resume checkpoints")
+    assert interrupt.shell_message == f"interrupted after step 7; {interrupt.saved}"
     assert str(interrupt) == (
-        f"interrupted after step 7; {interrupt.saved}, or in Python with "
-        "mlxtune.resume('checkpoints')"
+        f"{interrupt.shell_message}, or in Python with mlxtune.resume('checkpoints')"
     )
     short = TrainingInterrupted(Path("my out/checkpoints/step-7"), 7)
     assert "train --resume 'my out', or in Python with mlxtune.resume('my out')" in str(short)

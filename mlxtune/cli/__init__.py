@@ -124,8 +124,7 @@ def _main(arguments: list[str]) -> NoReturn:
         drop_results()
         sys.exit(FAILED)
     except TrainingInterrupted as interrupt:
-        message = f"interrupted after step {interrupt.step}; {interrupt.saved}"
-        _exit(f"mlxtune: {message}", code=_exit_status(interrupt))
+        _exit(f"mlxtune: {interrupt.shell_message}", code=_exit_status(interrupt))
     except Exception as error:
         if (behind := _interrupt_behind(error)) is not None:
             _exit(_INTERRUPTED, code=_exit_status(behind))
