@@ -87,6 +87,11 @@ class PreferenceRows(CorpusRows):
         return replace(self, references=[part.tolist() for part in parts])
 
 
+def of_objective(rows: CorpusRows, objective: StepObjective) -> CorpusRows:
+    """Return rows with the examples that an objective needs."""
+    return rows if objective.is_sft else PreferenceRows.of(rows, objective)
+
+
 def with_reference_logps(
     parts: Sequence[PreferenceRows],
     model: Mapping[str, Any],

@@ -36,7 +36,7 @@ class RunRecorder:
     """Adds records to the `progress` of a run, and writes metrics.jsonl and checkpoints.
 
     `schedule` returns the learning rate of a step. `metadata` has the entries of each checkpoint's
-    metadata that no step changes; resuming adds the run's extensions.
+    metadata that are known before the run starts.
     """
 
     pipeline: Pipeline
@@ -50,6 +50,8 @@ class RunRecorder:
 
     def __post_init__(self) -> None:
         self._folder = Path(self.config.checkpoint_dir)
+        self._file_hashes: Mapping[str, Any] = {}
+        self._extensions: Mapping[str, Any] = {}
         self._metrics_file = MetricsFile(self._folder, self.observer.on_problem)
         self.saver = CheckpointSaver(
             self._folder,
@@ -69,8 +71,7 @@ class RunRecorder:
             name: sha256(content if isinstance(content, bytes) else as_json(content)).hexdigest()
             for name, content in files.items()
         }
-        if hashes:
-            self.metadata = {**self.metadata, RECORDS: hashes}
+        self._file_hashes = {RECORDS: hashes} if hashes else {}
 
     def start_timing(self) -> None:
         self._started = self._epoch_started = time.perf_counter()
@@ -82,7 +83,7 @@ class RunRecorder:
         if the checkpoint does not fit the pipeline.
         """
         progress, checkpoint = self.progress, point.checkpoint
-        self.metadata = {**self.metadata, **extended(checkpoint.metadata, self.total_steps)}
+        self._extensions = extended(checkpoint.metadata, self.total_steps)
         self.pipeline.restore(checkpoint.folder)
         run_folder.reopen(self._folder)
         for record in point.progress:
@@ -182,6 +183,8 @@ class RunRecorder:
             "best_val_loss": best.val_loss if best else None,
             **self.pipeline.describe(),
             **self.metadata,
+            **self._file_hashes,
+            **self._extensions,
         }
         lines = partial(progress.lines, 0, len(progress))
         return CheckpointContent(self.pipeline.snapshot(), metadata, lines)

@@ -101,12 +101,11 @@ class InstructTrainer:
         self.config = config
         rows = _selected_rows(corpus, validation, config)
         self._data_hash = rows.train.corpus.data_hash()
-        self.train_rows, self.val_rows = rows.train, rows.validation
+        self.train_rows, self.val_rows = (
+            preference_rows.of_objective(each, objective) for each in (rows.train, rows.validation)
+        )
         self.objective, self._cache = objective, cache
         self._source = source or RowSource(pipeline)
-        if not objective.is_sft:
-            self.train_rows = PreferenceRows.of(self.train_rows, objective)
-            self.val_rows = PreferenceRows.of(self.val_rows, objective)
         self.steps_per_epoch, self.total_steps = count_steps(
             config, len(order.rows_of_epoch(self.train_rows, config.seed, 1)), self._source.updates
         )
@@ -271,11 +270,11 @@ class InstructTrainer:
         find them.
         """
         if self.objective.needs_reference:
-            train, val = self.train_rows, self.val_rows
-            assert isinstance(train, PreferenceRows)
-            assert isinstance(val, PreferenceRows)
             self.train_rows, self.val_rows = preference_rows.with_reference_logps(
-                [train, val],
+                [
+                    PreferenceRows.of(each, self.objective)
+                    for each in (self.train_rows, self.val_rows)
+                ],
                 self.pipeline.reference(),
                 self._folder / run_folder.REFERENCE,
                 self._cache,
