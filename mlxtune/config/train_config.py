@@ -60,19 +60,18 @@ class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
     )
 
     def __post_init__(self) -> None:
-        # `dataclasses.replace` passes the default rate of the copied objective.
-        is_default = self.lr is None or isinstance(self.lr, DefaultRate)
-        if is_default:
-            object.__setattr__(self, "lr", self.default_rate)
+        # `dataclasses.replace` passes the default rate of the copied objective. It reads `lr`, so
+        # only the value itself can say that nobody chose it.
+        if isinstance(self.lr, DefaultRate):
+            object.__setattr__(self, "lr", None)
         super().__post_init__()
-        if is_default:
-            object.__setattr__(self, "lr", DefaultRate(self.peak_rate))
+        if self.lr is None:
+            object.__setattr__(self, "lr", DefaultRate(self.default_rate))
 
     @property
     def peak_rate(self) -> float:
-        """The peak learning rate, `lr`, which is always a number."""
-        assert self.lr is not None
-        return self.lr
+        """The peak learning rate: `lr` or, until the options are checked, its default."""
+        return self.default_rate if self.lr is None else self.lr
 
     def default_of(self, name: str) -> Any:
         """Return the value of an option that is not given; a rate depends on the objective."""
