@@ -48,7 +48,7 @@ def check_records(progress: Progress) -> None:
     steps: dict[int, list[StepRecord]] = {}
     for record in progress.steps:
         steps.setdefault(record.epoch, []).append(record)
-        if not record.metrics and not is_close(record.perplexity, perplexity(record.loss), 1e-9):
+        if not record.is_of_rows and not is_close(record.perplexity, perplexity(record.loss), 1e-9):
             raise ValueError(
                 f"step {record.step} has loss {record.loss:.6g}, but perplexity "
                 f"{record.perplexity:.6g}"

@@ -66,9 +66,17 @@ class StepRecord:
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
+    def is_of_rows(self) -> bool:
+        """Whether the loss is of rows, not of tokens: all objectives but `sft`, which have metrics.
+
+        A record does not name its objective.
+        """
+        return bool(self.metrics)
+
+    @property
     def weight(self) -> int:
-        """The weight in a mean loss: supervised tokens, or rows under a preference objective."""
-        return self.rows if self.metrics else self.supervised_tokens
+        """The weight in a mean loss: supervised tokens, or rows."""
+        return self.rows if self.is_of_rows else self.supervised_tokens
 
     @property
     def tokens_per_second(self) -> float:

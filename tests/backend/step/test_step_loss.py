@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxtune.config.objective_config import LABELED, PAIRED
 from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, MISMATCHED, REJECTED
 from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.objective import Objective
+from mlxtune.core.training.pipeline import Step
 from mlxtune.errors import ModelError
 from tests.backend.step.executions import (
     WAYS,
     assert_same,
     assert_same_gradients,
     computed,
+    fixed_step,
     fresh,
     gradients_of,
     model_folder,
@@ -179,3 +182,13 @@ def test_first_step_finds_a_reference_of_another_model() -> None:
         for name, value in tree_flatten(made.model.trainable_parameters())
     )
     assert made.train_batch(right, step=1).metrics["rewards/chosen"] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sft", *PAIRED, *LABELED])
+def test_steps_of_all_objectives_but_sft_have_metrics(name: str) -> None:
+    """Records tell a loss of tokens from a loss of rows by the metrics."""
+    objective = objective_of(name)
+    made = fresh(model_folder("qwen3"), WAYS["packed"], 10_000, objective=objective)
+    step = fixed_step() if objective.is_sft else rows_of(objective)
+    started = Step(2, 1, 1e-3, [0]).record(made.train_batch(step, step=2), 1.0, {})
+    assert started.is_of_rows is not objective.is_sft
