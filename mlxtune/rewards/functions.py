@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from mlxtune.config.fields import as_path
 from mlxtune.config.limits import CODE, CONFIG, RECORD, Limits, check_pattern, parse_json
@@ -326,11 +326,11 @@ def _object(text: str) -> dict[str, str] | None:
 
 # Numbers
 
-# 1,234.5 and 1,00,000; 1.234,5 and 1.234.567; 1 234.5, 1'234.5 and 1_234; 1.5, 1,5, 15 and .5
+# 1,234.5, 1 234,5, 1'234 and 1_234; 1.234,5 and 1.234.567; 1.5, 1,5, 15 and .5
 _DIGITS = (
-    r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?!\d)|[1-9]\d?(?:,\d{2})+,\d{3}(?:\.\d+)?(?!\d)"
-    r"|[1-9]\d{0,2}(?:\.\d{3})+,\d+(?!\d)|[1-9]\d{0,2}(?:\.\d{3}){2,}(?!\d)"
-    r"|[1-9]\d{0,2}(?:[ \u00a0\u2009\u202f'’_]\d{3})+(?:[.,]\d+)?(?!\d)|\d+[.,]\d+|\d+|\.\d+)"
+    r"(?:[1-9]\d{0,2}(?P<separator>[, \u00a0\u2009\u202f'’_])\d{3}(?:(?P=separator)\d{3})*"
+    r"(?:(?!(?P=separator))[.,]\d+)?(?!\d)"
+    r"|(?P<dotted>[1-9]\d{0,2}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})(?!\d))|\d+[.,]\d+|\d+|\.\d+)"
 )
 _POWER = r"\s?(?:[×x*]|\\times|\\cdot)\s?10(?:\^|\*\*)\{?(?P<power>[-+−]?\d{1,4})\}?"
 _NUMBER = re.compile(
@@ -346,8 +346,7 @@ _NUMBER = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Number:
+class Number(NamedTuple):
     """A number in a text, and whether a percent sign follows it."""
 
     value: float
@@ -358,46 +357,26 @@ class Number:
 
         If only one of them has a percent sign, 12% equals both 12 and 0.12.
         """
-        readings = [(self.value, other.value)]
+        pairs = [(self.value, other.value)]
         if self.percent != other.percent:
-            readings.append((self._fraction, other._fraction))
-        return any(
-            abs(one - two) <= max(tolerance, _PRECISION * max(abs(one), abs(two)))
-            for one, two in readings
-        )
-
-    @property
-    def _fraction(self) -> float:
-        return self.value / 100 if self.percent else self.value
+            one, two = (each.value / (100 if each.percent else 1) for each in (self, other))
+            pairs.append((one, two))
+        return any(math.isclose(*pair, rel_tol=_PRECISION, abs_tol=tolerance) for pair in pairs)
 
 
 def last_number(text: str) -> Number | None:
     """Return the last finite number in a text."""
-    found = None
-    for match in _NUMBER.finditer(text):
-        if math.isfinite(value := _value(match)):
-            found = Number(value, bool(match["percent"]))
-    return found
+    found = (Number(_value(match), bool(match["percent"])) for match in _NUMBER.finditer(text))
+    return next((each for each in reversed([*found]) if math.isfinite(each.value)), None)
 
 
 def _value(match: re.Match[str]) -> float:
     top, bottom = match["top"] or match["digits"], match["bottom"] or match["over"] or "1"
-    power = match["exponent"] or match["power"] or "0"
-    value = float(f"{_plain(top)}e{power.replace('−', '-')}")
+    separator = "." if match["dotted"] else match["separator"] or ""
+    power = (match["exponent"] or match["power"] or "0").replace("−", "-")
+    value = float(f"{top.replace(separator, '').replace(',', '.')}e{power}")
     value = float(match["whole"] or 0) + (value / float(bottom) if float(bottom) else math.nan)
     return -value if (match["sign"] or "+")[0] in "-−–" else value
-
-
-def _plain(digits: str) -> str:
-    """Return digits without separators, and with a decimal point."""
-    digits = re.sub(r"[^\d.,]", "", digits)
-    if re.fullmatch(r"[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d?(?:,\d{2})+,\d{3}", digits) or (
-        digits.count(".") > 1 and "," not in digits
-    ):
-        return re.sub("[.,]", "", digits)
-    decimal = max(digits.rfind("."), digits.rfind(","))
-    whole, rest = (digits[:decimal], digits[decimal + 1 :]) if decimal >= 0 else (digits, "")
-    return f"{re.sub('[.,]', '', whole)}.{rest}"
 
 
 _BUILT_IN: dict[str, Callable[[str], Score]] = {
