@@ -72,8 +72,8 @@ class Rollouts:
     """Supplies steps with sampled answers, and evaluates rows by the rewards of greedy answers.
 
     Answers are recorded in `ledger` before they are trained on, and read from there if a resumed
-    run needs them again. `on_problem` gets a sentence on answers without a reward;
-    `reward_hash` identifies the rewards. Of several `workers`, each answers a part of the rows, all
+    run needs them again. `on_problem` gets a sentence on answers without a reward. Of
+    several `workers`, each answers a part of the rows, all
     get the same answers and rewards, and worker 0 keeps the record.
     """
 
@@ -87,10 +87,9 @@ class Rollouts:
         scorer: RewardScorer,
         ledger: SampleLedger,
         on_problem: Callable[[str], None],
-        reward_hash: str = "",
         workers: Workers = SINGLE_PROCESS,
     ) -> None:
-        self._reward_hash, self._workers = reward_hash, workers
+        self._workers = workers
         self.updates = config.updates
         self._config, self._seed = config, seed
         self._policy, self._sampling, self._ends = policy, sampling_of(config), ends
@@ -100,7 +99,7 @@ class Rollouts:
         self._last: tuple[int, list[GroupRecord]] = 0, []
 
     def describe(self) -> Mapping[str, str]:
-        return {"reward_hash": self._reward_hash}
+        return {"reward_hash": self._scorer.hash}
 
     # A step
 

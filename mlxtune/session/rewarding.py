@@ -93,7 +93,6 @@ class RewardSession:
             self._scorer,
             SampleLedger(config.checkpoint_path / SAMPLED, resumed=session.resume is not None),
             session.console.warn,
-            self._scorer.hash,
             session.workers,
         )
 

@@ -128,7 +128,7 @@ def made(path: Path, workers: Workers = SINGLE_PROCESS, **options: Any) -> Made:
     config = RewardedConfig(group_size=SIZE, **options)
     rollouts = Rollouts(
         *(config, 42, policy, frozenset({END}), prompts(), scorer),
-        *(SampleLedger(path), problems.append, "hash", workers),
+        *(SampleLedger(path), problems.append, workers),
     )
     return Made(rollouts, policy, scorer, problems)
 
