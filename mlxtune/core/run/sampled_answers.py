@@ -63,9 +63,8 @@ _STEP = re.compile(rb'\{"step": (\d{1,15}),')
 class MetricChange:
     """The means of a metric over the first and the last third of a run's steps.
 
-    `spreads` are the mean standard deviations of a reward within a step. `moved` is 1 or -1 if the
-    metric rose or fell by more than twice the standard error of the difference, else 0. A `penalty`
-    is a reward with a negative weight.
+    `moved` is 1 or -1 if the metric rose or fell by more than twice the standard error of the
+    difference, else 0. A `penalty` is a reward with a negative weight.
     """
 
     name: str
@@ -74,14 +73,11 @@ class MetricChange:
     moved: int
     kind: Kind
     penalty: bool = False
-    spreads: Sequence[float] = ()
 
     @property
     def texts(self) -> list[str]:
-        """Both means, with their spreads."""
-        spreads = [f" ± {each:.3g}" for each in self.spreads] or ["", ""]
-        means = map(self._text, (self.first, self.last))
-        return [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+        """Both means."""
+        return [self._text(self.first), self._text(self.last)]
 
     def _text(self, mean: float) -> str:
         return f"{mean:.1%}" if self.name.startswith(_FRACTION) else mean_text(mean)
@@ -163,9 +159,7 @@ def _change(
     # Steps have different rows, so a change within their noise is not significant.
     change, noise = last - first, 2 * math.sqrt(scatter / third) + _PRECISION * abs(first)
     moved = (change > noise) - (change < -noise)
-    deviations = [] if kind == "answers" else metric_values(run, spread_key(key))[1][::updates]
-    spreads = [float(np.mean(each)) for each in (deviations[:third], deviations[-third:]) if each]
-    return MetricChange(name, first, last, moved, kind, penalty, spreads)
+    return MetricChange(name, first, last, moved, kind, penalty)
 
 
 def gradient_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
