@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.data_config import DataConfig, parse_fields
+from mlxtune.config.data_config import DataConfig
 from mlxtune.config.fields import CheckedConfig, as_path, same_option
 from mlxtune.config.objective_config import REWARD_NAMES, RewardedConfig
 from mlxtune.config.option import BENCH, COMMAND, FILES, PLAN, RUN
@@ -136,10 +136,6 @@ class RewardConfig(CheckedConfig):
     def contradictions(self) -> Iterator[str]:
         if self.answers is not None and len(self.data) > 1:
             yield "--answers belong to one file: give one --data"
-        try:
-            parse_fields(self.field)
-        except ValueError as problem:
-            yield f"--field {problem}"
 
 
 def demo_file(name: str) -> Path:
