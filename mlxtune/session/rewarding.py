@@ -148,7 +148,7 @@ class RewardSession:
         before = start or self.measure(judged.rows, loaded, with_adapter=False)
         after = self.measure(judged.rows, loaded)
         rewards = [RowRewards(*key, before.values[key], after.values[key]) for key in after.values]
-        if EXACT not in self._config.reward:
+        if EXACT not in [spec.name for spec in self._scorer.rewards]:
             rewards.append(RowRewards(EXACT, False, before.exact, after.exact))
         if (evaluation := evaluate_rewards(judged, rewards, seed)) is None:
             raise NonFiniteLossError("no answer to these rows has a reward: check --reward")

@@ -57,6 +57,8 @@ _MIN_LOSSES = 5
 _JUMP = 1.5
 # Nats per token by which chosen answers may become less likely without a warning.
 _LESS_LIKELY = 0.1
+# Few rows teach a policy if more than this fraction have equal rewards.
+_MANY_ALIKE = 0.5
 # A rate below this fraction of the objective's default hardly trains.
 _TINY_RATE = 0.05
 
@@ -274,7 +276,7 @@ def next_try_line(
     or its rate tiny; or its last validation was the best, so that it was still learning.
     """
     if evaluation.rewards:
-        return _next_reward_line(evaluation, config)
+        return _next_reward_line(evaluation, config, result)
     steps, last = len(result.steps), result.validations[-1:]
     learned = evaluation.verdict == HELPED and not evaluation.hardly
     difference, preference = evaluation.difference, evaluation.preference
@@ -298,17 +300,26 @@ def next_try_line(
     return None
 
 
-def _next_reward_line(evaluation: Evaluation, config: TrainConfig) -> str | None:
-    """Return what to try if fewer answers are exact, or only the sampled ones got better."""
+def _next_reward_line(
+    evaluation: Evaluation, config: TrainConfig, result: InstructTrainResult
+) -> str | None:
+    """Return what to try if fewer answers are exact, or the greedy ones got no better rewards."""
     if any(each.name == EXACT and each.high < 0 for each in evaluation.rewards):
         return "fewer answers are exact than before: change --reward, or stay closer with --kl"
-    sampled = any(each.sampled and not each.name and each.low > 0 for each in evaluation.rewards)
-    if evaluation.verdict == HELPED or not sampled:
+    alike = [step.metrics.get("frac_reward_zero_std", 0.0) for step in result.steps]
+    if evaluation.verdict == HELPED or not alike:
         return None
-    more = f"--epochs {2 * config.epochs}"
-    if config.max_steps is not None:
-        more = f"--max-steps {2 * config.max_steps}"
-    return f"only the sampled answers got better, so more training may help: try {more}"
+    if (fraction := sum(alike) / len(alike)) > _MANY_ALIKE:
+        return (
+            f"for {fraction:.0%} of the rows, all answers got the same reward, so they taught "
+            "nothing: add a reward with partial credit, such as json_keys, or raise --group-size"
+        )
+    if any(each.sampled and not each.name and each.low > 0 for each in evaluation.rewards):
+        more = f"--epochs {2 * config.epochs}"
+        if config.max_steps is not None:
+            more = f"--max-steps {2 * config.max_steps}"
+        return f"only the sampled answers got better, so more training may help: try {more}"
+    return None
 
 
 def _mean_loss(steps: Sequence[StepRecord]) -> float:

@@ -324,20 +324,27 @@ def test_less_likely_chosen_answers_suggest_a_weight_for_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampled", "exact", "expected"),
+    ("alike", "sampled", "exact", "expected"),
     [
-        (0.1, -0.1, "fewer answers are exact than before"),
-        (0.1, 0.0, "only the sampled answers got better, so more training may help"),
-        (-0.1, 0.0, "None"),
+        (0.9, 0.1, -0.1, "fewer answers are exact than before"),
+        (0.9, 0.1, 0.0, "for 90% of the rows, all answers got the same reward"),
+        (0.1, 0.1, 0.0, "only the sampled answers got better, so more training may help"),
+        (0.1, -0.1, 0.0, "None"),
     ],
 )
-def test_reward_that_did_not_rise_suggests_why(sampled: float, exact: float, expected: str) -> None:
+def test_reward_that_did_not_rise_suggests_why(
+    alike: float, sampled: float, exact: float, expected: str
+) -> None:
     config = TrainConfig("m", data=("d",), objective="grpo", reward=("json",))
+    result = result_of(20, {0: 0.0})
+    steps = [
+        dataclasses.replace(step, metrics={"frac_reward_zero_std": alike}) for step in result.steps
+    ]
     changes = (
         RewardChange("", False, 0.5, 0.5, -0.1, 0.1),
         RewardChange("", True, 0.5, 0.6, sampled, 0.2),
         RewardChange("exact", False, 0.5, 0.5, -0.2, exact),
     )
     found = dataclasses.replace(evaluated([0.5, 0.4]), rewards=changes, verdict="cannot tell")
-    line = run_text.next_try_line(found, config, result_of(20, {0: 0.0}), 20)
+    line = run_text.next_try_line(found, config, dataclasses.replace(result, steps=steps), 20)
     assert str(line).startswith(expected)

@@ -168,8 +168,7 @@ def gradient_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
         if each.name == _WITHOUT_GRADIENT and each.last > 0.5:
             yield (
                 f"in the last third, {each.last:.0%} of the rows taught nothing, because all their "
-                "answers had the same reward: add a reward with partial credit, or raise "
-                "--group-size"
+                "answers had the same reward"
             )
 
 
