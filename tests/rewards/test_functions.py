@@ -303,7 +303,6 @@ def test_wrong_schema_is_refused(tmp_path: Path, content: str, problem: str) -> 
 
 def test_schema_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jsonschema", None)
-    with pytest.raises(
-        ConfigError, match=r"needs jsonschema: pip install 'mlxtune-lora\[schema\]'"
-    ):
-        schema_reward(tmp_path, {})
+    (tmp_path / "schema.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"needs jsonschema: .*'mlxtune-lora\[schema\]'"):
+        RewardSpec.parse(f"json:{tmp_path}/schema.json")
