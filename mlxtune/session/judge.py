@@ -246,9 +246,14 @@ def judge(
     # The adapter's own config says how the base was quantised.
     use = config.part(UseConfig, adapter=str(adapter.path), quantize=None, double_quant=False)
     objective = Objective.of(config)
+
+    def measured(loaded: LoadedModel) -> Any:
+        if rewards is not None:
+            return rewards.measure(judged.rows, loaded)
+        return _sums(loaded, judged.rows, (True,), console, workers, objective)[0]
+
     try:
-        measure = partial(rewards.measure if rewards else _losses(session, objective), judged.rows)
-        start = _before_training(session, measure)
+        start = _before_training(session, measured)
         loaded = load_model(use, adapter, session.folder, RunConsole(quiet=True), workers)
         if rewards is not None:
             evaluation = rewards.compare(loaded, judged, start, config.samples)
@@ -294,16 +299,6 @@ def _write_evaluation(run: Path, evaluation: Evaluation) -> None:
     with suppress(OSError, ValueError, MlxTuneError):  # only `mlxtune verify` needs the hash
         found = {**read_json(run / RESULT), EVALUATION_HASH: file_hash(run / EVALUATION)}
         write_json(run / RESULT, found)
-
-
-def _losses(session: RunSession, objective: Objective) -> Callable[[CorpusRows, LoadedModel], Any]:
-    """Return a function that computes the losses of rows under a model with an adapter."""
-
-    def losses(rows: CorpusRows, loaded: LoadedModel) -> Any:
-        (sums,) = _sums(loaded, rows, (True,), session.console, session.workers, objective)
-        return sums
-
-    return losses
 
 
 def _before_training(session: RunSession, measure: Callable[[LoadedModel], Any]) -> Any:
