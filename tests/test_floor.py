@@ -11,7 +11,7 @@ from mlx_lm.utils import load_model
 
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.config import InstructConfig
-from tests.long.floor import Product, product_seconds, step_products
+from tests.long.floor import Matmul, matmul_seconds, step_matmuls
 from tests.models import VOCAB_SIZE, write_model
 
 # The sizes of tests/models.py.
@@ -34,10 +34,10 @@ def flops(
 
 
 def flops_of(model: nn.Module, stretches: list[tuple[int, int]] = STRETCHES) -> dict[str, float]:
-    counts = step_products(model, stretches, 50, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
+    counts = step_matmuls(model, stretches, 50, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
     found: dict[str, float] = {}
-    for product, count in counts.items():
-        found[product.kind] = found.get(product.kind, 0) + count * product.flops
+    for matmul, count in counts.items():
+        found[matmul.kind] = found.get(matmul.kind, 0) + count * matmul.flops
     return found
 
 
@@ -110,23 +110,23 @@ def test_experts_are_a_product_each_over_the_tokens_that_they_get(tmp_path: Path
     )
     model, _ = load_model(folder, lazy=True)
     apply_lora(model, InstructConfig(lora_rank=RANK, targets=("q_proj", "down_proj")))
-    counts = step_products(model, STRETCHES, 50, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
-    kinds = {product: n for product, n in counts.items() if product.kind == "experts"}
-    assert {product.batch for product in kinds} == {4}
+    counts = step_matmuls(model, STRETCHES, 50, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
+    kinds = {matmul: n for matmul, n in counts.items() if matmul.kind == "experts"}
+    assert {matmul.batch for matmul in kinds} == {4}
     # Frozen experts run forward and backward in both layers; LoRA has five products in the first
     # layer and six in the second.
     frozen, lora = 2 * T * 2 * 3 * HIDDEN * 32, 2 * T * 2 * RANK * (HIDDEN + 32)
     expected = 2 * 2 * frozen + 2 * 3 * lora - 2 * T * 2 * RANK * 32
-    assert sum(n * product.flops for product, n in kinds.items()) == pytest.approx(expected)
+    assert sum(n * matmul.flops for matmul, n in kinds.items()) == pytest.approx(expected)
     # With fewer tokens than experts, some experts get none.
-    few = step_products(model, [(1, 0)], 1, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
-    assert {product.batch for product in few if product.kind == "experts"} == {2}
+    few = step_matmuls(model, [(1, 0)], 1, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
+    assert {matmul.batch for matmul in few if matmul.kind == "experts"} == {2}
 
 
 def test_time_is_by_kind_and_grows_with_the_count() -> None:
-    one, other = Product("head", 32, 64, 128), Product("LoRA", 64, 4, 64)
-    once = product_seconds({one: 1, other: 0.5}, "float32")
-    assert product_seconds({one: 3, other: 0.5}, "float32") == pytest.approx(
+    one, other = Matmul("head", 32, 64, 128), Matmul("LoRA", 64, 4, 64)
+    once = matmul_seconds({one: 1, other: 0.5}, "float32")
+    assert matmul_seconds({one: 3, other: 0.5}, "float32") == pytest.approx(
         {"head": 3 * once["head"], "LoRA": once["LoRA"]}
     )
     assert all(0 < seconds < 1 for seconds in once.values())

@@ -72,8 +72,8 @@ def test_layer_that_runs_again_is_counted_again(folder: Path) -> None:
     assert again.matmul_flops - once.matmul_flops == forward + lora + inputs
     assert again.attention_flops / once.attention_flops == 8 / 5
     # These are six products of the layer, three of LoRA, and four for the gradient of the inputs.
-    products = [each.launches["Matmul"] + each.launches["AddMM"] for each in (once, again)]
-    assert products[1] - products[0] == 13
+    matmuls = [each.launches["Matmul"] + each.launches["AddMM"] for each in (once, again)]
+    assert matmuls[1] - matmuls[0] == 13
 
 
 @compiled
@@ -113,7 +113,7 @@ def test_head_is_part_of_the_launches(folder: Path) -> None:
     assert chunks.launches.total() - chunks.head_launches == pytest.approx(
         whole.launches.total() - whole.head_launches, abs=4
     )
-    assert counted(folder, head_apart=False).head_launches == 0
+    assert counted(folder, separate_head=False).head_launches == 0
 
 
 def test_step_is_one_evaluation(folder: Path) -> None:

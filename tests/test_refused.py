@@ -32,7 +32,7 @@ _SHARED = 48 * 1024
 _ROWS, _COLUMNS, _INNER = (16, 256), 128, 64
 _BEST = best_execution(0, kind="gpu")
 # MLX cannot export the separate heads of some architectures.
-EXECUTIONS = {"plain": PLAIN, "whole head": replace(_BEST, head_apart=False), "best": _BEST}
+EXECUTIONS = {"plain": PLAIN, "whole head": replace(_BEST, separate_head=False), "best": _BEST}
 
 
 def short_step() -> list[Example]:

@@ -131,7 +131,7 @@ def show(config: BenchConfig) -> None:
 def first_steps(config: BenchConfig, dataset: Dataset) -> tuple[list[list[Example]], int]:
     """Return the first steps of `train`'s first epoch, and the number of their rows."""
     steps = first_epoch(config.training(config.dtype), dataset)[: config.steps]
-    return [dataset.rows.train.draw(step) for step in steps], sum(map(len, steps))
+    return [dataset.rows.train.examples_of(step) for step in steps], sum(map(len, steps))
 
 
 def _report_work(

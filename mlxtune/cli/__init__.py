@@ -16,7 +16,7 @@ from click.shell_completion import shell_complete
 
 import mlxtune
 from mlxtune.cli.table import COMMANDS
-from mlxtune.config.known_names import COMMANDS as KNOWN_COMMANDS
+from mlxtune.config.known_names import COMMANDS as COMMAND_EQUIVALENTS
 from mlxtune.core.machine.gpu_faults import fault_error, fault_of
 from mlxtune.core.machine.installation import installed_version
 from mlxtune.errors import (
@@ -56,7 +56,7 @@ class _OrderedGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command. For another tool's command, raises UsageError with a suggestion."""
-        if args and args[0] not in self.commands and (known := KNOWN_COMMANDS.get(args[0])):
+        if args and args[0] not in self.commands and (known := COMMAND_EQUIVALENTS.get(args[0])):
             raise click.UsageError(f"no command {args[0]}: use {known}", ctx)
         return super().resolve_command(ctx, args)
 

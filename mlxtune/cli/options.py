@@ -19,7 +19,7 @@ from mlxtune.config.fields import (
     flags_of,
     options_of,
 )
-from mlxtune.config.known_names import ELSEWHERE, KNOWN, as_entry, as_flag, suggestion
+from mlxtune.config.known_names import ELSEWHERE, EQUIVALENTS, as_entry, as_flag, suggestion
 from mlxtune.config.option import Option, Section
 from mlxtune.errors import ConfigError, shorten
 
@@ -153,7 +153,7 @@ class Command(click.Command):
             if param is None:
                 plain = _field_name(name)
                 elsewhere = ELSEWHERE.get((str(self.name), plain))
-                answered |= plain in KNOWN or plain in options or elsewhere is not None
+                answered |= plain in EQUIVALENTS or plain in options or elsewhere is not None
                 end = suggestion(plain, value or None, options, as_flag, flags)
                 unknown.append(f"unknown option {name}{f': {elsewhere}' if elsewhere else end}")
         yield from unknown if answered else ()

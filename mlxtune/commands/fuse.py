@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mlxtune.backend.adapters import compare_logits, fusing, gptq
-from mlxtune.backend.adapters.attach import Adapted, load_adapted
+from mlxtune.backend.adapters.attach import AdapterSwitch, load_adapted
 from mlxtune.backend.adapters.certificate import MAX_LOST, Retention, try_in_order
 from mlxtune.backend.adapters.file_formats import merged_gguf
 from mlxtune.backend.adapters.storage import AS_BASE, Storage
@@ -196,7 +196,7 @@ def _round_by_gptq(
 
 
 def _measure_of(
-    source: verified_output.Source, adapted: Adapted, rows: CorpusRows | None
+    source: verified_output.Source, adapted: AdapterSwitch, rows: CorpusRows | None
 ) -> _Measure:
     if rows:
 

@@ -12,7 +12,7 @@ from typing import Any
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, seed
 from mlxtune.config import GenerateConfig, as_path
 from mlxtune.config.limits import RECORD, parse_json
-from mlxtune.core.data.problems import BadRow, where
+from mlxtune.core.data.problems import BadRowError, where
 from mlxtune.core.data.prompt import (
     MAX_BYTES,
     Prompt,
@@ -179,7 +179,7 @@ def _prompts(
     for number, row in read_objects(data):
         place = where(data, number)
         try:
-            if isinstance(row, BadRow):
+            if isinstance(row, BadRowError):
                 raise DataError(f"{place}: {row}")
             content, shown = _conversation(row, place, system)
             if completes and "prompt" in shown:

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from mlxtune.config import DataConfig, RewardConfig, as_path
 from mlxtune.config.data_config import parse_fields
-from mlxtune.core.data.problems import BadRow, SkippedRows, where
+from mlxtune.core.data.problems import BadRowError, SkippedRows, where
 from mlxtune.core.data.prompt import PromptRow, read_prompts
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.core.formatting import pluralize
@@ -129,7 +129,7 @@ def _from_file(name: str, rows: Sequence[PromptRow]) -> Iterator[tuple[str, Comp
     path, by_number, found = as_path(name), {row.number: row for row in rows}, False
     for number, content in read_objects(path):
         place = where(path, number)
-        if isinstance(content, BadRow):
+        if isinstance(content, BadRowError):
             raise DataError(f"{place}: {content}")
         text, row = content.get("answer"), content.get("row")
         if not isinstance(text, str) or not isinstance(row, int):

@@ -49,7 +49,7 @@ from mlxtune.errors import (
 )
 from mlxtune.session.arguments import ResolvedOptions
 from mlxtune.session.interrupt import interrupt_on_signal
-from mlxtune.session.memory_planning import recorded_products
+from mlxtune.session.memory_planning import recorded_matmul
 from mlxtune.session.resuming import check_asked_again, check_initial, run_config
 from mlxtune.views.output import print_json, print_line
 
@@ -276,7 +276,7 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
             # The checkpoints on the way are compared too.
             keep=max(config.keep, len(good) + 1),
             # Timing the products again might change the choice of --quantized-compute auto.
-            quantized_compute=recorded_products(newest.metadata) or config.quantized_compute,
+            quantized_compute=recorded_matmul(newest.metadata) or config.quantized_compute,
             # A replay needs no tracker or profile.
             track=(),
             profile_interval=0,

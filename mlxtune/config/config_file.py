@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from mlxtune.config.known_names import as_flag
-from mlxtune.config.limits import OPTIONS, TooLarge, check_value
+from mlxtune.config.limits import OPTIONS, TooLargeError, check_value
 from mlxtune.errors import ConfigError, one_line, shorten
 
 # The time and memory of tomllib grow with the square of the number of parts in a key.
@@ -79,7 +79,7 @@ def read_config_file(path: Path) -> Mapping[Any, Any]:
     values = _parse_toml(path, text) if path.suffix.lower() == ".toml" else _parse_yaml(path, text)
     try:
         check_value(values, OPTIONS, f"--config {path}")
-    except TooLarge as error:
+    except TooLargeError as error:
         raise ConfigError([str(error)]) from error
     if values is None:  # an empty file, or a file of comments
         return {}
@@ -140,7 +140,7 @@ class Translation:
     problems: list[str] = field(default_factory=list)
 
 
-class _Impossible(ValueError):
+class _UnrepresentableError(ValueError):
     """An entry that mlxtune cannot honour; the message gives the reason."""
 
 
@@ -160,7 +160,7 @@ def translate(entries: Mapping[Any, Any]) -> Translation:
             continue
         try:
             options, why = ({}, "not set") if value is None else convert(value, named)
-        except _Impossible as problem:
+        except _UnrepresentableError as problem:
             translation.problems.append(f"{name}: {shorten(str(value))}: {problem}")
             continue
         translation.options |= options
@@ -206,9 +206,9 @@ def _number(value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise _Impossible("must be a number") from None
+        raise _UnrepresentableError("must be a number") from None
     if not math.isfinite(number):
-        raise _Impossible("must be a finite number")
+        raise _UnrepresentableError("must be a finite number")
     return number
 
 
@@ -223,7 +223,7 @@ def _accumulated(entries: Entries) -> int:
 
 def _fine_tune_type(value: Any, _: Entries) -> tuple[Options, str]:
     if value == "full":
-        raise _Impossible("full fine-tuning is out of scope: use lora or dora")
+        raise _UnrepresentableError("full fine-tuning is out of scope: use lora or dora")
     return ({"dora": True}, "") if value == "dora" else ({}, "what mlxtune trains")
 
 
@@ -233,7 +233,7 @@ def _training_mode(value: Any, _: Entries) -> tuple[Options, str]:
 
 def _optimizer(value: Any, entries: Entries) -> tuple[Options, str]:
     if value not in ("adam", "adamw"):
-        raise _Impossible("the optimizer is always AdamW: use adam or adamw")
+        raise _UnrepresentableError("the optimizer is always AdamW: use adam or adamw")
     decay = _settings(entries).get("weight_decay", 0.01 if value == "adamw" else 0)
     return {"weight_decay": decay}, "AdamW, with bias correction"
 
@@ -277,7 +277,9 @@ def _lr_schedule(value: Any, entries: Entries) -> tuple[Options, str]:
     name = value.get("name") if isinstance(value, Mapping) else None
     arguments = value.get("arguments") if isinstance(value, Mapping) else None
     if name != "cosine_decay" or not isinstance(arguments, list) or len(arguments) < 2:
-        raise _Impossible("only cosine_decay with its arguments has a counterpart: see --schedule")
+        raise _UnrepresentableError(
+            "only cosine_decay with its arguments has a counterpart: see --schedule"
+        )
     iters = _number(entries.get("iters") or arguments[1])
     warmup = min(_number(value.get("warmup") or 0) / max(iters, 1), 1.0)
     options = {
@@ -291,7 +293,7 @@ def _lr_schedule(value: Any, entries: Entries) -> tuple[Options, str]:
 
 def _lora_parameters(value: Any, _: Entries) -> tuple[Options, str]:
     if not isinstance(value, Mapping):
-        raise _Impossible("must have rank, scale and dropout")
+        raise _UnrepresentableError("must have rank, scale and dropout")
     rank = _whole(value.get("rank", 8))
     scaled = value.get("alpha", _number(value.get("scale", 20.0)) * rank)
     keys = value.get("keys")
@@ -318,7 +320,7 @@ def _mask_prompt(value: Any, _: Entries) -> tuple[Options, str]:
 
 
 def _hf_dataset(*_: Any) -> tuple[Options, str]:
-    raise _Impossible("use --data owner/name:split, and --field for the columns")
+    raise _UnrepresentableError("use --data owner/name:split, and --field for the columns")
 
 
 _ENTRIES: Mapping[str, _Converter] = {

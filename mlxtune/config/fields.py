@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from mlxtune.config.known_names import KNOWN, unknown_keyword
+from mlxtune.config.known_names import EQUIVALENTS, unknown_keyword
 from mlxtune.config.option import Option
 from mlxtune.errors import ConfigError
 
@@ -79,7 +79,7 @@ def check_names(config: type, options: Mapping[str, Any]) -> None:
 
 def _elsewhere(name: str, own: Mapping[str, Option]) -> str:
     """Return the end of a message on another tool's option: which config has our equivalent."""
-    known = KNOWN.get(name)
+    known = EQUIVALENTS.get(name)
     ours = [our.partition("=")[0] for our in known.ours] if known else []
     if any(option in own for option in ours):
         return ""

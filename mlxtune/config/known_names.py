@@ -21,7 +21,7 @@ _OWN_CHOICE = "mlxtune chooses this to suit the machine"
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class OptionEquivalent:
     """Our equivalent of another tool's option.
 
     `ours` lists equivalent options: the first that a command has is suggested. A value in an entry,
@@ -153,8 +153,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
 )
 # Options of a command that no config has, so that no file can set them.
 FLAGS = ("dry_run", "resume", "open", "config", "debug")
-KNOWN: Mapping[str, Known] = {
-    name: Known(tuple(ours.split()), differs)
+EQUIVALENTS: Mapping[str, OptionEquivalent] = {
+    name: OptionEquivalent(tuple(ours.split()), differs)
     for names, ours, differs in _TABLE
     for name in names.split()
 }
@@ -237,7 +237,7 @@ def answer(
     `own` has the command's options, and `flags` its options without a value. `value` is the given
     value, or None to leave it out.
     """
-    known = KNOWN.get(name)
+    known = EQUIVALENTS.get(name)
     if known is None:
         return None
     if not known.ours:
@@ -267,7 +267,7 @@ def suggestion(
     plain = name[:60].replace("-", "_")
     if plain in FLAGS and write is not as_flag:
         return f": it is a flag of the command, {as_flag(plain, None)}"
-    if plain in KNOWN:
+    if plain in EQUIVALENTS:
         return answer(plain, value, own, write, flags) or ""
     close = difflib.get_close_matches(plain, own, n=1)
     hint = "".join(close)

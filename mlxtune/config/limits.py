@@ -104,21 +104,21 @@ def limits_of(name: str) -> Limits:
     return _BY_NAME.get(name) or _BY_SUFFIX.get(suffix, OTHER)
 
 
-class TooLarge(ValueError):
+class TooLargeError(ValueError):
     """A file, or a value in it, is larger than its kind may be."""
 
 
 def check_bytes(name: str, size: int, limits: Limits) -> None:
-    """Raise TooLarge, naming the file, if it has more bytes than its kind may have."""
+    """Raise TooLargeError, naming the file, if it has more bytes than its kind may have."""
     if size > limits.bytes:
-        raise TooLarge(f"{name} is too large: {size:,} bytes, more than {limits.bytes:,}")
+        raise TooLargeError(f"{name} is too large: {size:,} bytes, more than {limits.bytes:,}")
 
 
 def parse_json(content: bytes, limits: Limits, name: str, *, constants: bool = True) -> Any:
     """Return the value of a file's JSON, after counting its values.
 
-    Without `constants`, NaN, infinity and numbers as large as 1e999 are refused. Raises TooLarge or
-    another ValueError, which both name the file.
+    Without `constants`, NaN, infinity and numbers as large as 1e999 are refused. Raises
+    TooLargeError or another ValueError, which both name the file.
     """
     check_bytes(name, len(content), limits)
     check_count(content, limits, name)
@@ -127,7 +127,7 @@ def parse_json(content: bytes, limits: Limits, name: str, *, constants: bool = T
         kinds: dict[str, Any] = {} if constants else {"parse_constant": int, "parse_float": _finite}
         value = json.loads(content.decode("utf-8"), **kinds)
     except RecursionError as error:
-        raise TooLarge(f"{name} is nested too deep") from error
+        raise TooLargeError(f"{name} is nested too deep") from error
     except ValueError as error:
         raise ValueError(f"{name} is not valid JSON") from error
     check_value(value, limits, name)
@@ -159,9 +159,9 @@ def has_more_values(content: bytes, most: int) -> bool:
 
 
 def check_count(content: bytes, limits: Limits, name: str) -> None:
-    """Raise TooLarge, naming the file, if JSON has more values than its kind may have."""
+    """Raise TooLargeError, naming the file, if JSON has more values than its kind may have."""
     if has_more_values(content, limits.values):
-        raise TooLarge(f"{name} has more than {limits.values:,} values")
+        raise TooLargeError(f"{name} has more than {limits.values:,} values")
 
 
 def _marks(content: bytes, start: int, end: int) -> int:
@@ -169,21 +169,21 @@ def _marks(content: bytes, start: int, end: int) -> int:
 
 
 def check_value(value: Any, limits: Limits, name: str) -> None:
-    """Raise TooLarge, which names the file, for text, lists, numbers or nesting beyond limits."""
+    """Raise TooLargeError, naming the file, for text, lists, numbers or nesting beyond limits."""
     for each, depth in _walk(value):
         if isinstance(each, str):
             if len(each) > limits.text:
-                raise TooLarge(f"{name} has text of {len(each):,} characters: {each!r:.40}")
+                raise TooLargeError(f"{name} has text of {len(each):,} characters: {each!r:.40}")
         elif isinstance(each, dict | list):
             most = limits.items if isinstance(each, list) and limits.items else limits.entries
             if len(each) > most:
-                raise TooLarge(
+                raise TooLargeError(
                     f"{name} has a list or object of {len(each):,} values, more than {most:,}"
                 )
             if depth > limits.depth:
-                raise TooLarge(f"{name} is nested too deep")
+                raise TooLargeError(f"{name} is nested too deep")
         elif isinstance(each, int) and _is_longer(each, limits.digits):
-            raise TooLarge(f"{name} has a number of more than {limits.digits} digits")
+            raise TooLargeError(f"{name} has a number of more than {limits.digits} digits")
 
 
 def _is_longer(number: int, digits: int) -> bool:

@@ -20,12 +20,12 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 # the largest accepted deviation from 1 of the ratio of their norms.
 COSINE_TOLERANCE, NORM_TOLERANCE = 0.999, 0.03
 # The largest accepted error of a product, as a multiple of the error that rounding explains.
-PRODUCT_TOLERANCE = 1.0
+MATMUL_TOLERANCE = 1.0
 # The largest accepted excess of a measured peak, as a fraction of its prediction; that for GPUs
 # is a guess, not based on measurements.
 MEMORY_MARGIN, GPU_MEMORY_MARGIN = 0.15, 0.5
 # Kinds of checks.
-GRADIENTS, PRODUCTS, DTYPE = "gradients", "products", "16 bits"
+GRADIENTS, MATMULS, DTYPE = "gradients", "products", "16 bits"
 BYTES, MEMORY = "bytes", "memory"
 SPEED, PEER, CACHE = "speed", "mlx-lm", "cache"
 # The `expected` of checks that ran out of time.
@@ -34,7 +34,7 @@ _END = "completion"
 _ADVICE = {
     GRADIENTS: "a step would learn something wrong here: train nothing that matters, update MLX "
     "and the system, and report the problem",
-    PRODUCTS: "this device computes wrong products: train nothing that matters, update MLX and the "
+    MATMULS: "this device computes wrong products: train nothing that matters, update MLX and the "
     "system, and report the problem",
     DTYPE: "training in 16 bits would learn something wrong here: train with --dtype float32, "
     "update MLX and the system, and report the problem",
@@ -168,18 +168,18 @@ def check_dtype(name: str, cosine: float, norm: float, packing_problem: str = ""
     )
 
 
-def check_product(name: str, ratio: float, tokens: int, inner: int, columns: int) -> ProofCheck:
+def check_matmul(name: str, ratio: float, tokens: int, inner: int, columns: int) -> ProofCheck:
     """Judge a product by `ratio`, its largest error as a multiple of what rounding explains.
 
     The factors are a (`tokens`, `inner`) and an (`inner`, `columns`) matrix.
     """
     return ProofCheck(
-        kind=PRODUCTS,
+        kind=MATMULS,
         name=name,
-        expected=f"≤ {PRODUCT_TOLERANCE:g} x rounding",
+        expected=f"≤ {MATMUL_TOLERANCE:g} x rounding",
         found=f"{ratio:.1g}, {tokens} x {inner}",
         # A NaN is never within a tolerance.
-        passed=ratio <= PRODUCT_TOLERANCE,
+        passed=ratio <= MATMUL_TOLERANCE,
         values={
             **{"rounding_ratio": _finite(ratio)},
             **{"rows": tokens, "inner": inner, "columns": columns},

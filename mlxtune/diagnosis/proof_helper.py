@@ -40,7 +40,7 @@ from mlxtune.core.steps.rounding import NOT_ROUNDED
 from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import ProofCheck, Step
 from mlxtune.diagnosis.kernel_proof import kernel_checks, on_the_cpu, step_of
-from mlxtune.diagnosis.products import product_checks
+from mlxtune.diagnosis.matmuls import matmul_checks
 from mlxtune.session.dataset import load_dataset
 from mlxtune.session.reader import Reader
 
@@ -65,7 +65,7 @@ SHAPES: Mapping[str, Callable[[Execution], Execution]] = {
 
 
 @dataclass(frozen=True)
-class Way:
+class StepVariant:
     """A way to compute a step, with or without dropout."""
 
     name: str
@@ -73,26 +73,26 @@ class Way:
     dropout: float = 0.0
 
 
-def _way(kind: str, parameters: int = 0) -> Way:
+def _variant(kind: str, parameters: int = 0) -> StepVariant:
     """Return the way named `kind`; the CPU's kernels compute only models of enough `parameters`."""
     execution = best_execution(parameters, kind=kind)
-    return Way(kind, replace(execution, micro_batch_tokens=_ONE_STEP))
+    return StepVariant(kind, replace(execution, micro_batch_tokens=_ONE_STEP))
 
 
-def ways() -> list[Way]:
+def step_variants() -> list[StepVariant]:
     """Return the ways to compute a step on this device.
 
     Each way except `plain` has a variant with recomputed layers, dropout, several micro-batches
     and small chunks of the head.
     """
-    ways_to_prove = [_way("plain")]
+    variants = [_variant("plain")]
     for kind in ("gpu", "cpu") if on_cpu() else ("gpu",):
-        way = _way(kind, _LARGE)
-        ways_to_prove.append(way)
-        execution = replace(way.execution, loss_chunk=_SMALL_CHUNK, micro_batch_tokens=256)
+        variant = _variant(kind, _LARGE)
+        variants.append(variant)
+        execution = replace(variant.execution, loss_chunk=_SMALL_CHUNK, micro_batch_tokens=256)
         small = replace(execution, recompute=True)
-        ways_to_prove.append(Way(f"{kind}, recomputed", small, _DROPOUT))
-    return ways_to_prove
+        variants.append(StepVariant(f"{kind}, recomputed", small, _DROPOUT))
+    return variants
 
 
 def gradients(model: Path, data: Path) -> Iterator[ProofCheck]:
@@ -103,12 +103,12 @@ def gradients(model: Path, data: Path) -> Iterator[ProofCheck]:
     examples = _examples(model, data)
     plain = replace(best_execution(0, kind="plain"), micro_batch_tokens=1)
     expected = {
-        dropout: _computed(model, examples, Way("", plain, dropout), "dequantized")[0]
+        dropout: _computed(model, examples, StepVariant("", plain, dropout), "dequantized")[0]
         for dropout in (0.0, _DROPOUT)
     }
-    for way in ways():
-        computed, _ = _computed(model, examples, way, "auto")
-        yield checks.compare(way.name, "float32", computed, expected[way.dropout])
+    for variant in step_variants():
+        computed, _ = _computed(model, examples, variant, "auto")
+        yield checks.compare(variant.name, "float32", computed, expected[variant.dropout])
 
 
 def dtype(model: Path, data: Path) -> Iterator[ProofCheck]:
@@ -119,10 +119,10 @@ def dtype(model: Path, data: Path) -> Iterator[ProofCheck]:
     examples = _examples(model, data)
     # Runs on the CPU, because GPUs may round the factors of float32 products.
     with on_the_cpu():
-        expected, _ = _computed(model, examples, _way("plain"), "dequantized")
+        expected, _ = _computed(model, examples, _variant("plain"), "dequantized")
     for name in ("bfloat16", "float16"):
         for kind in ("plain", "gpu"):
-            computed, problem = _computed(model, examples, _way(kind), "auto", name)
+            computed, problem = _computed(model, examples, _variant(kind), "auto", name)
             yield checks.compare(f"{name}, {kind}", name, computed, expected, problem)
 
 
@@ -204,7 +204,7 @@ def write_base(like: Path, folder: Path, *, quantized: bool) -> Sequence[ProofCh
 JOBS: Mapping[str, Callable[..., Iterable[ProofCheck]]] = {
     "gradients": gradients,
     "kernels": partial(kernel_checks, "float32"),
-    "products": product_checks,
+    "products": matmul_checks,
     "kernels16": partial(kernel_checks, "bfloat16"),
     "dtype": dtype,
     "memory": memory_peaks,
@@ -219,11 +219,15 @@ def _lora(dropout: float = 0.0) -> InstructConfig:
 
 
 def _computed(
-    folder: Path, examples: Sequence[Example], way: Way, compute: str, dtype: str = "float32"
+    folder: Path,
+    examples: Sequence[Example],
+    variant: StepVariant,
+    compute: str,
+    dtype: str = "float32",
 ) -> tuple[Step, str]:
     """Return a step's loss and gradients (see `step_of`), and why packing failed, if it did."""
     base = loading.load_base(folder, dtype, BaseOptions(quantized_compute=compute))
-    pipeline = InstructPipeline(base.model, _lora(way.dropout), execution=way.execution)
+    pipeline = InstructPipeline(base.model, _lora(variant.dropout), execution=variant.execution)
     return step_of(pipeline, examples), pipeline.forward.packing_problem
 
 

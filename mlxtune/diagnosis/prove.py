@@ -39,7 +39,7 @@ _CPU_TIMED = ("--steps", "2", "--batch-size", "2")
 _GPU_TIMED = ("--steps", "8", "--batch-size", "4")
 _HEADINGS = {
     checks.GRADIENTS: "loss and gradients",
-    checks.PRODUCTS: "products in real sizes",
+    checks.MATMULS: "products in real sizes",
     checks.DTYPE: "gradients in 16 bits",
     checks.BYTES: "bytes of the adapter",
     checks.MEMORY: "peak memory",
@@ -186,7 +186,7 @@ def parts(bench: Workbench, device: str) -> list[Part]:
     return [
         *(on_model(checks.GRADIENTS, "gradients", name) for name in (QWEN, GEMMA, BASE)),
         (checks.GRADIENTS, "kernels", partial(bench.measure, "kernels")),
-        (checks.PRODUCTS, "products", partial(bench.measure, "products")),
+        (checks.MATMULS, "products", partial(bench.measure, "products")),
         (checks.DTYPE, "kernels", partial(bench.measure, "kernels16")),
         *(on_model(checks.DTYPE, "dtype", name) for name in (DENSE, BASE)),
         *(twice(name) for name in (QWEN, BASE)),

@@ -17,7 +17,7 @@ import huggingface_hub
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import disable_progress_bars, logging
 
-from mlxtune.config.limits import HUB_RESPONSE, TooLarge, parse_json
+from mlxtune.config.limits import HUB_RESPONSE, TooLargeError, parse_json
 from mlxtune.core.machine.installation import installed_version
 from mlxtune.core.names import is_commit, is_file_name, is_relative_path
 from mlxtune.errors import ConfigError, MlxTuneError, one_line
@@ -108,7 +108,7 @@ def _reason(error: Exception, kind: str, here: str) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     if isinstance(cause, errors.HfHubHTTPError):
         return _refusal(cause, kind, here)
-    if isinstance(error, TooLarge):
+    if isinstance(error, TooLargeError):
         return f"{error}: check HF_ENDPOINT"
     nonsense = (TypeError, ValueError, LookupError, AttributeError, AssertionError)
     if isinstance(error, (*nonsense, errors.FileMetadataError)):
@@ -173,12 +173,14 @@ def _limit(request: Any) -> None:
 def _check(response: Any) -> None:
     """Check the names in a response, shorten the wait that it requests, and limit its size.
 
-    Raises BadResponseError for an invalid name, and TooLarge for a compressed response. The stream
-    raises TooLarge if the response is too long and not a file.
+    Raises BadResponseError for an invalid name, and TooLargeError for a compressed response. The
+    stream raises TooLargeError if the response is too long and not a file.
     """
     headers = response.headers
     if (packed := headers.get("Content-Encoding", _PLAIN)) != _PLAIN:
-        raise TooLarge(f"the hub's response is compressed ({packed:.20}), contrary to the request")
+        raise TooLargeError(
+            f"the hub's response is compressed ({packed:.20}), contrary to the request"
+        )
     if response.request.method == "HEAD":  # the client's request before it downloads a file
         _check_file_headers(headers)
     for name in _LIMITS:
@@ -209,7 +211,7 @@ def _check_facts(response: Any) -> None:
     """Raise BadResponseError if JSON about a repository has an invalid commit or file name."""
     try:
         facts = parse_json(response.read(), HUB_RESPONSE, "the hub's response")
-    except TooLarge:
+    except TooLargeError:
         raise
     except ValueError:
         return  # the client reports invalid JSON itself
@@ -228,7 +230,7 @@ def _check_facts(response: Any) -> None:
 def _within_limits(response: Any, most: int | None) -> Any:
     """Return a response's stream, with limits on its speed and size.
 
-    The stream raises the client's ReadTimeout if it is slower than SLOWEST, and TooLarge after
+    The stream raises the client's ReadTimeout if it is slower than SLOWEST, and TooLargeError after
     `most` bytes.
     """
     library = importlib.import_module(type(response).__module__.partition(".")[0])
@@ -240,7 +242,7 @@ def _within_limits(response: Any, most: int | None) -> Any:
             for piece in stream:
                 size += len(piece)
                 if most is not None and size > most:
-                    raise TooLarge(f"the hub's response has more than {most:,} bytes")
+                    raise TooLargeError(f"the hub's response has more than {most:,} bytes")
                 seconds = time.monotonic() - started
                 if seconds > SILENCE and size < SLOWEST * seconds:
                     raise library.ReadTimeout("the response trickles", request=response.request)

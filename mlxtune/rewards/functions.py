@@ -42,7 +42,7 @@ _PRECISION = 1e-6
 Score = Callable[[str, str | None], float]
 
 
-class NoReward(Exception):
+class NoRewardError(Exception):
     """A reward has no value for an answer; the message says why."""
 
 
@@ -171,7 +171,7 @@ def _regex(pattern: str) -> Score:
             return float(found is not None)
         expected = _search(compiled, _required(answer))
         if expected is None:
-            raise NoReward("the pattern finds nothing in the row's answer")
+            raise NoRewardError("the pattern finds nothing in the row's answer")
         return float(found[1] == expected[1])
 
     return score
@@ -188,7 +188,7 @@ def _search(pattern: Any, text: str) -> Any:
     try:
         return pattern.search(text, timeout=_SEARCH_SECONDS)
     except TimeoutError:
-        raise NoReward(f"a search takes more than {_SEARCH_SECONDS:g} s") from None
+        raise NoRewardError(f"a search takes more than {_SEARCH_SECONDS:g} s") from None
 
 
 def _length(argument: str) -> Score:
@@ -209,7 +209,7 @@ def _number(argument: str) -> Score:
     def score(text: str, answer: str | None) -> float:
         expected = last_number(_required(answer))
         if expected is None:
-            raise NoReward("the row's answer has no number")
+            raise NoRewardError("the row's answer has no number")
         found = last_number(without_thinking(text))
         return float(found is not None and found.equals(expected, tolerance))
 
@@ -230,7 +230,7 @@ def _number_argument(argument: str, meaning: str) -> float:
 def _required(answer: str | None) -> str:
     expected = without_thinking(answer or "")
     if not expected:
-        raise NoReward("the row has no answer to compare with")
+        raise NoRewardError("the row has no answer to compare with")
     return expected
 
 
@@ -249,7 +249,7 @@ def _json(argument: str) -> Score:
         try:
             expected = canonical(_parsed(_required(answer)))
         except ValueError:
-            raise NoReward("the row's answer is not JSON") from None
+            raise NoRewardError("the row's answer is not JSON") from None
         try:
             return float(canonical(_parsed(without_thinking(text))) == expected)
         except ValueError:
@@ -305,7 +305,7 @@ def _json_keys(argument: str) -> Score:
     def score(text: str, answer: str | None) -> float:
         expected = _object(_required(answer))
         if not expected:
-            raise NoReward("the row's answer is not a JSON object with keys")
+            raise NoRewardError("the row's answer is not a JSON object with keys")
         found = _object(without_thinking(text)) or {}
         right = sum(found.get(key) == value for key, value in expected.items())
         return right / len(expected.keys() | found.keys())

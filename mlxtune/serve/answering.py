@@ -122,7 +122,7 @@ class Answers(ResponseGenerator):  # type: ignore[misc]
                 at_end = piece.finish_reason is not None
                 text = ""
                 if piece.finish_reason != "stop":
-                    text = stream.add(self.models.spell(request.model, piece.token))
+                    text = stream.add(self.models.token_bytes(request.model, piece.token))
                     request.pieces.append(piece)
                 reason = "length" if piece.finish_reason == "length" else None
                 if stream.stopped:

@@ -18,11 +18,17 @@ import mlxtune.backend  # noqa: F401  sets MLX's folder before mlx is imported
 # isort: split
 from mlx_lm.server import APIHandler, CompletionRequest, Response
 
-from mlxtune.config.limits import Limits, TooLarge, parse_json
+from mlxtune.config.limits import Limits, TooLargeError, parse_json
 from mlxtune.core.data.prompt import MAX_BYTES
 from mlxtune.errors import DataError, MlxTuneError
 from mlxtune.serve.answering import AnswerError, AskedRequest
-from mlxtune.serve.api_requests import RefusedRequest, checked_body, require, stops_of, tools_of
+from mlxtune.serve.api_requests import (
+    RefusedRequestError,
+    checked_body,
+    require,
+    stops_of,
+    tools_of,
+)
 from mlxtune.serve.api_server import ApiServer
 from mlxtune.serve.served_models import AskedMessages, ServedModel, trained_on
 from mlxtune.watch.connections import LimitedReader
@@ -105,9 +111,9 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Send an error in the protocol's form."""
         del explain  # for pages of HTML
-        self._send(code, RefusedRequest(code, message or HTTPStatus(code).phrase).content)
+        self._send(code, RefusedRequestError(code, message or HTTPStatus(code).phrase).content)
 
-    def _refuse(self, refused: RefusedRequest) -> None:
+    def _refuse(self, refused: RefusedRequestError) -> None:
         if not self._begun:
             self._send(refused.status, refused.content)
         elif self.stream:
@@ -144,7 +150,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             elif path.startswith(f"{_MODELS}/"):
                 self._send(HTTPStatus.OK, self._described(self._model(name)))
             else:
-                raise RefusedRequest(HTTPStatus.NOT_FOUND, "no such address")
+                raise RefusedRequestError(HTTPStatus.NOT_FOUND, "no such address")
 
     def do_POST(self) -> None:
         """Answer messages, or complete a text."""
@@ -153,7 +159,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             self._check_key()
             self.path = self.path.partition("?")[0]
             if self.path not in _CHAT + _TEXT:
-                raise RefusedRequest(HTTPStatus.NOT_FOUND, "no such address")
+                raise RefusedRequestError(HTTPStatus.NOT_FOUND, "no such address")
             body = self._body()
             with self.server.answering():
                 self._asked = self._request(body)
@@ -171,19 +177,19 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         """Send an error that the block raises."""
         try:
             yield
-        except RefusedRequest as refused:
+        except RefusedRequestError as refused:
             self._refuse(refused)
         except AnswerError as error:
-            self._refuse(RefusedRequest(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)))
+            self._refuse(RefusedRequestError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)))
 
     def _check_place(self) -> None:
         hosts, origins = self.headers.get_all("Host", []), self.headers.get_all("Origin", [])
         if self.server.is_local and (len(hosts) != 1 or not _LOOPBACK.fullmatch(hosts[0])):
             message = "the Host of a request must be this machine: ask at 127.0.0.1"
-            raise RefusedRequest(HTTPStatus.MISDIRECTED_REQUEST, message)
+            raise RefusedRequestError(HTTPStatus.MISDIRECTED_REQUEST, message)
         if len(origins) > 1 or not all(map(self._is_allowed, origins)):
             message = "pages of this site may not ask: start the server with --allow-origin"
-            raise RefusedRequest(HTTPStatus.FORBIDDEN, message)
+            raise RefusedRequestError(HTTPStatus.FORBIDDEN, message)
 
     def _check_key(self) -> None:
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
@@ -191,52 +197,56 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         key = self.server.key
         if key is not None and not hmac.compare_digest(given.encode("latin-1"), key.encode()):
             message = "the key is missing or wrong: send the server's --api-key after Bearer"
-            raise RefusedRequest(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+            raise RefusedRequestError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
 
     def _body(self) -> dict[str, Any]:
         """Return the entries of a request's JSON that are not null."""
         if self.headers.get_content_type() != "application/json":
             message = "a request is JSON: send the header Content-Type: application/json"
-            raise RefusedRequest(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message)
+            raise RefusedRequestError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message)
         if (size := self._length()) > _BODY.bytes:
             message = f"the request has {size:,} bytes, more than {_BODY.bytes:,}: shorten it"
-            raise RefusedRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+            raise RefusedRequestError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
         try:
             content = self.rfile.read(size)
             body = parse_json(content, _BODY, "the request", constants=False)
         except TimeoutError as error:
             message = "the request did not arrive in time"
-            raise RefusedRequest(HTTPStatus.REQUEST_TIMEOUT, message) from error
-        except TooLarge as error:
-            raise RefusedRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)) from error
+            raise RefusedRequestError(HTTPStatus.REQUEST_TIMEOUT, message) from error
+        except TooLargeError as error:
+            raise RefusedRequestError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)) from error
         except ValueError as error:
-            raise RefusedRequest(HTTPStatus.BAD_REQUEST, str(error)) from error
+            raise RefusedRequestError(HTTPStatus.BAD_REQUEST, str(error)) from error
         if not isinstance(body, dict):
-            raise RefusedRequest(HTTPStatus.BAD_REQUEST, "the request is not an object")
+            raise RefusedRequestError(HTTPStatus.BAD_REQUEST, "the request is not an object")
         return {name: value for name, value in body.items() if value is not None}
 
     def _length(self) -> int:
         """Return the bytes of a request's body, of which a proxy must not have another opinion."""
         sizes = set(self.headers.get_all("Content-Length", []))
         if not sizes:
-            raise RefusedRequest(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing: send it")
+            raise RefusedRequestError(
+                HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing: send it"
+            )
         if "Transfer-Encoding" in self.headers:
             message = "a request has either Content-Length or Transfer-Encoding: send the former"
-            raise RefusedRequest(HTTPStatus.BAD_REQUEST, message)
+            raise RefusedRequestError(HTTPStatus.BAD_REQUEST, message)
         if len(sizes) > 1 or not re.fullmatch("[0-9]{1,15}", *sizes):
             message = "Content-Length is not one number of bytes: send the size of the body"
-            raise RefusedRequest(HTTPStatus.BAD_REQUEST, message)
+            raise RefusedRequestError(HTTPStatus.BAD_REQUEST, message)
         return int(sizes.pop())
 
     def _model(self, name: object) -> ServedModel:
         try:
             model = self.server.models.current(name) if isinstance(name, str) else None
         except MlxTuneError as error:
-            raise RefusedRequest(HTTPStatus.SERVICE_UNAVAILABLE, str(error), "model") from error
+            raise RefusedRequestError(
+                HTTPStatus.SERVICE_UNAVAILABLE, str(error), "model"
+            ) from error
         if model is None:
             names = ", ".join(each.name for each in self.server.models)
             asked = f"no model {name!r:.100}" if name is not None else "the request names no model"
-            raise RefusedRequest(
+            raise RefusedRequestError(
                 HTTPStatus.NOT_FOUND if name is not None else HTTPStatus.BAD_REQUEST,
                 f"{asked}: choose one of {names}",
                 param="model",
@@ -270,9 +280,9 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
                 messages = [{"role": each["role"]} for each in messages]
         except DataError as error:
             param = "prompt" if self.path in _TEXT else "messages"
-            raise RefusedRequest(HTTPStatus.BAD_REQUEST, str(error), param) from error
+            raise RefusedRequestError(HTTPStatus.BAD_REQUEST, str(error), param) from error
         except MlxTuneError as error:
-            raise RefusedRequest(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error
+            raise RefusedRequestError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error
         asked = AskedMessages(messages, prompt)
         return AskedRequest("chat", "", asked, tools, None, model, prompt, stops_of(body))
 
@@ -283,7 +293,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         try:
             super().validate_model_parameters()
         except ValueError as error:
-            raise RefusedRequest(HTTPStatus.BAD_REQUEST, str(error)) from error
+            raise RefusedRequestError(HTTPStatus.BAD_REQUEST, str(error)) from error
         # mlx-lm continues a batch with requests for an equal model and adapter.
         self.adapter = self._asked.model.version
 
@@ -319,7 +329,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         return self._scored(piece.token, piece.logprob) | {"top_logprobs": top}
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:
-        spelled = self.server.models.spell(self._asked.model, token)
+        spelled = self.server.models.token_bytes(self._asked.model, token)
         text = spelled.decode(errors="replace")
         return {"token": text, "logprob": logprob, "bytes": list(spelled)}
 

@@ -45,7 +45,7 @@ _MAX_BIASES, _MAX_BIAS = 1024, 100
 _MAX_STOPS, _MAX_STOP_CHARS = 16, 1000
 
 
-class RefusedRequest(Exception):
+class RefusedRequestError(Exception):
     """A request is refused with an error in the protocol's form."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str = "") -> None:
@@ -94,7 +94,7 @@ def checked_body(body: Mapping[str, Any], vocab_size: int, context: object) -> d
 
 
 def _check_numbers(body: Mapping[str, Any]) -> None:
-    """Raise RefusedRequest for an entry that is not the number that mlx-lm expects."""
+    """Raise RefusedRequestError for an entry that is not the number that mlx-lm expects."""
     for names, kind, noun in (
         (_WHOLE, int, "a whole number"),
         (_NUMBERS, (int, float), "a number"),
@@ -106,9 +106,9 @@ def _check_numbers(body: Mapping[str, Any]) -> None:
 
 
 def require(holds: bool, param: str, problem: str) -> None:
-    """Raise RefusedRequest for an entry of a request unless it holds."""
+    """Raise RefusedRequestError for an entry of a request unless it holds."""
     if not holds:
-        raise RefusedRequest(HTTPStatus.BAD_REQUEST, f"{param} {problem}", param)
+        raise RefusedRequestError(HTTPStatus.BAD_REQUEST, f"{param} {problem}", param)
 
 
 def tools_of(body: Mapping[str, Any]) -> list[Any] | None:
@@ -130,7 +130,7 @@ def stops_of(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check_biases(biases: object, vocab_size: int) -> None:
-    """Raise RefusedRequest for biases of tokens that the model lacks, or without limits."""
+    """Raise RefusedRequestError for biases of tokens that the model lacks, or without limits."""
     require(
         isinstance(biases, dict)
         and len(biases) <= _MAX_BIASES

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Any
 
 from mlxtune.serve.answering import Answers
-from mlxtune.serve.api_requests import RefusedRequest
+from mlxtune.serve.api_requests import RefusedRequestError
 from mlxtune.serve.served_models import ServedModels
 from mlxtune.watch.connections import LimitedServer
 
@@ -46,11 +46,11 @@ class ApiServer(LimitedServer):
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Count an answer. Raises RefusedRequest if there are too many, or the server ends."""
+        """Count an answer. Raises RefusedRequestError if there are too many, or the server ends."""
         with self._changed:
             if self._closing or self._answering >= _ANSWERS:
                 why = "the server is ending" if self._closing else "too many requests at once"
-                raise RefusedRequest(HTTPStatus.SERVICE_UNAVAILABLE, f"{why}: try again later")
+                raise RefusedRequestError(HTTPStatus.SERVICE_UNAVAILABLE, f"{why}: try again later")
             self._answering += 1
         try:
             yield

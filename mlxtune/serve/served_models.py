@@ -64,10 +64,10 @@ class ServedModels:
         self._config, self._console = config, console
         self._paths, self._numbers = _paths_by_name(config), count(1)
         self._lock = threading.RLock()
-        # Encoding may take seconds, in which `spell` and `current` must not wait.
+        # Encoding may take seconds, in which `token_bytes` and `current` must not wait.
         self._encoding = threading.Lock()
         self._readers: dict[DataConfig, tuple[Reader, TokenizerWrapper]] = {}
-        self._attached: dict[str, tuple[str, attach.Adapted]] = {}
+        self._attached: dict[str, tuple[str, attach.AdapterSwitch]] = {}
         self._models: dict[str, ServedModel] = {}
         # The first adapter decides which base model is loaded, and how it is quantised.
         first = self._session(next(iter(self._paths), BASE))
@@ -153,10 +153,10 @@ class ServedModels:
         with self._lock:
             return self._reading(model)[1]
 
-    def spell(self, model: ServedModel, token: int) -> bytes:
+    def token_bytes(self, model: ServedModel, token: int) -> bytes:
         """Return the bytes of a token."""
         with self._lock:
-            return self._reading(model)[0].tokenizer.spell([token])[0]
+            return self._reading(model)[0].tokenizer.token_bytes([token])[0]
 
     def prompt(self, model: ServedModel, content: Mapping[str, Any]) -> Prompt:
         """Return the prompt of a conversation, as in training, or with the request's own options.
@@ -241,8 +241,8 @@ class _BoundedTokenizer:
     def control_ids(self) -> frozenset[int]:
         return self.tokenizer.control_ids
 
-    def spell(self, ids: Sequence[int]) -> Sequence[bytes]:
-        return self.tokenizer.spell(ids)
+    def token_bytes(self, ids: Sequence[int]) -> Sequence[bytes]:
+        return self.tokenizer.token_bytes(ids)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Encoding]:
         for text in texts:

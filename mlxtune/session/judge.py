@@ -83,8 +83,8 @@ def _sums(
 ) -> list[Any]:
     """Sum the losses of rows without or with the adapter; each worker computes a part.
 
-    Returns Sums, or AnswerSums under a preference objective, for each of `models`: False is the
-    base model, True the adapter.
+    Returns RowLossSums, or AnswerLossSums under a preference objective, for each of `models`: False
+    is the base model, True the adapter.
     """
     base, totals = loaded.base, []
     with closing(Evaluator(base, console.warn, workers=workers)) as evaluator:
@@ -123,14 +123,14 @@ def answer_rows(
     samples = []
     for number, (i, turn) in enumerate(asked):
         path, row = rows.source(i)
-        expected = text_of(tokenizer.spell(turn.answer)).removesuffix(turn.prompt.end_text)
+        expected = text_of(tokenizer.token_bytes(turn.answer)).removesuffix(turn.prompt.end_text)
         answer = base[number] if adapted is None else adapted[number]
         other = None if against is None else against[number]
         samples.append(
             Sample(
                 path=path,
                 row=row,
-                prompt=text_of(tokenizer.spell(turn.prompt.ids)),
+                prompt=text_of(tokenizer.token_bytes(turn.prompt.ids)),
                 expected=expected,
                 base=base[number],
                 adapted=None if adapted is None else answer,

@@ -87,7 +87,7 @@ def prepare_run(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> R
     )
     if line := memory_planning.truncation_loss_line(config, opened, work, dataset):
         console.warn(line)
-    base, estimate, products = memory_planning.plan_run(
+    base, estimate, matmuls = memory_planning.plan_run(
         config, opened, work, resume=session.resume, workers=workers
     )
     del opened  # the run may free its model
@@ -109,7 +109,7 @@ def prepare_run(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> R
         dataset=dataset,
         initial=session.initial,
     )
-    notes = (products, memory_planning.larger_limit(config, plan, work))
+    notes = (matmuls, memory_planning.larger_limit(config, plan, work))
     return RunParts(base, pipeline, plan, notes)
 
 
@@ -120,7 +120,7 @@ def prepare_base(
     console.say("Memory", allocator.set_limits(config.memory_limit).describe())
     if workers.shards_model:
         base = shard_base(base, workers.group)
-    if slow := loading.slow_products(base):
+    if slow := loading.slow_matmuls(base):
         console.warn(slow)
     return base
 

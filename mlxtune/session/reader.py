@@ -30,7 +30,7 @@ from mlxtune.core.data.near_copies import TextHash
 from mlxtune.core.data.problems import (
     NO_END_OF_TURN,
     UNKNOWN_END,
-    BadRow,
+    BadRowError,
     RowTally,
     SkippedRows,
 )
@@ -173,7 +173,9 @@ class Reader:
     def turn_ends(self) -> TurnEnds:
         """What may end a turn."""
         tokenizer, text = self.tokenizer, "" if self._turn_end is None else self._turn_end.end_text
-        return TurnEnds(tokenizer.control_ids | tokenizer.eos_ids, text.rstrip(), tokenizer.spell)
+        return TurnEnds(
+            tokenizer.control_ids | tokenizer.eos_ids, text.rstrip(), tokenizer.token_bytes
+        )
 
     @property
     def unknown_end(self) -> int | None:
@@ -186,7 +188,7 @@ class Reader:
         """A note on an end-of-turn token that other tools don't recognise, with the remedies."""
         if (end := self.unknown_end) is None:
             return {}
-        written = self.tokenizer.spell([end])[0].decode(errors="replace")
+        written = self.tokenizer.token_bytes([end])[0].decode(errors="replace")
         remedies = (
             f"mlx_lm.generate --extra-eos-token '{written}'",
             f"generate(eos_token_id={end}) of PEFT's model",
@@ -252,7 +254,7 @@ class Reader:
         cache, key = self._config.cache_path, self._key(path)
         return encode_file(path, encode, cache=cache, key=key, on_rows=partial(self._on_rows, path))
 
-    def why_skipped(self, path: Path, row: int) -> BadRow | None:
+    def why_skipped(self, path: Path, row: int) -> BadRowError | None:
         """Return the reason for skipping a row; None if the row is kept, or does not exist."""
         unread = SkippedRows(path, places_per_kind=sys.maxsize)
         same = [each for each in self.rows(path, unread) if each.row == row]

@@ -28,7 +28,7 @@ from mlxtune.core.run.run_folder import INITIAL, SAMPLED
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.training.pipeline import StepSource
 from mlxtune.errors import ModelError, NonFiniteLossError
-from mlxtune.rewards.functions import NoReward, RewardSpec, parse_rewards
+from mlxtune.rewards.functions import NoRewardError, RewardSpec, parse_rewards
 from mlxtune.rewards.rollouts import Prompts, Rollouts, sampling_of
 from mlxtune.rewards.samples import SampleLedger
 from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
@@ -108,7 +108,9 @@ class RewardSession:
         def show(done: int, total: int) -> None:
             console.show(f"answering with {name}: {done:,} of {total:,}")
 
-        def draw(requests: Sequence[SampleRequest], sampling: Sampling) -> list[SampledAnswer]:
+        def sample_answers(
+            requests: Sequence[SampleRequest], sampling: Sampling
+        ) -> list[SampledAnswer]:
             return sample(loaded.base.model, requests, sampling, self._ends, show)
 
         tokens = [prompts.tokens(rows, i) for i in indices]
@@ -121,7 +123,10 @@ class RewardSession:
             for i in indices
             for number in range(size)
         ]
-        drawn = [*draw(greedy, replace(sampling, temperature=0.0)), *draw(requests, sampling)]
+        drawn = [
+            *sample_answers(greedy, replace(sampling, temperature=0.0)),
+            *sample_answers(requests, sampling),
+        ]
         console.close()
         texts = list(map(prompts.text, drawn))
         repeated = [*asked, *(row for row in asked for _ in range(size))]
@@ -166,7 +171,7 @@ class RewardSession:
         return Sample(
             path=path,
             row=number,
-            prompt=text_of(self._prompts.spell(self._prompts.tokens(rows, index))),
+            prompt=text_of(self._prompts.token_bytes(self._prompts.tokens(rows, index))),
             expected=self._prompts.row(rows, index).answer or "",
             base=before.greedy[index],
             adapted=after.greedy[index],
@@ -185,7 +190,7 @@ def _means(groups: Sequence[Sequence[Reward]], name: str) -> Floats:
 def _is_exact(text: str, answer: str | None) -> float:
     try:
         return _EXACT(text, answer)
-    except NoReward:
+    except NoRewardError:
         return math.nan
 
 
@@ -211,4 +216,4 @@ def _read_prompts(session: Session[Any]) -> Prompts:
     for path in session.source.files.all:
         read = read_prompts(path, SkippedRows(path), format=config.format, fields=fields)
         rows[shown(path)] = {each.number: each for each in read}
-    return Prompts(rows, session.reader.tokenizer.spell)
+    return Prompts(rows, session.reader.tokenizer.token_bytes)

@@ -144,7 +144,7 @@ class LoadedModel:
     """A base model, perhaps with an adapter, which can be switched off and on."""
 
     base: BaseModel
-    adapted: attach.Adapted | None
+    adapted: attach.AdapterSwitch | None
 
     def use_adapter(self, on: bool) -> None:
         if self.adapted is not None:

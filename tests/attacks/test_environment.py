@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.files.lock import NoLocks
+from mlxtune.core.files.lock import NoLocksError
 from mlxtune.core.run import run_folder
 from tests.attacks.attack import Ended, attack, refused
 from tests.command import Cli
@@ -233,7 +233,7 @@ def test_file_system_without_locks_is_reported_with_a_remedy(
     train: Cli, monkeypatch: pytest.MonkeyPatch, output: Path
 ) -> None:
     def no_locks(*_: object, **__: object) -> None:
-        raise NoLocks(37, "its file system has no file locks")
+        raise NoLocksError(37, "its file system has no file locks")
 
     monkeypatch.setattr(run_folder, "Lock", no_locks)
     error = train("--max-steps", 1).error

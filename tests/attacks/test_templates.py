@@ -90,7 +90,7 @@ def test_date_independent_template_is_rendered(source: str, content: str) -> Non
     try:
         assert one.text() == other.text()
     except ValueError as refusal:
-        assert type(refusal).__name__ == "BadRow"
+        assert type(refusal).__name__ == "BadRowError"
 
 
 @pytest.mark.parametrize("command", ["inspect", "train"])

@@ -9,7 +9,7 @@ import pytest
 from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import load_config_file
 from mlxtune.config import TrainConfig
-from mlxtune.config.known_names import COMMANDS as KNOWN_COMMANDS
+from mlxtune.config.known_names import COMMANDS as COMMAND_EQUIVALENTS
 from mlxtune.config.known_names import ELSEWHERE
 from mlxtune.errors import ConfigError
 from tests.command import Cli
@@ -170,8 +170,8 @@ def test_option_of_another_command_gets_advice(cli: Cli) -> None:
 
 def test_command_of_other_tools_gets_our_equivalent(cli: Cli) -> None:
     assert cli("lora", "--model", "m").error == "no command lora: use mlxtune train"
-    assert KNOWN_COMMANDS.keys().isdisjoint(command.name for command in COMMANDS)
-    for here in KNOWN_COMMANDS.values():
+    assert COMMAND_EQUIVALENTS.keys().isdisjoint(command.name for command in COMMANDS)
+    for here in COMMAND_EQUIVALENTS.values():
         assert here.split()[1] in {c.name for c in COMMANDS}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from mlxtune import TrainConfig, resume
 from mlxtune.backend.models import loading, stored_layers
-from mlxtune.backend.models.stored_layers import TimedProducts
+from mlxtune.backend.models.stored_layers import TimedMatmuls
 from mlxtune.config import BenchConfig
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.formatting import format_name
@@ -62,15 +62,15 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float, float],
     """Make products run as on a GPU; yield a function that sets both forms' measured seconds."""
     seconds = {"quantized": 1.0, "dequantized": 1.0}
 
-    def time_products(model: Any, dtype: Any, tokens: int) -> TimedProducts:
-        return TimedProducts("mlp.down_proj", tokens, *seconds.values())
+    def time_matmuls(model: Any, dtype: Any, tokens: int) -> TimedMatmuls:
+        return TimedMatmuls("mlp.down_proj", tokens, *seconds.values())
 
     def set_seconds(quantized: float, dequantized: float) -> None:
         seconds.update(quantized=quantized, dequantized=dequantized)
 
     for module in (stored_layers, loading):
         monkeypatch.setattr(module, "on_cpu", lambda: False)
-    monkeypatch.setattr(loading, "time_products", time_products)
+    monkeypatch.setattr(loading, "time_matmuls", time_matmuls)
     yield set_seconds
 
 

@@ -65,14 +65,14 @@ def test_prompt_messages_and_standard_input_are_answered_alike(
     listed, line = tmp_path / "list.json", tmp_path / "line.jsonl"
     listed.write_text(json.dumps([message], indent=1))
     line.write_text(json.dumps({"messages": [message]}) + "\n")
-    ways: list[tuple[list[object], str]] = [
+    step_variants: list[tuple[list[object], str]] = [
         (["--prompt", PROMPT], ""),
         (["--messages", listed], ""),
         (["--messages", line], ""),
         (["--messages", "-"], json.dumps([message])),
         ([], PROMPT + "\r\n"),
     ]
-    for arguments, stdin in ways:
+    for arguments, stdin in step_variants:
         outcome = say("generate", "--quiet", *arguments, stdin=stdin)
         assert (outcome.code, outcome.out, outcome.err) == (0, expected + "\n", "")
 
@@ -218,7 +218,7 @@ def test_escape_codes_of_a_model_never_reach_the_terminal(
 ) -> None:
     from mlxtune.backend.text.tokenizer import FastTokenizer
 
-    monkeypatch.setattr(FastTokenizer, "spell", lambda _, ids: [b"\x1b[2J" for _ in ids])
+    monkeypatch.setattr(FastTokenizer, "token_bytes", lambda _, ids: [b"\x1b[2J" for _ in ids])
     out = say("generate", "--prompt", "a", "--quiet", "--max-new-tokens", 2).out
     assert out == "\\x1b[2J\\x1b[2J\n"
 

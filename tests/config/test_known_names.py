@@ -14,8 +14,8 @@ from mlxtune.config import OPTIONS, EvalConfig, TrainConfig
 from mlxtune.config.config_file import translate
 from mlxtune.config.fields import every_option, flags_of, options_of
 from mlxtune.config.known_names import (
+    EQUIVALENTS,
     FLAGS,
-    KNOWN,
     as_entry,
     as_flag,
     as_keyword,
@@ -38,11 +38,11 @@ def mlx_lm_defaults() -> dict[str, Any]:
 
 
 def test_known_names_lead_to_options_that_exist() -> None:
-    names = {ours.partition("=")[0] for known in KNOWN.values() for ours in known.ours}
+    names = {ours.partition("=")[0] for known in EQUIVALENTS.values() for ours in known.ours}
 
     assert names <= {*every_option(), "resume"}
-    assert KNOWN.keys().isdisjoint(OPTIONS)
-    assert all(known.ours or known.differs for known in KNOWN.values())
+    assert EQUIVALENTS.keys().isdisjoint(OPTIONS)
+    assert all(known.ours or known.differs for known in EQUIVALENTS.values())
 
 
 def test_flags_that_no_file_can_set_are_answered_as_flags() -> None:
@@ -58,7 +58,7 @@ def test_flags_that_no_file_can_set_are_answered_as_flags() -> None:
 def test_every_option_of_mlx_lm_is_ours_or_known() -> None:
     names = {*mlx_lm_defaults()} - {"config"}
 
-    assert names <= {*KNOWN, *OPTIONS}
+    assert names <= {*EQUIVALENTS, *OPTIONS}
     assert translate(mlx_lm_defaults()).problems == []
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxtune.config import limits
-from mlxtune.config.limits import Limits, TooLarge, check_value, limits_of, parse_json
+from mlxtune.config.limits import Limits, TooLargeError, check_value, limits_of, parse_json
 
 SMALL = Limits(1000, values=10, entries=4, text=20, digits=5, items=3, depth=3)
 
@@ -38,7 +38,7 @@ def test_value_beyond_a_limit_is_refused(value: Any, said: str | None) -> None:
     if said is None:
         assert parse_json(content, SMALL, "a.json") == value
     else:
-        with pytest.raises(TooLarge) as raised:
+        with pytest.raises(TooLargeError) as raised:
             parse_json(content, SMALL, "a.json")
         assert str(raised.value).startswith(f"a.json {said}")
 
@@ -47,7 +47,7 @@ def test_millions_of_values_are_counted_before_one_is_made() -> None:
     content = b"[" + b"[]," * 1_000_000 + b"[]]"
     tracemalloc.start()
     try:
-        with pytest.raises(TooLarge, match="more than 500,000 values"):
+        with pytest.raises(TooLargeError, match="more than 500,000 values"):
             parse_json(content, limits.OWN_JSON, "run.json")
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:

@@ -128,8 +128,8 @@ def test_16_bits_pass_within_both_tolerances_and_packed(
 FAILED = (
     checks.check_gradients("demo: gpu", 1.0, 1.0),
     checks.check_dtype("demo: bfloat16, gpu", 0.5, 1.0),
-    checks.check_product("products, bfloat16", 1.1, 1024, 2048, 2048),
-    checks.check_product("products, bfloat16", float("nan"), 1024, 2048, 2048),
+    checks.check_matmul("products, bfloat16", 1.1, 1024, 2048, 2048),
+    checks.check_matmul("products, bfloat16", float("nan"), 1024, 2048, 2048),
     checks.check_bytes("run twice", "a", "b", promised=True),
     checks.check_memory("128 tokens", 100, 1000, 0.15),
     checks.check_peer(benchmark(losses_agree=False))[1],

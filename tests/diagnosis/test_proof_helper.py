@@ -40,7 +40,9 @@ def test_executions_are_compared_with_nonzero_gradients(
 
     monkeypatch.setattr(proof_helper, "_computed", computed)
     found = list(proof_helper.gradients(folder, folder))
-    assert [check.name for check in found] == [way.name for way in proof_helper.ways()]
+    assert [check.name for check in found] == [
+        variant.name for variant in proof_helper.step_variants()
+    ]
     assert {"plain", "gpu", "gpu, recomputed"} <= {check.name for check in found}
     for check in found:
         assert check.passed, check
@@ -75,8 +77,8 @@ def test_one_wrong_entry_is_found(
     monkeypatch.setattr(InstructPipeline, "loss_and_gradients", wrong(scale))
     monkeypatch.setattr(
         proof_helper,
-        "ways",
-        lambda ways=proof_helper.ways: [w for w in ways() if w.dropout == 0][:2],
+        "step_variants",
+        lambda variants=proof_helper.step_variants: [v for v in variants() if v.dropout == 0][:2],
     )
     plain, packed = proof_helper.gradients(folder, folder)
     assert (plain.passed, packed.passed) == (True, False)
@@ -84,12 +86,16 @@ def test_one_wrong_entry_is_found(
 
 def test_gpu_uses_no_cpu_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof_helper, "on_cpu", lambda: False)
-    assert [way.name for way in proof_helper.ways()] == ["plain", "gpu", "gpu, recomputed"]
+    assert [variant.name for variant in proof_helper.step_variants()] == [
+        "plain",
+        "gpu",
+        "gpu, recomputed",
+    ]
 
 
 def test_dropout_of_each_execution_matches_the_plain_step(folder: Path) -> None:
-    way = next(way for way in proof_helper.ways() if way.dropout)
-    assert way.execution.recompute
+    variant = next(each for each in proof_helper.step_variants() if each.dropout)
+    assert variant.execution.recompute
     examples = random_examples(3)
     with_dropout, _ = proof_helper._computed(folder, examples, way, "auto")
     without, _ = proof_helper._computed(folder, examples, replace(way, dropout=0.0), "auto")

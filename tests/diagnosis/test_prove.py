@@ -25,8 +25,8 @@ from mlxtune.diagnosis.checks import (
     check_bytes,
     check_dtype,
     check_gradients,
+    check_matmul,
     check_memory,
-    check_product,
     check_speed,
     failed_check,
 )
@@ -43,7 +43,7 @@ DEVICE = Device("Metal", "Apple M9", 10**10, 10**10, 10**10)
 HASH = "ab" * 32
 GRADIENT = check_gradients("gpu", 1e-7, 2e-7).taking(0.5)
 IN_16_BITS = check_dtype("bfloat16, gpu", 0.9995, 0.99).taking(0.5)
-PRODUCT = check_product("products, bfloat16", 0.25, 1024, 2048, 2048).taking(0.5)
+MATMUL = check_matmul("products, bfloat16", 0.25, 1024, 2048, 2048).taking(0.5)
 FAILED = failed_check("gradients", "attention with sinks", "NYI").taking(1.0)
 STEPS = check_speed("shapes as they are", 1000.0).taking(0.5)
 PEAK = check_memory("128 tokens", 1000, 1100, 0.5).taking(0.5)
@@ -66,7 +66,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {
         "gradients": [GRADIENT],
         "kernels": [GRADIENT],
-        "products": [PRODUCT],
+        "products": [MATMUL],
         "kernels16": [IN_16_BITS],
         "dtype": [IN_16_BITS],
         "memory": [PEAK],
@@ -184,7 +184,7 @@ def test_checks_are_printed_once_where_stdout_and_stderr_are_one(
         ("gradients", [GRADIENT, replace(GRADIENT, passed=False)], 3),
         ("resumed", ("other", 2), 2),
         ("kernels", [FAILED, GRADIENT], 1),
-        ("products", [check_product("products, bfloat16", 1.01, 1024, 2048, 2048)], 1),
+        ("products", [check_matmul("products, bfloat16", 1.01, 1024, 2048, 2048)], 1),
         ("kernels16", [FAILED, IN_16_BITS], 1),
         ("dtype", [check_dtype("bfloat16, gpu", 0.998, 1.0), IN_16_BITS], 2),
         ("memory", [check_memory("128 tokens", 1000, 1600, 0.5)], 1),

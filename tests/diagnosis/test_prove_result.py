@@ -28,7 +28,7 @@ def shown(*found: checks.ProofCheck) -> list[str]:
 def test_each_check_is_one_line_of_80_columns_below_its_heading() -> None:
     lines = shown(
         WIDE_CHECK,
-        checks.check_product("8 bits, group 64, bfloat16", 0.002, 1024, 2048, 2048).taking(0.1),
+        checks.check_matmul("8 bits, group 64, bfloat16", 0.002, 1024, 2048, 2048).taking(0.1),
         checks.check_bytes(
             "demo-qwen3: kill -9, resume", "a", "a", promised=True, stopped_after=12
         ).taking(100.5),

@@ -55,7 +55,7 @@ def check(name: str, folder: Path, **config: Any) -> Result:
             difference = np.nan_to_num(np.abs(found[key] - value), nan=np.inf)
             distance = max(distance, float(difference.max() / largest))
     gets = {
-        "split": fast.forward.execution.head_apart,
+        "split": fast.forward.execution.separate_head,
         "head": fast.forward.plain_head,
         "layerwise": fast.forward.layerwise is not None,
         "line": fast.forward.execution.packs,

@@ -34,7 +34,7 @@ Traced = tuple[list[mx.array], Sequence[tuple[mx.array, mx.array]]]
 # A gradient as a function of a micro-batch's tokens, and those tokens.
 Gradient = tuple[Callable[[mx.array], Traced], mx.array]
 
-_PRODUCTS = {
+_MATMULS = {
     "AddMM",
     "BlockMaskedMM",
     "GatherMM",
@@ -103,9 +103,9 @@ def count_steps(source: GraphSource, steps: Sequence[Sequence[Example]]) -> Step
         found = _count_launches(source, steps)
     with suppress(Exception):
         gradients = (gradient for examples in steps for gradient in source.gradients(examples))
-        products = sum((flops(*gradient) for gradient in gradients), Counter[str]())
+        matmuls = sum((flops(*gradient) for gradient in gradients), Counter[str]())
         found = replace(
-            found, matmul_flops=products["products"], attention_flops=products["attention"]
+            found, matmul_flops=matmuls["products"], attention_flops=matmuls["attention"]
         )
     return found
 
@@ -177,7 +177,7 @@ def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[s
         if any(depends):
             dependent.update(operation.outputs)
         out = math.prod(shapes[operation.outputs[0]])
-        if operation.kind in _PRODUCTS:
+        if operation.kind in _MATMULS:
             deep = len(shapes[operation.outputs[0]]) > 3
             attends = operation.kind == "Matmul" and deep and all(depends)
             inner = shapes[operation.inputs[0]][-1]

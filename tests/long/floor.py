@@ -33,7 +33,7 @@ _MAX_FLOPS_CPU, _MAX_FLOPS_GPU = 6e10, 4e12
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """A matrix product of shapes (batch, m, k) and (batch, k, n), for one kind of work."""
 
     kind: str
@@ -50,17 +50,17 @@ class Product:
 
 # The count of each product. It may be a fraction: tokens are rounded to the nearest of few sizes,
 # and causal attention needs half of a square.
-Products = Mapping[Product, float]
+Matmuls = Mapping[Matmul, float]
 
 
-def step_products(
+def step_matmuls(
     model: nn.Module,
     stretches: Sequence[tuple[int, int]],
     supervised: int,
     *,
     vocab_size: int,
     hidden_size: int,
-) -> Products:
+) -> Matmuls:
     """Return the products of one step on a model with LoRA.
 
     A stretch is a run of consecutive real tokens: a whole example, a shared prefix, or the rest of
@@ -78,7 +78,7 @@ def step_products(
 
     Attention and recurrences of unknown shape are left out.
     """
-    counts: defaultdict[Product, float] = defaultdict(float)
+    counts: defaultdict[Matmul, float] = defaultdict(float)
     layers = list(model.layers)
     first = first_trained(layers)
     args = getattr(getattr(model, "language_model", model), "args", None)
@@ -86,35 +86,35 @@ def step_products(
     window, sent = options.get("sliding_window"), experts_per_token(options) or 1
     size, share = _rounded(sum(tokens for tokens, _ in stretches))
     for i, layer in enumerate(layers):
-        for product, part in _projections(layer, size, sent, above=i > first, first=i == first):
-            counts[product] += share * part
+        for matmul, part in _projections(layer, size, sent, above=i > first, first=i == first):
+            counts[matmul] += share * part
         mixed = [*_attention(layer, stretches, window), *_recurrence(layer, stretches)]
-        for product, count in mixed:
-            counts[product] += count * (3 if i > first else 1)
+        for matmul, count in mixed:
+            counts[matmul] += count * (3 if i > first else 1)
     size, share = _rounded(supervised)
-    counts[Product("head", size, hidden_size, vocab_size)] += share
-    counts[Product("head", size, vocab_size, hidden_size)] += share
+    counts[Matmul("head", size, hidden_size, vocab_size)] += share
+    counts[Matmul("head", size, vocab_size, hidden_size)] += share
     return counts
 
 
-def needed_flops(products: Products) -> int:
+def needed_flops(matmuls: Matmuls) -> int:
     """Count the multiplications and additions in products, except in attention and recurrences."""
     across = ("attention", "recurrence")
-    return round(sum(n * each.flops for each, n in products.items() if each.kind not in across))
+    return round(sum(n * each.flops for each, n in matmuls.items() if each.kind not in across))
 
 
 def _projections(
     layer: nn.Module, size: int, sent: int, *, above: bool, first: bool
-) -> Iterator[tuple[Product, float]]:
+) -> Iterator[tuple[Matmul, float]]:
     """Yield the products of projections and LoRA; each token goes to `sent` experts."""
     adapted = {name: module for name, module in layer.named_modules() if "lora_a" in module}
     attention = tuple({name.rpartition(".")[0] for name in adapted if "att" in name})
     for name, module in projections(layer).items():
         kind, experts, rows, share = _rows(module.weight, size, sent, "projections")
         inner, outer = _dims(module)
-        yield Product(kind, rows, inner, outer, experts), share
+        yield Matmul(kind, rows, inner, outer, experts), share
         if above or (first and attention and not name.startswith(attention)):
-            yield Product(kind, rows, outer, inner, experts), share
+            yield Matmul(kind, rows, outer, inner, experts), share
     for module in adapted.values():
         kind, experts, rows, share = _rows(module.lora_a, size, sent, "LoRA")
         inner, rank = module.lora_a.shape[-2:]
@@ -126,7 +126,7 @@ def _projections(
         if above:
             shapes.append((rows, rank, inner))
         for m, k, n in shapes:
-            yield Product(kind, m, k, n, experts), share
+            yield Matmul(kind, m, k, n, experts), share
 
 
 def _rows(weight: mx.array, size: int, sent: int, kind: str) -> tuple[str, int, int, float]:
@@ -143,7 +143,7 @@ def _rows(weight: mx.array, size: int, sent: int, kind: str) -> tuple[str, int, 
 
 def _attention(
     layer: nn.Module, stretches: Sequence[tuple[int, int]], window: Any
-) -> Iterator[tuple[Product, float]]:
+) -> Iterator[tuple[Matmul, float]]:
     """Yield the products of attention's forward pass."""
     for _, module in layer.named_modules():
         heads = next((getattr(module, name) for name in _HEADS if hasattr(module, name)), None)
@@ -159,14 +159,14 @@ def _attention(
             if isinstance(window, int) and window > 0:
                 pairs = min(pairs, tokens * window)
             count = pairs / (queries * keys)
-            yield Product("attention", queries, width, keys, heads), count
-            yield Product("attention", queries, keys, width, heads), count
+            yield Matmul("attention", queries, width, keys, heads), count
+            yield Matmul("attention", queries, keys, width, heads), count
         return
 
 
 def _recurrence(
     layer: nn.Module, stretches: Sequence[tuple[int, int]]
-) -> Iterator[tuple[Product, float]]:
+) -> Iterator[tuple[Matmul, float]]:
     """Yield the products of a gated delta rule's forward pass; see mixers/gated_delta.py."""
     for _, module in layer.named_modules():
         heads, keys, values = (getattr(module, name, None) for name in _RECURRENT)
@@ -178,11 +178,11 @@ def _recurrence(
             # Products of keys with keys and with queries, and the chunk's updates and reads within
             # itself. The mask removes half of each square.
             for columns in (keys, values):
-                yield Product("recurrence", size, columns, size, heads), chunks
+                yield Matmul("recurrence", size, columns, size, heads), chunks
             # Reads of the state by keys and queries, and updates of the state.
             read = chunks if before else chunks - 1
-            yield Product("recurrence", size, keys, values, heads), 2 * read
-            yield Product("recurrence", keys, size, values, heads), chunks - 1
+            yield Matmul("recurrence", size, keys, values, heads), 2 * read
+            yield Matmul("recurrence", keys, size, values, heads), chunks - 1
         return
 
 
@@ -200,17 +200,17 @@ def _rounded(tokens: int) -> tuple[int, float]:
     return size, tokens / size
 
 
-def product_seconds(products: Products, dtype: str) -> dict[str, float]:
+def matmul_seconds(matmuls: Matmuls, dtype: str) -> dict[str, float]:
     """Return the seconds of products, by kind, at the speed of the device's fastest products.
 
     On the CPU, the faster of MLX and numpy counts; numpy multiplies in float32, whatever the dtype.
     """
     largest = _MAX_FLOPS_CPU if on_cpu() else _MAX_FLOPS_GPU
     spent: defaultdict[str, float] = defaultdict(float)
-    for product, count in products.items():
-        rows = max(1, int(product.m * min(1.0, largest / product.flops)))
-        seconds = _seconds(product.batch, rows, product.k, product.n, dtype)
-        spent[product.kind] += count * seconds * product.m / rows
+    for matmul, count in matmuls.items():
+        rows = max(1, int(matmul.m * min(1.0, largest / matmul.flops)))
+        seconds = _seconds(matmul.batch, rows, matmul.k, matmul.n, dtype)
+        spent[matmul.kind] += count * seconds * matmul.m / rows
     return dict(spent)
 
 

@@ -24,7 +24,7 @@ from mlxtune.backend.device import allocator, default_device
 from mlxtune.benchmark.bench_helper import BenchTrainer, Job, OurTrainer, open_trainer
 from mlxtune.core.data.encode import Example
 from tests.long.floor import needed_flops
-from tests.long.step_costs import needed_products
+from tests.long.step_costs import needed_matmuls
 
 MAX_KERNELS = 40
 
@@ -77,7 +77,7 @@ def _counted(side: BenchTrainer, case: TimedCase, report: Callable[[str], None])
     found: dict[str, Any] = {}
     steps = case.job.steps
     if isinstance(side, OurTrainer):
-        flops = sum(needed_flops(needed_products(side, examples)) for examples in steps)
+        flops = sum(needed_flops(needed_matmuls(side, examples)) for examples in steps)
         found["needed_flops"] = flops
     if case.profiled:
         report("the profiled steps")

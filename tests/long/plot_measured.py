@@ -144,9 +144,9 @@ def draw_step() -> None:
     total = sum(found["seconds"].values())
     parts = list(found["seconds"].items())
     figure, axis = plt.subplots(figsize=(8, 0.36 * len(parts) + 0.7))
-    products = {"projections", "head", "attention", "LoRA"}
+    matmuls = {"projections", "head", "attention", "LoRA"}
     for place, (name, seconds) in enumerate(parts):
-        axis.barh(place, seconds / total, color=OURS if name in products else COLORS["mlx-lm"])
+        axis.barh(place, seconds / total, color=OURS if name in matmuls else COLORS["mlx-lm"])
         share = f" {seconds / total:.1%}  {1e3 * seconds / found['tokens']:.2f} ms a token"
         axis.text(seconds / total, place, share, va="center", size=8)
     axis.set_yticks(range(len(parts)), [name for name, _ in parts], size=9)

@@ -10,7 +10,7 @@ Runs `mlxtune bench` with the same options, and adds to the JSON in the file of 
         attention_flops      the same for attention's products, without regard to masks
         launches_per_step    `head` and `rest`: mean number of kernels that a GPU launches
     ours
-        products             for each step, the seconds of its products by kind
+        matmuls              for each step, the seconds of its products by kind
 
 `floor` defines the products that a step needs; `counts` counts the products and launches that run.
 A value is null if it cannot be counted: the CPU's kernels have no graph.
@@ -39,7 +39,7 @@ from mlxtune.views.console import RunConsole
 from mlxtune.views.terminal import result_console
 from tests.long.bench_options import run_with_options
 from tests.long.counts import GraphSource, StepCounts, count_steps, kernels_of_a_gpu
-from tests.long.floor import Products, needed_flops, product_seconds, step_products
+from tests.long.floor import Matmuls, matmul_seconds, needed_flops, step_matmuls
 from tests.long.peer_graphs import MlxLmGraphs
 from tests.long.pipeline_graphs import PipelineGraphs
 
@@ -55,17 +55,17 @@ def costs(job: Job) -> dict[str, Any]:
         return _counted(MlxLmGraphs(trainer), job.steps)
     # The CPU's kernels compute when called, so there is no graph.
     source = None if trainer.execution == "cpu" else PipelineGraphs(trainer.pipeline)
-    products = [needed_products(trainer, examples) for examples in job.steps]
+    matmuls = [needed_matmuls(trainer, examples) for examples in job.steps]
     counted = _counted(source, job.steps)
-    counted["matmul_flops"]["needed"] = sum(map(needed_flops, products))
-    seconds = [product_seconds(product, trainer.base.dtype) for product in products]
-    return counted | {"products": seconds}
+    counted["matmul_flops"]["needed"] = sum(map(needed_flops, matmuls))
+    seconds = [matmul_seconds(product, trainer.base.dtype) for product in matmuls]
+    return counted | {"matmuls": seconds}
 
 
-def needed_products(trainer: OurTrainer, examples: Sequence[Example]) -> Products:
+def needed_matmuls(trainer: OurTrainer, examples: Sequence[Example]) -> Matmuls:
     """Return the products that one of mlxtune's steps needs."""
     batches = trainer.pipeline._engine.micro_batches.iterate(examples)
-    return step_products(
+    return step_matmuls(
         trainer.pipeline.model,
         [stretch for _, batch in batches for stretch in batch.stretches],
         sum(map(predicted_tokens, examples)),
@@ -102,7 +102,7 @@ def measure(config: BenchConfig, console: RunConsole) -> dict[str, Any]:
         # Both contestants' steps need the same products.
         theirs["matmul_flops"]["needed"] = ours["matmul_flops"]["needed"]
     spent = median(run.seconds for run in benchmark.ours.runs)
-    floor = math.fsum(sum(kinds.values()) for kinds in ours["products"])
+    floor = math.fsum(sum(kinds.values()) for kinds in ours["matmuls"])
     return found | {"step_efficiency": floor / spent}
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.errors import ConfigError
-from mlxtune.rewards.functions import NoReward, RewardSpec, last_number, parse_rewards
+from mlxtune.rewards.functions import NoRewardError, RewardSpec, last_number, parse_rewards
 
 
 def reward(spec: str, text: str, answer: str | None = None) -> float:
@@ -138,12 +138,12 @@ def test_built_in_reward(spec: str, text: str, answer: str | None, value: float)
 def test_row_that_a_reward_does_not_fit_has_no_reward(
     spec: str, answer: str | None, why: str
 ) -> None:
-    with pytest.raises(NoReward, match=why):
+    with pytest.raises(NoRewardError, match=why):
         reward(spec, "a", answer)
 
 
 def test_search_has_a_limit() -> None:
-    with pytest.raises(NoReward, match="a search takes more than"):
+    with pytest.raises(NoRewardError, match="a search takes more than"):
         reward("regex=(?:a|aa)+$", "a" * 200 + "b")
 
 

@@ -119,7 +119,7 @@ class Made:
 
     def draw(self, number: int, indices: Sequence[int] = (0, 1)) -> tuple[list[Any], Any]:
         step = Step(number, 1, 0.1, list(indices))
-        data = self.rollouts.draw(rows(), step, lambda done, total: None)
+        data = self.rollouts.examples_of(rows(), step, lambda done, total: None)
         return list(data.examples), data.metrics
 
 
@@ -369,7 +369,7 @@ def test_samples_of_another_adapter_are_drawn_again(path: Path) -> None:
 
 def test_running_step_ends_before_the_policy_samples(path: Path) -> None:
     own, calls = made(path), list[tuple[int, int]]()
-    own.rollouts.draw(rows(), Step(1, 1, 0.1, [0]), lambda *each: calls.append(each))
+    own.rollouts.examples_of(rows(), Step(1, 1, 0.1, [0]), lambda *each: calls.append(each))
     assert calls == [(0, SIZE), (SIZE, SIZE)]
 
 

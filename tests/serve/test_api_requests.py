@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from mlxtune.serve.api_requests import _NUMBERS, RefusedRequest, checked_body, stops_of, tools_of
+from mlxtune.serve.api_requests import (
+    _NUMBERS,
+    RefusedRequestError,
+    checked_body,
+    stops_of,
+    tools_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,20 +57,20 @@ def test_entries_are_within_the_limits_of_the_model(
     ],
 )
 def test_number_that_is_wrong_is_named(body: dict[str, Any], problem: str) -> None:
-    with pytest.raises(RefusedRequest) as raised:
+    with pytest.raises(RefusedRequestError) as raised:
         checked_body(body, 100, 512)
     assert str(raised.value) == problem
 
 
 def test_error_names_the_entry() -> None:
-    with pytest.raises(RefusedRequest, match="logit_bias must have numbers") as raised:
+    with pytest.raises(RefusedRequestError, match="logit_bias must have numbers") as raised:
         checked_body({"logit_bias": {"100": 1}}, 100, None)
     assert (raised.value.status, raised.value.content["error"]["param"]) == (400, "logit_bias")
 
 
 @pytest.mark.parametrize("stop", ["", "a" * 1001, [1]])
 def test_error_of_a_stop_text_has_its_limits(stop: object) -> None:
-    with pytest.raises(RefusedRequest, match="stop must be text of 1 to 1,000 characters"):
+    with pytest.raises(RefusedRequestError, match="stop must be text of 1 to 1,000 characters"):
         stops_of({"stop": stop})
 
 

@@ -236,7 +236,7 @@ def test_prompts_are_those_of_training_unless_a_request_changes_them(
         model = models.current(name)
         assert model is not None
         rendered = models.prompt(model, {"messages": messages("Hi"), **changes})
-        return b"".join(models.spell(model, token) for token in rendered.ids).decode()
+        return b"".join(models.token_bytes(model, token) for token in rendered.ids).decode()
 
     silent = "<think>\n\n</think>\n\n"
     assert prompt("off").endswith(silent)
@@ -350,7 +350,7 @@ def test_encoding_a_prompt_delays_no_other_work(monkeypatch: pytest.MonkeyPatch)
         try:
             assert started.wait(SECONDS)
             assert pool.submit(models.current, "base").result(SECONDS) is base
-            assert pool.submit(models.spell, base, 5).result(SECONDS)
+            assert pool.submit(models.token_bytes, base, 5).result(SECONDS)
         finally:
             may_end.set()
         assert prompt.result(SECONDS).ids

@@ -20,7 +20,7 @@ from mlxtune.backend.workers.workers import Workers
 from mlxtune.cli import COMMANDS
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data import cache, problems
-from mlxtune.core.data.problems import BadRow, SkippedRows, where
+from mlxtune.core.data.problems import BadRowError, SkippedRows, where
 from mlxtune.errors import ConfigError, DataError
 from mlxtune.session import arguments
 from mlxtune.session.arguments import (
@@ -151,7 +151,7 @@ def test_rows_are_named_by_their_keyword_and_pruned(
         f"{tmp_path / first.name}:2",
     )
     skipped = SkippedRows(first, places_per_kind=0)
-    skipped.add(1, BadRow("empty"))
+    skipped.add(1, BadRowError("empty"))
     assert list(skipped.warnings()) == ["data: 1 more row skipped: empty"]
     monkeypatch.setattr(cache, "MAX_BYTES", first.stat().st_size)
     second = Path(with_rows({"val_data": ROWS})["val_data"])

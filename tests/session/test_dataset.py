@@ -18,7 +18,7 @@ from mlxtune.config import DataConfig, InspectConfig
 from mlxtune.config import data_config as config_data
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.inspection import Inspection
-from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, SkippedRows
+from mlxtune.core.data.problems import NO_END_OF_TURN, BadRowError, SkippedRows
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.data.template import PLAIN, TEMPLATES, built_in_jinja
 from mlxtune.session import dataset, reader
@@ -632,7 +632,7 @@ def test_tools_are_refused_by_the_plain_template(tmp_path: Path) -> None:
 
 def test_error_of_the_data_is_not_hidden_behind_warnings() -> None:
     skipped = SkippedRows(Path("a.jsonl"))
-    skipped.add(1, BadRow("no 'completion'"))
+    skipped.add(1, BadRowError("no 'completion'"))
     findings = [Finding("warning", "duplicate row", 1, ""), Finding("error", "BOS twice", 1, "fix")]
     found = SimpleNamespace(files=[SimpleNamespace(skipped=skipped)], findings=findings)
     warned: list[str] = []

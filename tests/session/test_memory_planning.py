@@ -15,7 +15,7 @@ import pytest
 from mlxtune.backend.device import allocator
 from mlxtune.backend.models import loading, stored_layers
 from mlxtune.backend.models.loading import BaseModel, open_base, read_weights
-from mlxtune.backend.models.stored_layers import TimedProducts
+from mlxtune.backend.models.stored_layers import TimedMatmuls
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Sampling
 from mlxtune.backend.workers.workers import Workers
@@ -25,13 +25,13 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.policy import PolicyObjective, SampleRequest, expected_samples
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan, Workload, predict_sampling
-from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured
+from mlxtune.core.steps.memory_terms import BatchLoad, Factors, MemoryCorrection
 from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import MemoryLimitError
 from mlxtune.session import memory_planning
 from mlxtune.session.memory_planning import (
+    choose_matmul,
     choose_plan,
-    choose_products,
     confirm,
     recorded_memory,
     sampled_work,
@@ -41,7 +41,7 @@ from tests.models import write_model
 from tests.slow import slow
 
 # Kept layers take a thousand times the estimate, recomputed layers the estimate itself.
-HUGE = Measured(kept=Factors(1000.0, 1000.0), working=Factors(1000.0, 1000.0))
+HUGE = MemoryCorrection(kept=Factors(1000.0, 1000.0), working=Factors(1000.0, 1000.0))
 Loaded = tuple[TrainConfig, BaseModel, InstructPipeline, Workload, MemoryPlan]
 
 
@@ -112,7 +112,7 @@ def test_loaded_model_runs_as_the_measured_plan_says(loaded: Loaded) -> None:
 
 def test_run_that_turns_out_not_to_fit_is_an_error(loaded: Loaded) -> None:
     config, base, pipeline, work, plan = loaded
-    much = Measured(HUGE.kept, HUGE.working, again=Factors(1000.0, 1000.0))
+    much = MemoryCorrection(HUGE.kept, HUGE.working, again=Factors(1000.0, 1000.0))
     with pytest.raises(MemoryLimitError, match="raise --memory-limit"):
         confirm(config, base, pipeline, work, plan, much)
 
@@ -226,13 +226,13 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The token counts of timed products, on a fake GPU where the dequantised form is faster."""
     tokens: list[int] = []
 
-    def time_products(model: Any, dtype: Any, count: int) -> TimedProducts:
+    def time_matmuls(model: Any, dtype: Any, count: int) -> TimedMatmuls:
         tokens.append(count)
-        return TimedProducts("mlp.up_proj", count, 2.0, 1.0)
+        return TimedMatmuls("mlp.up_proj", count, 2.0, 1.0)
 
     for module in (stored_layers, loading):
         monkeypatch.setattr(module, "on_cpu", lambda: False)
-    monkeypatch.setattr(loading, "time_products", time_products)
+    monkeypatch.setattr(loading, "time_matmuls", time_matmuls)
     return tokens
 
 
@@ -248,7 +248,7 @@ def test_worker_0_decides_for_all(tmp_path: Path, timed: list[int]) -> None:
     lines = set()
     for index in range(2):
         base = quantized(tmp_path)
-        found, line = choose_products(
+        found, line = choose_matmul(
             CONFIG, base, work_of([8]), plan_of(1), workers=Worker(index, said)
         )
         assert found.quantized_compute == "dequantized"
@@ -259,14 +259,14 @@ def test_worker_0_decides_for_all(tmp_path: Path, timed: list[int]) -> None:
 def test_choice_of_the_options_is_not_timed(tmp_path: Path, timed: list[int]) -> None:
     base = quantized(tmp_path)
     given = replace(CONFIG, quantized_compute="quantized")
-    assert choose_products(given, base, work_of([8]), plan_of(1)) == (base, "")
+    assert choose_matmul(given, base, work_of([8]), plan_of(1)) == (base, "")
     assert timed == []
 
 
 @pytest.mark.parametrize("form", ["quantized", "dequantized"])
 def test_resumed_run_is_not_timed(tmp_path: Path, timed: list[int], form: str) -> None:
     resume: Any = SimpleNamespace(checkpoint=SimpleNamespace(metadata={"quantized_compute": form}))
-    found, line = choose_products(CONFIG, quantized(tmp_path), work_of([8]), plan_of(1), resume)
+    found, line = choose_matmul(CONFIG, quantized(tmp_path), work_of([8]), plan_of(1), resume)
     assert (found.quantized_compute, line, timed) == (form, "", [])
 
 
@@ -283,7 +283,7 @@ def test_resumed_run_is_not_timed(tmp_path: Path, timed: list[int], form: str) -
 def test_tokens_match_a_large_micro_batch(
     tmp_path: Path, timed: list[int], micro_batch: int, steps: list[list[int]], tokens: int
 ) -> None:
-    choose_products(CONFIG, quantized(tmp_path), work_of(*steps), plan_of(micro_batch))
+    choose_matmul(CONFIG, quantized(tmp_path), work_of(*steps), plan_of(micro_batch))
     assert timed == [tokens]
 
 
@@ -295,4 +295,4 @@ def test_cpu_keeps_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         checkpoint=SimpleNamespace(metadata={"quantized_compute": "quantized"})
     )
     for each in (None, resume):
-        assert choose_products(CONFIG, base, work_of([8]), plan_of(1), each) == (base, "")
+        assert choose_matmul(CONFIG, base, work_of([8]), plan_of(1), each) == (base, "")

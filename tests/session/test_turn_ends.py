@@ -97,7 +97,7 @@ def test_turn_whose_end_is_text_has_a_prompt_and_an_answer(tmp_path: Path) -> No
     assert reader.turn_ends.text == "</turn>"
     for turn, row in zip(turns, ROWS, strict=True):
         assert turn is not None
-        spelled = b"".join(reader.tokenizer.spell(turn.answer)).decode()
+        spelled = b"".join(reader.tokenizer.token_bytes(turn.answer)).decode()
         assert spelled == row["messages"][1]["content"] + "</turn>"
         assert (turn.prompt.end, turn.prompt.end_text) == (None, "</turn>")
 

@@ -13,7 +13,7 @@ from mlxtune.core.data.inspection import TruncationLoss
 from mlxtune.core.run.run_plan import LongestFit, RunPlan, Speed
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import MemoryPlan
-from mlxtune.core.steps.memory_terms import Measured, Prediction
+from mlxtune.core.steps.memory_terms import MemoryCorrection, Prediction
 from mlxtune.core.steps.scaling import Scaling
 from mlxtune.views.plan_text import (
     few_steps_line,
@@ -62,7 +62,7 @@ def test_micro_batches_and_peak_take_a_line_each() -> None:
     assert micro_batches_line(alone).startswith("micro-batches of one example, 2.1 a step")
     assert "recomputed" in micro_batches_line(RECOMPUTED)
     assert peak_line(MEMORY) == "estimated peak memory 1.7 GB (1.21 GB to 2.43 GB) of 24 GB"
-    measured = replace(MEMORY, shapes=shapes(measured=Measured()))
+    measured = replace(MEMORY, shapes=shapes(measured=MemoryCorrection()))
     assert peak_line(measured) == "predicted peak memory 1.7 GB of 24 GB"
 
 

@@ -42,7 +42,7 @@ _MIN_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdapterSwitch:
     """A model whose adapter can be switched off and on."""
 
     base: BaseModel
@@ -72,7 +72,7 @@ class Adapted:
         self.model.update_modules(tree_unflatten(selected))
 
 
-def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
+def load_adapted(base: BaseModel, adapter: AdapterFile) -> AdapterSwitch:
     """Attach an adapter in mlx-lm's layout to the modules that its tensors name.
 
     Raises ModelError if the adapter does not fit the base model.
@@ -99,7 +99,7 @@ def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
             module.compute_magnitudes()
     base.model.eval()
     summary = summarize(base.model, config, dropout_keys)
-    return Adapted(base, adapter, summary, modules, _changes_nothing(info, tensors, names))
+    return AdapterSwitch(base, adapter, summary, modules, _changes_nothing(info, tensors, names))
 
 
 def _changes_nothing(

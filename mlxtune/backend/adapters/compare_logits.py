@@ -9,7 +9,7 @@ import numpy as np
 from mlx.utils import tree_unflatten
 from mlx_lm.generate import generate_step
 
-from mlxtune.backend.adapters.attach import Adapted
+from mlxtune.backend.adapters.attach import AdapterSwitch
 from mlxtune.backend.adapters.certificate import Comparison, Logits
 from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.lora.targets import PROJECTIONS
@@ -70,7 +70,7 @@ class _Rounded(nn.Module):
 
 
 def reference_of(
-    adapted: Adapted, prompts: Sequence[Sequence[int]], rounding: str, *, everywhere: bool
+    adapted: AdapterSwitch, prompts: Sequence[Sequence[int]], rounding: str, *, everywhere: bool
 ) -> Reference:
     """Return the trained model's outputs for prompts, and the tolerance for rounding.
 
@@ -89,8 +89,8 @@ def reference_of(
     adapted.use_adapter(False)
     effect = compare(adapted.model, reference).largest_difference
     adapted.use_adapter(True)
-    selected = _products(adapted.model) if everywhere else dict(adapted.modules)
-    unit = max(_UNIT_ROUNDOFF[reference.dtype], _product_roundoff())
+    selected = _matmuls(adapted.model) if everywhere else dict(adapted.modules)
+    unit = max(_UNIT_ROUNDOFF[reference.dtype], _matmul_roundoff())
     keys = mx.random.split(mx.random.key(0), len(selected))
     rounded = [
         (path, _Rounded(module, unit, key))
@@ -117,7 +117,7 @@ def _logits(model: nn.Module, tokens: list[int], generated: int) -> Logits:
     return np.array(model(ids)[0, -positions:].astype(mx.float32))
 
 
-def _products(model: nn.Module) -> dict[str, nn.Module]:
+def _matmuls(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model's projections by path; a LoRA layer counts, but not the layer inside it."""
     adapted = adapted_modules(model)
     inner = {f"{path}.linear" for path in adapted}
@@ -128,7 +128,7 @@ def _products(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _product_roundoff() -> float:
+def _matmul_roundoff() -> float:
     """Return the relative error of a float32 product on this device, which may use fewer bits."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((256, 256)).astype(np.float32) for _ in range(2))

@@ -35,7 +35,7 @@ from mlxtune.backend.models.model_folder import NOT_TEXT, json_object, read_conf
 from mlxtune.backend.models.quantize import quantize_lazily, quantized_config
 from mlxtune.backend.models.stored_layers import dequantized_weight
 from mlxtune.config.data_config import AS_STORED, BaseOptions
-from mlxtune.config.limits import TooLarge, limits_of
+from mlxtune.config.limits import TooLargeError, limits_of
 from mlxtune.core.files.reading import check_file, target_outside
 from mlxtune.core.files.writing import as_output_error, copy_file, make_folder, write_file
 from mlxtune.errors import ModelError, OutputError, one_line
@@ -266,7 +266,7 @@ def check_copied(base: Path) -> None:
         try:
             if path.is_file():
                 check_file(path, limits_of(path.name))
-        except TooLarge as error:
+        except TooLargeError as error:
             raise ModelError(f"{path} cannot be copied: {error}: download it again") from error
 
 

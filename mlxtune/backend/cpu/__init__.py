@@ -55,19 +55,19 @@ class CpuOperations:
 
     def linear_head(self, dtype: mx.Dtype | None) -> ModuleType:
         """Return the module that computes cross-entropy in blocks of the vocabulary."""
-        from mlxtune.backend.cpu import blas_products
+        from mlxtune.backend.cpu import blas_matmuls
 
-        return blas_products
+        return blas_matmuls
 
     def prepare(self, model: nn.Module) -> Callable[[], None]:
         """Make a model compute with the kernels; return a function that undoes the change."""
-        from mlxtune.backend.cpu.arrays import unshared_products
+        from mlxtune.backend.cpu.arrays import unshared_matmuls
         from mlxtune.backend.cpu.fast_model import make_fast
 
-        undo_model, undo_products = make_fast(model), unshared_products()
+        undo_model, undo_matmuls = make_fast(model), unshared_matmuls()
 
         def undo() -> None:
-            undo_products()
+            undo_matmuls()
             undo_model()
 
         return undo
@@ -81,7 +81,7 @@ class CpuOperations:
 
     def layer_passes(self, recompute: bool) -> KernelLayers:
         """Return passes that keep each layer's products or, with `recompute`, only its inputs."""
-        return KernelLayers(keep_products=not recompute)
+        return KernelLayers(keep_matmuls=not recompute)
 
 
 CPU = CpuOperations()

@@ -66,7 +66,7 @@ def matrix(x: mx.array) -> Floats:
     return np.ascontiguousarray(view(x)).reshape(-1, x.shape[-1])
 
 
-def unshared_products() -> Callable[[], None]:
+def unshared_matmuls() -> Callable[[], None]:
     """Make numpy run each product on one thread; return a function that undoes the change.
 
     OpenBLAS's own threads spin until the next product, and so take processor time from the threads

@@ -8,9 +8,9 @@ import mlx.nn as nn
 from mlx_lm.models import activations, gemma, gemma2, gemma3_text, gemma3n, gemma4_text, rope_utils
 from mlx_lm.models import base as mlx_lm_base
 
-from mlxtune.backend.cpu import blas_products, kernel_functions
+from mlxtune.backend.cpu import blas_matmuls, kernel_functions
 from mlxtune.backend.cpu.arrays import computes
-from mlxtune.backend.cpu.kernel_layers import FrozenProduct, product
+from mlxtune.backend.cpu.kernel_layers import FrozenMatmul, matmul
 from mlxtune.backend.lora.lora_layers import DoRALinear, LoRALinear
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable
@@ -27,53 +27,53 @@ from mlxtune.backend.models.stored_layers import (
 )
 
 
-def _product(x: mx.array, module: nn.Module) -> mx.array:
+def _matmul(x: mx.array, module: nn.Module) -> mx.array:
     """Return x times the transpose of a module's frozen weight."""
 
     def run(x: mx.array) -> mx.array:
-        return product(lambda: blas_products.forward(x, _frozen_weight(module)))
+        return matmul(lambda: blas_matmuls.forward(x, _frozen_weight(module)))
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
-        return blas_products.backward(cotangent, _frozen_weight(module))
+        return blas_matmuls.backward(cotangent, _frozen_weight(module))
 
     return differentiable(run, gradient)(x)
 
 
-def _product_with_update(x: mx.array, layer: LoRALinear) -> mx.array:
+def _matmul_with_update(x: mx.array, layer: LoRALinear) -> mx.array:
     """Return a LoRA layer's x W^T + scale * (x A) B, with gradients for x, A and B."""
 
     def run(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
         def make() -> mx.array:
-            y = blas_products.forward(x, _frozen_weight(layer.linear))
-            blas_products.add_update(y, x, a, b, layer.scale)
+            y = blas_matmuls.forward(x, _frozen_weight(layer.linear))
+            blas_matmuls.add_update(y, x, a, b, layer.scale)
             return y
 
-        return product(make)
+        return matmul(make)
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
         x, a, b = primals
         weight = _frozen_weight(layer.linear)
-        return blas_products.update_gradients(x, a, b, cotangent, weight, layer.scale)
+        return blas_matmuls.update_gradients(x, a, b, cotangent, weight, layer.scale)
 
     return differentiable(run, gradient)(x, *layer.factors())
 
 
-def _frozen_weight(module: nn.Module) -> blas_products.Weight:
+def _frozen_weight(module: nn.Module) -> blas_matmuls.Weight:
     # Quantised weights are unpacked for each use: MLX's quantised products take 30 times as long.
     return QuantizedHead(module) if hasattr(module, "unpacked") else module["weight"]
 
 
-class _Linear(FrozenProduct):
+class _Linear(FrozenMatmul):
     def __call__(self, x: mx.array) -> mx.array:
         if not computes(x):
             return super().__call__(x)
-        y = _product(x, self)
+        y = _matmul(x, self)
         return y + self["bias"] if "bias" in self else y
 
 
 class _TiedHead(nn.Module):
     def as_linear(self, x: mx.array) -> mx.array:
-        return _product(x, self) if computes(x) else super().as_linear(x)
+        return _matmul(x, self) if computes(x) else super().as_linear(x)
 
 
 class _LoRALinear(LoRALinear):
@@ -82,22 +82,22 @@ class _LoRALinear(LoRALinear):
     def __call__(self, x: mx.array) -> mx.array:
         if self.drops() or not _serves(self, x):
             return super().__call__(x)
-        y = _product_with_update(x, self)
+        y = _matmul_with_update(x, self)
         return y + self.linear["bias"] if "bias" in self.linear else y
 
 
 class _DoRALinear(DoRALinear):
     """A DoRA layer with fast products. They leave out the bias, which must not be scaled."""
 
-    def product(self, x: mx.array) -> mx.array:
-        return _product(x, self.linear) if _serves(self, x) else super().product(x)
+    def matmul(self, x: mx.array) -> mx.array:
+        return _matmul(x, self.linear) if _serves(self, x) else super().matmul(x)
 
-    def updated_product(self, x: mx.array) -> mx.array:
-        return _product_with_update(x, self) if _serves(self, x) else super().updated_product(x)
+    def updated_matmul(self, x: mx.array) -> mx.array:
+        return _matmul_with_update(x, self) if _serves(self, x) else super().updated_matmul(x)
 
 
 def _serves(layer: LoRALinear, x: mx.array) -> bool:
-    return computes(x) and isinstance(layer.linear, FrozenProduct)
+    return computes(x) and isinstance(layer.linear, FrozenMatmul)
 
 
 class _RMSNorm(nn.Module):

@@ -53,7 +53,7 @@ _SCALED = 2
 _MIXED = 8
 
 
-class FrozenProduct(nn.Module):
+class FrozenMatmul(nn.Module):
     """A linear layer whose backward pass does not read its input, as its weight is frozen.
 
     LoRA on the layer does read the input: the gradient of A is a product with it.
@@ -76,15 +76,15 @@ class BackwardReads:
         output, down = layer.self_attn.o_proj, layer.mlp.down_proj
         # The gradient of DoRA's magnitudes reads the product that they scale.
         with_lora = isinstance(down, LoRALinear) and not isinstance(down, DoRALinear)
-        is_kept = isinstance(down.linear if with_lora else down, FrozenProduct)
+        is_kept = isinstance(down.linear if with_lora else down, FrozenMatmul)
         return cls(
-            attention=not isinstance(output, FrozenProduct),
-            gate=not isinstance(down, FrozenProduct),
+            attention=not isinstance(output, FrozenMatmul),
+            gate=not isinstance(down, FrozenMatmul),
             last=not (isinstance(layer, _ADDS_MLP) and is_kept),
         )
 
 
-class KeptProducts:
+class KeptMatmuls:
     """The products of one layer, kept in the order in which they are computed."""
 
     def __init__(self, reads: BackwardReads) -> None:
@@ -109,7 +109,7 @@ class KeptProducts:
         """Free all products."""
         self._made.clear()
 
-    def product(self, make: Callable[[], mx.array]) -> mx.array:
+    def matmul(self, make: Callable[[], mx.array]) -> mx.array:
         """Return the next product: computed and kept, or replayed."""
         if not self.replays:
             self._made.append(make())
@@ -119,13 +119,13 @@ class KeptProducts:
 
 
 # The kept products of the running layer, None if it keeps none.
-_running: ContextVar[KeptProducts | None] = ContextVar("kept products", default=None)
+_running: ContextVar[KeptMatmuls | None] = ContextVar("kept products", default=None)
 
 
-def product(make: Callable[[], mx.array]) -> mx.array:
+def matmul(make: Callable[[], mx.array]) -> mx.array:
     """Return the running layer's next product, computed by `make` unless it is kept."""
     kept = _running.get()
-    return make() if kept is None else kept.product(make)
+    return make() if kept is None else kept.matmul(make)
 
 
 def reads_attention() -> bool:
@@ -149,16 +149,16 @@ def nan_placeholder(*shape: int) -> mx.array:
 
 
 class KernelLayers:
-    """The `LayerPasses` of the CPU. Without `keep_products`, layers keep their inputs only."""
+    """The `LayerPasses` of the CPU. Without `keep_matmuls`, layers keep their inputs only."""
 
-    def __init__(self, *, keep_products: bool) -> None:
-        self._keep_products = keep_products
+    def __init__(self, *, keep_matmuls: bool) -> None:
+        self._keep_matmuls = keep_matmuls
 
     def run(
         self, layer: nn.Module, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
     ) -> list[mx.array]:
         """Return the outputs of a layer, with a backward pass that replays any kept products."""
-        kept = KeptProducts(BackwardReads.of(layer)) if self._keep_products else None
+        kept = KeptMatmuls(BackwardReads.of(layer)) if self._keep_matmuls else None
 
         def forward(*given: mx.array) -> list[mx.array]:
             with kept.running(replays=False) if kept else nullcontext():
@@ -190,13 +190,13 @@ class KernelMemory:
         """Return the entries that all layers keep: products, or inputs with `recompute`."""
         if settings.recompute:
             return Entries(0, load.tokens * shapes.inputs, 0)
-        return Entries(0, load.tokens * shapes.products + load.repeated * shapes.mixed, 0)
+        return Entries(0, load.tokens * shapes.matmuls + load.repeated * shapes.mixed, 0)
 
     def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
         """Return the entries of one layer's backward pass, in addition to the kept entries."""
         # The recomputed values between the products take about as much memory as the products.
-        widths = shapes.layer_products * (2 if settings.recompute else 1) + shapes.hidden
-        widths += GRADIENTS * (shapes.widest_product + shapes.hidden)
+        widths = shapes.layer_matmuls * (2 if settings.recompute else 1) + shapes.hidden
+        widths += GRADIENTS * (shapes.widest_matmul + shapes.hidden)
         widths += _SCALED * shapes.updated if shapes.scaled else 0
         mixed = _MIXED * shapes.layer_mixed * load.repeated
         scores = shapes.held_scores * load.scores
@@ -211,7 +211,7 @@ class KernelMemory:
     def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
         """Return the working entries of the head; a split single-product head holds no logits."""
         positions, hidden = head_states(shapes, settings, load)
-        if settings.head_apart and shapes.plain_head:
+        if settings.separate_head and shapes.plain_head:
             return hidden + (_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0)
         copies = _CPU_LOGITS if shapes.stored_itemsize else LOGITS
         return hidden + shapes.head_cast + copies * held_logits(settings, positions, shapes)

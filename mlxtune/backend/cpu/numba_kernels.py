@@ -238,7 +238,7 @@ def widen(start, end, x, out):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def add_product_(start, end, out, low, update):  # type: ignore[no-untyped-def]
+def add_matmul_(start, end, out, low, update):  # type: ignore[no-untyped-def]
     """Add low (m, r) times update (r, n) to out (m, n), in place, for a small r."""
     for i in range(start, end):
         for k in range(low.shape[1]):

@@ -114,8 +114,8 @@ class Forward:
             kernels=self.operations.attention_kernels(parts.dtype),
         )
         self._should_pack = execution.packs
-        head_apart = execution.head_apart and parts.is_separable
-        self._can_pack = execution.packs and head_apart and parts.try_packing(self.mixers)
+        separate_head = execution.separate_head and parts.is_separable
+        self._can_pack = execution.packs and separate_head and parts.try_packing(self.mixers)
         self.execution, self._trains = self.supported(execution), trains
         self.layerwise = self._layerwise()
         weight = parts.weight
@@ -128,7 +128,7 @@ class Forward:
             mx.fast.cross_entropy if in_16_bits else self.operations.cross_entropies
         )
         if parts.vocabulary is not None:
-            if not head_apart:
+            if not separate_head:
                 raise ModelError("--parallel tensor does not work with this architecture's head")
             self._entropies = partial(sharded_cross_entropies, parts.vocabulary)
             self._vocabulary = {"vocabulary": parts.vocabulary}
@@ -142,7 +142,7 @@ class Forward:
         return replace(
             execution,
             operations=self.operations,
-            head_apart=execution.head_apart and self._backbone_and_head.is_separable,
+            separate_head=execution.separate_head and self._backbone_and_head.is_separable,
             packs=execution.packs and self._can_pack,
         )
 
@@ -224,7 +224,7 @@ class Forward:
                 layout=Layout(batch.segments, self.execution.rounding),
             )
         positions = np.flatnonzero(batch.mask)
-        if not self.execution.head_apart:
+        if not self.execution.separate_head:
             places = mx.array(positions)
             return StepInputs(tokens, mx.array(labels), positions=places, keys=keys)
         selected_labels = mx.array(labels.reshape(-1)[positions])

@@ -134,7 +134,7 @@ def best_execution(
     if model is not None and any(shards_of(module) > 1 for module in model.modules()):
         kind = "gpu"
     if kind == "plain":
-        return Execution(PLAIN, head_apart=False, packs=False)
+        return Execution(PLAIN, separate_head=False, packs=False)
     if kind == "gpu" or (kind == "auto" and not on_cpu()):
         return Execution(MLX, fixed_cost=_GPU_COST, rounding=rounding())
     if CPU_OPERATIONS is not None and CPU_OPERATIONS.pay_off(parameters, getattr(mx, dtype), model):

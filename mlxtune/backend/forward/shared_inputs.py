@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.forward.layer_calls import first_trained
-from mlxtune.backend.lora.lora_layers import LoRALinear, summed_products
+from mlxtune.backend.lora.lora_layers import LoRALinear, summed_matmuls
 from mlxtune.backend.models.autograd import differentiable, exporting
 from mlxtune.backend.models.stored_layers import frozen_gradient, is_plain
 from mlxtune.backend.workers.shards import ShardedLinear
@@ -96,8 +96,8 @@ class SharedInput:
             d_narrow = mx.addmm(d_narrow, cotangent, b.T)
         return [
             mx.addmm(d_x, d_narrow, a.T, alpha=scale),
-            summed_products(x, d_narrow, scale),
-            *(summed_products(narrow, cotangent, scale) for cotangent in updated),
+            summed_matmuls(x, d_narrow, scale),
+            *(summed_matmuls(narrow, cotangent, scale) for cotangent in updated),
         ]
 
 

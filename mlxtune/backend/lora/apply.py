@@ -54,8 +54,8 @@ class LoRASummary:
 
     `matches` cover the last `num_layers` layers, of which `layers` have LoRA. An adapter file has
     only one rank, the largest (`written_rank`), and the `scale` of that rank. With
-    `trained_as_written`, the file contains the trained tensors without padding. `alike` names the
-    modules that are not sharded among workers.
+    `trained_as_written`, the file contains the trained tensors without padding. `replicated` names
+    the modules that are not sharded among workers.
     """
 
     config: InstructConfig
@@ -68,7 +68,7 @@ class LoRASummary:
     scale: float
     written_rank: int
     trained_as_written: bool
-    alike: frozenset[str]
+    replicated: frozenset[str]
     parts: int
 
     @property
@@ -200,7 +200,7 @@ def summarize(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
         scale=scale,
         written_rank=rank,
         trained_as_written=len(written) == 1 and config.init == "lora",
-        alike=frozenset(
+        replicated=frozenset(
             name for name, m in modules.items() if not isinstance(m.linear, ShardedLinear)
         ),
         parts=max(map(shards_of, model.modules()), default=1),

@@ -15,7 +15,7 @@ from mlxtune.backend.models.stored_layers import (
     dequantized_weight,
     dimensions,
     frozen_gradient,
-    frozen_product,
+    frozen_matmul,
 )
 from mlxtune.backend.workers.shards import ShardedLinear
 from mlxtune.errors import ModelError
@@ -116,7 +116,7 @@ class LoRALinear(nn.Module):
         linear = self.linear
         if not isinstance(linear, ShardedLinear):
             return self._run(linear, x)
-        return linear.shard.leave(self._run(linear.own_product, linear.shard.enter(x)))
+        return linear.shard.leave(self._run(linear.own_matmul, linear.shard.enter(x)))
 
     def join(self, shared: JoinedLayers, number: int) -> None:
         """Compute the output as projection `number` of `shared` from now on."""
@@ -130,11 +130,11 @@ class LoRALinear(nn.Module):
         """Record the dtype of the inputs."""
         self.input_dtype = dtype
 
-    def _run(self, product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    def _run(self, matmul: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
         if self.drops():
-            return product(x) + self.lora_update(x)
+            return matmul(x) + self.lora_update(x)
         a, b = self.own_factors()
-        return _updated(product, x, a.astype(x.dtype), b.astype(x.dtype), self.scale)
+        return _updated(matmul, x, a.astype(x.dtype), b.astype(x.dtype), self.scale)
 
     def factors(self) -> tuple[mx.array, mx.array]:
         """Return A (in, k) and B (k, out); the stored weight's update is scale * (A B)^T.
@@ -203,7 +203,7 @@ class LoRALinear(nn.Module):
 
 
 def _updated(
-    product: Callable[[mx.array], mx.array], x: mx.array, a: mx.array, b: mx.array, scale: float
+    matmul: Callable[[mx.array], mx.array], x: mx.array, a: mx.array, b: mx.array, scale: float
 ) -> mx.array:
     """Return product(x) + scale * (x A) B for x (..., in), A (in, k) and B (k, out).
 
@@ -212,18 +212,18 @@ def _updated(
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> list[mx.array]:
         narrow = x @ a
-        return [mx.addmm(product(x), narrow, b, alpha=scale), narrow]
+        return [mx.addmm(matmul(x), narrow, b, alpha=scale), narrow]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         (x, a, b), cotangent, narrow = primals, cotangents[0], outputs[1]
         d_narrow = cotangent @ b.T
-        d_x = mx.addmm(frozen_gradient(product, x, cotangent), d_narrow, a.T, alpha=scale)
-        return [d_x, summed_products(x, d_narrow, scale), summed_products(narrow, cotangent, scale)]
+        d_x = mx.addmm(frozen_gradient(matmul, x, cotangent), d_narrow, a.T, alpha=scale)
+        return [d_x, summed_matmuls(x, d_narrow, scale), summed_matmuls(narrow, cotangent, scale)]
 
     return differentiable(forward, backward)(x, a, b)[0]
 
 
-def summed_products(x: mx.array, y: mx.array, scale: float) -> mx.array:
+def summed_matmuls(x: mx.array, y: mx.array, scale: float) -> mx.array:
     """Return the sum over all tokens of scale * x y^T, (in, out), for x (..., in), y (..., out)."""
     x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     return mx.addmm(mx.array(0, x.dtype), x.T, y, alpha=scale, beta=0)
@@ -258,10 +258,10 @@ class DoRALinear(LoRALinear):
         factor = (self.m / self.norm()).astype(x.dtype)
         if self.drops():
             dropped = self._drop(x)
-            frozen = self.product(x) + (factor - 1) * self.product(dropped)
+            frozen = self.matmul(x) + (factor - 1) * self.matmul(dropped)
             y = frozen + factor * self._low_rank(dropped, self.lora_a, self.lora_b)
         else:
-            y = factor * self.updated_product(x)
+            y = factor * self.updated_matmul(x)
         return y + self.linear["bias"] if "bias" in self.linear else y
 
     def norm(self) -> mx.array:
@@ -269,7 +269,7 @@ class DoRALinear(LoRALinear):
         a, b = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b)
         # By row, with sums over the rank: w·Δw = scale sum(B * W A), ‖Δw‖² = scale² sum(B * A^T A
         # B).
-        low = self.scale * self.product(a.T) + (0.5 * self.scale**2) * ((a.T @ a) @ b)
+        low = self.scale * self.matmul(a.T) + (0.5 * self.scale**2) * ((a.T @ a) @ b)
         squares = self._squares + 2 * (b * low).sum(axis=0)
         return mx.stop_gradient(mx.sqrt(mx.maximum(squares, _MIN_SQUARED_NORM)))
 
@@ -277,13 +277,13 @@ class DoRALinear(LoRALinear):
         """Compute `m` now, so that only one layer's dequantised weight is in memory at a time."""
         mx.eval(self.m, self._squares)
 
-    def product(self, x: mx.array) -> mx.array:
+    def matmul(self, x: mx.array) -> mx.array:
         """Return W x for inputs x (..., in): the frozen layer without its bias."""
-        return frozen_product(self.linear, x)
+        return frozen_matmul(self.linear, x)
 
-    def updated_product(self, x: mx.array) -> mx.array:
+    def updated_matmul(self, x: mx.array) -> mx.array:
         """Return (W + ΔW) x for inputs x (..., in)."""
-        return self.product(x) + self._low_rank(x, self.lora_a, self.lora_b)
+        return self.matmul(x) + self._low_rank(x, self.lora_a, self.lora_b)
 
 
 class LoRAExperts(LoRASwitchLinear):
@@ -311,12 +311,12 @@ class LoRAExperts(LoRASwitchLinear):
         if sorted_indices:
             output: mx.array = super().__call__(x, indices, sorted_indices)
             return output
-        narrow = _unsorted_products(x, self.lora_a, indices)
-        wide = _unsorted_products(narrow, self.lora_b, indices)
+        narrow = _unsorted_matmuls(x, self.lora_a, indices)
+        wide = _unsorted_matmuls(narrow, self.lora_b, indices)
         return self.linear(x, indices) + (self.scale * wide).astype(x.dtype)
 
 
-def _unsorted_products(x: mx.array, matrices: mx.array, experts: mx.array) -> mx.array:
+def _unsorted_matmuls(x: mx.array, matrices: mx.array, experts: mx.array) -> mx.array:
     """Return x (..., k or 1, 1, in) times each expert's matrix^T: (..., k, 1, out).
 
     `matrices` is (experts, out, in), and `experts` (..., k). A matrix is copied for each pair of a
@@ -324,16 +324,16 @@ def _unsorted_products(x: mx.array, matrices: mx.array, experts: mx.array) -> mx
     copies the matrices again, so none are kept.
     """
 
-    def product(x: mx.array, matrices: mx.array) -> mx.array:
+    def matmul(x: mx.array, matrices: mx.array) -> mx.array:
         return x @ matrices[experts].swapaxes(-1, -2)
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
         x, matrices = primals
         # In a graph of many layers, no copy is made before the layer's gradient.
         later = mx.depends([matrices], [cotangent])[0]
-        return mx.vjp(product, [x, later], [cotangent])[1]
+        return mx.vjp(matmul, [x, later], [cotangent])[1]
 
-    made: mx.array = differentiable(product, gradient)(x, matrices)
+    made: mx.array = differentiable(matmul, gradient)(x, matrices)
     return made
 
 

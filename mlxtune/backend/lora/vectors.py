@@ -45,15 +45,15 @@ class _Part:
 class LoRAVectors:
     """The layout of a model's trained matrices in float32 vectors.
 
-    There is one vector or, if `apart`, one for all A matrices and one for the rest. The A matrices
-    of a `SharedInput` are side by side, and B matrices with equal padding are adjacent, so that few
-    operations turn the vectors into a step's matrices. A file keeps the model's order.
+    There is one vector or, if `separate`, one for all A matrices and one for the rest. The A
+    matrices of a `SharedInput` are side by side, and B matrices with equal padding are adjacent, so
+    that few operations turn the vectors into a step's matrices. A file keeps the model's order.
     """
 
-    def __init__(self, model: nn.Module, *, apart: bool) -> None:
+    def __init__(self, model: nn.Module, *, separate: bool) -> None:
         named = tree_flatten(model.trainable_parameters())
         a, rest = ([n for n, _ in named if n.endswith("lora_a") == is_a] for is_a in (True, False))
-        self._names = [a, rest] if apart else [a + rest]
+        self._names = [a, rest] if separate else [a + rest]
         self._shapes = {name: value.shape for name, value in named}
         parts = _parts(model, self._shapes)
         self._parts = [

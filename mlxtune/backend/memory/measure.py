@@ -27,7 +27,7 @@ from mlxtune.core.steps.memory_terms import (
     BatchLoad,
     Entries,
     Factors,
-    Measured,
+    MemoryCorrection,
     ModelShapes,
     load_of,
 )
@@ -52,7 +52,7 @@ Floats = npt.NDArray[np.float64]
 
 def measure(
     pipeline: InstructPipeline, shapes: ModelShapes, modes: Sequence[bool]
-) -> Measured | None:
+) -> MemoryCorrection | None:
     """Measure passes in each of the `modes`: True recomputes activations, False keeps them.
 
     Returns None if the architecture cannot run some of its layers alone, if memory is too small for
@@ -62,7 +62,7 @@ def measure(
     """
     if shapes.graphs is not None:
         return None
-    forward, measured = pipeline.forward, Measured()
+    forward, measured = pipeline.forward, MemoryCorrection()
     try:
         with allocator.peaks_kept():
             for recompute in modes:
@@ -76,7 +76,9 @@ def measure(
     return measured
 
 
-def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) -> Measured:
+def _measured(
+    pipeline: InstructPipeline, shapes: ModelShapes, found: MemoryCorrection
+) -> MemoryCorrection:
     """Measure the pipeline's mode; return `found` with the mode's factors added."""
     execution = pipeline.forward.execution
     operations = pipeline.forward.operations

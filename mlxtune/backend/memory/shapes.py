@@ -95,16 +95,16 @@ def _layers(base: BaseModel, sizes: Sequence[Sequence[_StoredMatrix]]) -> dict[s
     last = layers[-len(sizes) :]
     # A recurrence keeps outputs and states that are no wider than the convolution before it.
     mixed = [_mixed(layer) for layer in last]
-    products = [
+    matmuls = [
         sum(m.width for m in layer) + width for layer, width in zip(sizes, mixed, strict=True)
     ]
     # A layer of experts gathers its inputs, or their gradients, for each expert.
     gathered = [sum(m.gathered for m in layer) for layer in sizes]
     given = [sum(m.width for m in layer if m.experts > 1) for layer in sizes]
     return {
-        "products": sum(products),
-        "layer_products": max(map(sum, zip(products, gathered, strict=True))),
-        "widest_product": max(m.width for layer in sizes for m in layer),
+        "matmuls": sum(matmuls),
+        "layer_matmuls": max(map(sum, zip(matmuls, gathered, strict=True))),
+        "widest_matmul": max(m.width for layer in sizes for m in layer),
         "updated": max(sum(m.outputs for m in layer if m.rank) for layer in sizes),
         "gathered": sum(gathered),
         "layer_gathered": max(map(sum, zip(gathered, given, strict=True))),

@@ -37,11 +37,11 @@ from mlxtune.backend.models.stored_layers import (
     StoredEmbedding,
     StoredExperts,
     StoredLinear,
-    TimedProducts,
+    TimedMatmuls,
     cast_parameters,
     compute_quantized,
     replace_modules,
-    time_products,
+    time_matmuls,
 )
 from mlxtune.config.data_config import AS_STORED, BaseOptions
 from mlxtune.core.files.hashing import base_fingerprint
@@ -49,7 +49,7 @@ from mlxtune.core.formatting import pluralize, short_number
 from mlxtune.errors import ModelError, one_line
 
 # The ways to compute a product with quantised weights.
-PRODUCTS = (QUANTIZED, DEQUANTIZED)
+QUANTIZED_COMPUTE_FORMS = (QUANTIZED, DEQUANTIZED)
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def base_record(base: BaseModel) -> dict[str, Any]:
     return {"base": base_fingerprint(base.folder), **(quantized if base.quantize else {})}
 
 
-def slow_products(base: BaseModel) -> str | None:
+def slow_matmuls(base: BaseModel) -> str | None:
     """Return a warning, with its remedy, if quantised products are slow on this device."""
     if not on_cpu() or base.quantized_compute != QUANTIZED:
         return None
@@ -227,14 +227,14 @@ def slow_products(base: BaseModel) -> str | None:
     )
 
 
-def timed_products(base: BaseModel, tokens: int) -> TimedProducts | None:
+def timed_matmuls(base: BaseModel, tokens: int) -> TimedMatmuls | None:
     """Time quantised and dequantised matmul on a GPU; return None if there is no choice."""
     if on_cpu() or base.quantized_compute != QUANTIZED:
         return None
-    return time_products(base.model, getattr(mx, base.dtype), tokens)
+    return time_matmuls(base.model, getattr(mx, base.dtype), tokens)
 
 
-def with_products(base: BaseModel, form: str) -> BaseModel:
+def with_matmul_form(base: BaseModel, form: str) -> BaseModel:
     """Return a model that computes quantised products in the given form, if the device allows it.
 
     A model on the CPU, or already dequantised, stays the same.

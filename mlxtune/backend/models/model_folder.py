@@ -16,7 +16,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlxtune.backend.models.config_keys import unread_keys, with_known_keys
 from mlxtune.backend.models.model_config import FORMATS, LAYERS, config_problems, counts
 from mlxtune.backend.models.quantize import is_quantized
-from mlxtune.config.limits import INDEX, TOKENIZER, VOCABULARY, TooLarge, limits_of
+from mlxtune.config.limits import INDEX, TOKENIZER, VOCABULARY, TooLargeError, limits_of
 from mlxtune.core.files import reading
 from mlxtune.core.files.scratch import linked_folder
 from mlxtune.core.files.tensor_files import TensorInfo, read_header
@@ -250,7 +250,7 @@ def _check_size(path: Path) -> None:
             reading.check_values(path, limits)
         else:
             reading.read_value(path, limits)
-    except TooLarge as error:
+    except TooLargeError as error:
         raise ModelError(
             f"{path} is far larger than such a file should be: {one_line(error)}: download it again"
         ) from error

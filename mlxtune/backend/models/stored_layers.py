@@ -45,7 +45,7 @@ class StoredLinear(nn.Linear):
             setattr(self, name, value)
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = _product(x, self.cast)
+        y = _matmul(x, self.cast)
         return y + self["bias"] if "bias" in self else y
 
     def cast(self, dtype: mx.Dtype, after: mx.array) -> mx.array:
@@ -62,15 +62,15 @@ class StoredExperts(SwitchLinear):
             setattr(self, name, value)
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        def product(x: mx.array, after: mx.array) -> mx.array:
+        def matmul(x: mx.array, after: mx.array) -> mx.array:
             weight = mx.depends([self["weight"]], [after])[0].astype(x.dtype).swapaxes(-1, -2)
             return mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
 
         def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
             # Cast again: otherwise the graph would keep the cast weights of all layers in memory.
-            return mx.vjp(lambda x: product(x, cotangent), [x], [cotangent])[1][0]
+            return mx.vjp(lambda x: matmul(x, cotangent), [x], [cotangent])[1][0]
 
-        y = differentiable(lambda x: product(x, x), gradient)(x)
+        y = differentiable(lambda x: matmul(x, x), gradient)(x)
         return y + self["bias"][indices][..., None, :] if "bias" in self else y
 
 
@@ -92,7 +92,7 @@ class DequantizedLinear(_Dequantized, nn.QuantizedLinear):
         copy_quantized(linear, self)
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = _product(x, self.unpacked)
+        y = _matmul(x, self.unpacked)
         return y + self["bias"] if "bias" in self else y
 
 
@@ -118,7 +118,7 @@ class DequantizedEmbedding(_Dequantized, QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Return the logits (..., V) of hidden states (..., H)."""
-        return _product(x, self.unpacked)
+        return _matmul(x, self.unpacked)
 
 
 def copy_quantized(source: nn.Module, target: nn.Module) -> None:
@@ -158,28 +158,28 @@ def dequantized_weight(module: nn.Module) -> mx.array:
     return _dequantize(module) if "scales" in module else module.weight.astype(mx.float32)
 
 
-def frozen_gradient(product: Any, x: mx.array, cotangent: mx.array) -> mx.array:
+def frozen_gradient(matmul: Any, x: mx.array, cotangent: mx.array) -> mx.array:
     """Return the gradient of x (..., in) through a frozen layer or another product."""
-    if is_plain(product, x.dtype):
-        return cotangent @ product.weight
+    if is_plain(matmul, x.dtype):
+        return cotangent @ matmul.weight
     # Nothing reads the product of this second call, so MLX does not compute it.
-    (gradient,) = mx.vjp(product, [x], [cotangent])[1]
+    (gradient,) = mx.vjp(matmul, [x], [cotangent])[1]
     return gradient
 
 
-def is_plain(product: Any, dtype: mx.Dtype) -> bool:
+def is_plain(matmul: Any, dtype: mx.Dtype) -> bool:
     """Return whether a product is MLX's own layer, whose weight needs no cast for this dtype."""
-    return type(product) is nn.Linear and bool(product["weight"].dtype == dtype)
+    return type(matmul) is nn.Linear and bool(matmul["weight"].dtype == dtype)
 
 
-def frozen_product(linear: nn.Module, x: mx.array) -> mx.array:
+def frozen_matmul(linear: nn.Module, x: mx.array) -> mx.array:
     """Return the output of a frozen linear layer for x (..., in), without the layer's bias."""
     if "bias" not in linear:
         return linear(x)
     if hasattr(linear, "unpacked"):
-        return _product(x, linear.unpacked)
+        return _matmul(x, linear.unpacked)
     if isinstance(linear, StoredLinear):
-        return _product(x, linear.cast)
+        return _matmul(x, linear.cast)
     if not isinstance(linear, nn.QuantizedLinear):
         return x @ linear["weight"].T
     return mx.quantized_matmul(
@@ -194,7 +194,7 @@ def frozen_product(linear: nn.Module, x: mx.array) -> mx.array:
     )
 
 
-def _product(x: mx.array, unpack: Callable[[mx.Dtype, mx.array], mx.array]) -> mx.array:
+def _matmul(x: mx.array, unpack: Callable[[mx.Dtype, mx.array], mx.array]) -> mx.array:
     """Return x (..., in) times the transpose of a frozen matrix, in the dtype of x.
 
     `unpack(dtype, after)` makes the matrix for the product, and again for the gradient of x. On the
@@ -234,7 +234,7 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
     """Make a model multiply by its quantised matrices as --quantized-compute says.
 
     `auto` means dequantised matrices on the CPU and MLX's quantised products on a GPU, where
-    training then times both forms with `time_products`. Experts always use MLX's products; nf4, for
+    training then times both forms with `time_matmuls`. Experts always use MLX's products; nf4, for
     which MLX has no products, is always dequantised. Returns the choice, or None if nothing is
     quantised.
     """
@@ -258,7 +258,7 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
 
 
 @dataclass(frozen=True)
-class TimedProducts:
+class TimedMatmuls:
     """The seconds that a matrix's product and its gradient take for `tokens` tokens, in each form.
 
     The time of a form that MLX cannot compute is infinite.
@@ -285,9 +285,9 @@ class TimedProducts:
         )
 
 
-def time_products(
+def time_matmuls(
     model: nn.Module, dtype: mx.Dtype, tokens: int, clock: Callable[[], float] = time.perf_counter
-) -> TimedProducts | None:
+) -> TimedMatmuls | None:
     """Time both forms on the model's largest quantised matrix; return None if there is no choice.
 
     No weights are read: random weights of the same shape and format are timed. Embeddings and
@@ -314,7 +314,7 @@ def time_products(
 
     times = [_median(partial(seconds, layer)) for layer in (quantized, dequantized)]
     mx.clear_cache()
-    return TimedProducts(name.partition("layers.")[2].partition(".")[2], tokens, *times)
+    return TimedMatmuls(name.partition("layers.")[2].partition(".")[2], tokens, *times)
 
 
 def _stand_ins(linear: nn.QuantizedLinear) -> tuple[nn.Module, nn.Module]:

@@ -86,7 +86,7 @@ class Engine:
             other_bytes=2 * 4 * lora.trainable_parameters,
         )
         self.phases = Phases(forward)
-        self.vectors = LoRAVectors(forward.model, apart=config.lr_ratio != 1)
+        self.vectors = LoRAVectors(forward.model, separate=config.lr_ratio != 1)
         self.optimizer = LoRAOptimizer(self.vectors, forward.model.trainable_parameters(), config)
         # The launched step, if any, and the number of the last committed step.
         self.launched: OptimizerStep | None = None
@@ -121,7 +121,7 @@ class Engine:
 
     # The states of a step
 
-    def start_step(
+    def start_batch(
         self,
         examples: Sequence[Example],
         number: int | None,
@@ -361,10 +361,11 @@ class Engine:
         """Add the other workers' sums, and their requests, to this worker's."""
         workers, own = self._workers, total.counts.requesting(requests)
         if workers.shards_model:
-            # By name, because the gradients that all workers compute (`alike`) count only once.
+            # By name, because the gradients that all workers compute (`replicated`) count only
+            # once.
             named = self.vectors.matrices(total.gradients)
-            alike = self._lora.alike
-            loss, named, counts = workers.sum_step(total.loss, named, own, alike)
+            replicated = self._lora.replicated
+            loss, named, counts = workers.sum_step(total.loss, named, own, replicated)
             gradients = self.vectors.join(named)
         else:
             loss, gradients, counts = workers.sum_step(total.loss, total.gradients, own)

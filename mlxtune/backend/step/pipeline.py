@@ -168,7 +168,7 @@ class InstructPipeline:
         whose update is applied before this step runs. Several workers exchange their `requests`
         with the step.
         """
-        return self._ready().start_step(examples, step, learning_rate, requests)
+        return self._ready().start_batch(examples, step, learning_rate, requests)
 
     def wait(self, step: OptimizerStep) -> StepOutcome:
         """Wait for a started step, if it has not ended yet, and return its outcome."""

@@ -21,8 +21,8 @@ from typing import Any
 from mlxtune.backend.text import template_helper
 from mlxtune.backend.text.template_helper import INVALID, REFUSED, TEXT, UNSTEADY, Reply
 from mlxtune.config.limits import TEMPLATE, TOKENIZER_CONFIG
-from mlxtune.core.data.problems import BadRow
-from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
+from mlxtune.core.data.problems import BadRowError
+from mlxtune.core.files.processes import LimitedProcess, ProcessEndedError
 from mlxtune.core.files.reading import read_text, read_value
 from mlxtune.errors import ModelError, one_line
 
@@ -64,7 +64,7 @@ class ChatTemplate:
     ) -> "TemplateRequest":
         """Return a request to render messages; `options` are further variables of the template.
 
-        Raises BadRow if the messages or tools are nested too deeply.
+        Raises BadRowError if the messages or tools are nested too deeply.
         """
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
         arguments: dict[str, Any] = {**(options or {}), "conversations": [messages]}
@@ -79,7 +79,7 @@ class ChatTemplate:
             # transformers does the same to values that are not JSON.
             text = json.dumps(arguments, default=lambda value: f"<{type(value).__name__}>")
         except RecursionError as error:
-            raise BadRow("the model's template refuses it", one_line(error)) from error
+            raise BadRowError("the model's template refuses it", one_line(error)) from error
         return TemplateRequest(name, self._sources[name], text)
 
     def start(self, requests: Iterable["TemplateRequest"]) -> None:
@@ -119,7 +119,7 @@ class TemplateRequest:
     def text(self) -> str:
         """Start the request unless it has started, and wait for the text.
 
-        Raises BadRow, with the template's reason, if the template rejects the messages. Raises
+        Raises BadRowError, with the template's reason, if the template rejects the messages. Raises
         ModelError if the template is invalid or harmful, or if its output is not deterministic.
         """
         kind, text = self.reply()
@@ -129,7 +129,7 @@ class TemplateRequest:
                 "fix it, or name a built-in --template"
             )
         if kind == REFUSED:
-            raise BadRow("the model's template refuses it", one_line(Exception(text)))
+            raise BadRowError("the model's template refuses it", one_line(Exception(text)))
         return text
 
     def reply(self) -> Reply:
@@ -139,7 +139,7 @@ class TemplateRequest:
         assert self._replies is not None
         try:
             kind, text = self._replies.result()[self._index]
-        except Harmful as error:
+        except HarmfulTemplateError as error:
             raise ModelError(
                 f"the model's chat template ({self.name}) {error}: fix it, or name a built-in "
                 "--template"
@@ -176,7 +176,7 @@ def _process() -> "TemplateProcess":
     return process
 
 
-class Harmful(Exception):
+class HarmfulTemplateError(Exception):
     """A template exceeds the limits or ends its process; the message says how."""
 
 
@@ -210,7 +210,7 @@ class TemplateProcess:
     def render(self, source: str, requests: Sequence[str]) -> list[Reply]:
         """Render a template for each request, which is JSON with render_jinja_template's arguments.
 
-        Raises Harmful if the template exceeds the limits or ends its process.
+        Raises HarmfulTemplateError if the template exceeds the limits or ends its process.
         """
         with self._lock:
             try:
@@ -230,12 +230,12 @@ class TemplateProcess:
         helper.write(lines)
         try:
             reply = helper.read_line(_MAX_RESULT + _GROWTH * len(lines))
-        except ProcessEnded as error:
-            raise Harmful(_why(error.reason, seconds)) from None
+        except ProcessEndedError as error:
+            raise HarmfulTemplateError(_why(error.reason, seconds)) from None
         replies = [_whole(str(kind), str(text)) for kind, text in json.loads(reply)]
         for request, (_, text) in zip(requests, replies, strict=True):
             if len(text) > _ALWAYS + _GROWTH * len(request):
-                raise Harmful(_TOO_LARGE)
+                raise HarmfulTemplateError(_TOO_LARGE)
         return replies
 
     def close(self) -> None:

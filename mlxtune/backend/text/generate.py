@@ -101,7 +101,7 @@ class Answer:
 Stream = GeneratorType[str, None, Answer]
 
 
-class _Stopped(Exception):
+class _StoppedError(Exception):
     """Raised in mlx-lm's progress callback, because only an error ends the reading of a prompt."""
 
 
@@ -160,23 +160,23 @@ class Generator:
         stream = TextStream((*sampling.stop, prompt.end_text))
         shown: list[str] = []
         tokens: list[int] = []
-        ends, reason, first = self._tokenizer.eos_ids | {prompt.end}, "length", started
+        stop_tokens, reason, first = self._tokenizer.eos_ids | {prompt.end}, "length", started
         try:
             for token in self._steps(prompt.ids[reused:], cache, sampling, should_stop):
                 if not tokens:
                     first = time.perf_counter()
                 tokens.append(token)
-                if token not in ends:
-                    shown.append(stream.add(self._tokenizer.spell([token])[0]))
+                if token not in stop_tokens:
+                    shown.append(stream.add(self._tokenizer.token_bytes([token])[0]))
                     yield shown[-1]
-                if token in ends or stream.stopped:
+                if token in stop_tokens or stream.stopped:
                     reason = "stop"
                     break
                 if should_stop():
                     reason = "interrupted"
                     break
             self._keep(cache, [*prompt.ids, *tokens])
-        except _Stopped:
+        except _StoppedError:
             reason = "interrupted"
         shown.append(stream.finish())
         yield shown[-1]
@@ -200,7 +200,7 @@ class Generator:
     ) -> Iterator[int]:
         def on_progress(done: int, total: int) -> None:
             if done < total and should_stop():
-                raise _Stopped
+                raise _StoppedError
 
         sampler = CheckedSampler(sampling.sampler(self._vocab_size))
         steps = generate_step(
@@ -310,9 +310,11 @@ def answers(
         return [prompts[i] for i in order[len(answered) : len(answered) + at_once]]
 
     def answer() -> list[str]:
-        ends = tokenizer.eos_ids | {each.end for each in batch() if each.end is not None}
+        stop_tokens = tokenizer.eos_ids | {each.end for each in batch() if each.end is not None}
         # All that mlx-lm needs of a tokenizer if prompts are already tokenised.
-        used = SimpleNamespace(eos_token_ids=ends, decode=lambda ids: text_of(tokenizer.spell(ids)))
+        used = SimpleNamespace(
+            eos_token_ids=stop_tokens, decode=lambda ids: text_of(tokenizer.token_bytes(ids))
+        )
         sampler = CheckedSampler(sampling.sampler(vocab_size))
         try:
             texts = batch_generate(

@@ -41,12 +41,12 @@ def sample(
     model: nn.Module,
     requests: Sequence[SampleRequest],
     sampling: Sampling,
-    ends: frozenset[int],
+    stop_tokens: frozenset[int],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[SampledAnswer]:
     """Return a sampled answer for each request, in order; equal prompts run once.
 
-    An answer ends with one of the tokens `ends`, or is cut at `sampling.max_new_tokens`.
+    An answer ends with one of the tokens `stop_tokens`, or is cut at `sampling.max_new_tokens`.
     `on_progress` is called with the number of finished answers and the total. After a fault of the
     GPU, samples are drawn again, fewer at a time if that helps.
 
@@ -62,7 +62,7 @@ def sample(
         return order[len(sampled) : len(sampled) + at_once]
 
     def draw() -> list[SampledAnswer]:
-        return _draw(model, ids, [requests[i] for i in selected()], sampling, ends)
+        return _draw(model, ids, [requests[i] for i in selected()], sampling, stop_tokens)
 
     def change(fault: Fault, text: str) -> None:
         nonlocal at_once
@@ -93,7 +93,7 @@ def _draw(
     ids: TokenArrays,
     requests: Sequence[SampleRequest],
     sampling: Sampling,
-    ends: frozenset[int],
+    stop_tokens: frozenset[int],
 ) -> list[SampledAnswer]:
     """Draw the requested samples together, or as many of them as fit in memory."""
     caches = _prefilled(model, ids, requests)
@@ -106,7 +106,7 @@ def _draw(
         BatchGenerator(
             model,
             max_tokens=sampling.max_new_tokens,
-            stop_tokens=[[token] for token in sorted(ends)],
+            stop_tokens=[[token] for token in sorted(stop_tokens)],
             sampler=checked,
             # All samples start together, so that the sampler knows their order.
             prefill_batch_size=count,

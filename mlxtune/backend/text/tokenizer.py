@@ -24,7 +24,7 @@ from mlxtune.backend.models.model_folder import check_auto_map, check_files, jso
 from mlxtune.backend.text import tokenizer_helper
 from mlxtune.config.limits import CONTROL_TOKENS
 from mlxtune.core.data.encode import OffsetEncoding
-from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
+from mlxtune.core.files.processes import LimitedProcess, ProcessEndedError
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.scratch import scratch_file
 from mlxtune.core.files.writing import make_folder, open_to_write
@@ -32,7 +32,7 @@ from mlxtune.core.names import is_file_name
 from mlxtune.errors import ModelError, one_line
 
 # The limits of a trial: the memory of its process, and the length of the problem that it reports.
-_MEMORY, _MAX_PROBLEM_BYTES = 2**30, 2**16
+_MAX_MEMORY, _MAX_PROBLEM_BYTES = 2**30, 2**16
 # The cache's folder of empty files, one for each tokenizer that passed a trial.
 _TRIED = "tokenizers-tried"
 _STDERR = 2
@@ -73,7 +73,7 @@ class FastTokenizer:
             encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         return [OffsetEncoding(encoding.ids, encoding.offsets) for encoding in encodings]
 
-    def spell(self, ids: Sequence[int]) -> list[bytes]:
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of each token; a character may be spread over several tokens."""
         return [self._spelled(token) for token in ids]
 
@@ -128,7 +128,7 @@ class SentencePieceTokenizer:
         mappings = iter(self._processor.encode(plain, return_type="offset_mapping"))
         return [self._joined(several, mappings) for several in parts]
 
-    def spell(self, ids: Sequence[int]) -> list[bytes]:
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of each token; a character may be spread over several tokens."""
         return [_spell_piece(self._processor.id_to_piece(token)) for token in ids]
 
@@ -250,10 +250,12 @@ def _trial_key(path: Path) -> str:
 
 def _problem_of(path: Path) -> str | None:
     arguments = str(path.absolute()), str(CONTROL_TOKENS)
-    with closing(LimitedProcess(Path(tokenizer_helper.__file__), _MEMORY, *arguments)) as process:
+    with closing(
+        LimitedProcess(Path(tokenizer_helper.__file__), _MAX_MEMORY, *arguments)
+    ) as process:
         try:
             problem: str | None = json.loads(process.read_line(_MAX_PROBLEM_BYTES))
-        except ProcessEnded as error:
+        except ProcessEndedError as error:
             ended = error.reason
         else:
             return problem

@@ -57,7 +57,7 @@ class PlaceholderGroup:
         return self._size
 
 
-class Entrance:
+class ColumnParallelInput:
     """Passes inputs, the same on all workers, to projections that are sharded by outputs.
 
     Sums the inputs' gradients over the workers, once for successive projections of the same input.
@@ -78,7 +78,7 @@ class Shard:
     """A worker's part of a projection: the slice `own` of its outputs or its inputs."""
 
     group: Any
-    entrance: Entrance
+    entrance: ColumnParallelInput
     by_outputs: bool
     own: slice
 
@@ -116,9 +116,9 @@ class ShardedLinear(nn.Module):
         self.shard = part
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.shard.leave(self.own_product(self.shard.enter(x)))
+        return self.shard.leave(self.own_matmul(self.shard.enter(x)))
 
-    def own_product(self, x: mx.array) -> mx.array:
+    def own_matmul(self, x: mx.array) -> mx.array:
         """Return this worker's part of the outputs, or its term of their sum over the workers."""
         return super().__call__(x)
 
@@ -202,7 +202,7 @@ def shard_base(base: BaseModel, group: Any) -> BaseModel:
             f"{base.folder} over {pluralize(workers, 'worker')}: {one_line(error)}"
         ) from error
     made: dict[str, nn.Module] = {}
-    entrance = Entrance(group)
+    entrance = ColumnParallelInput(group)
     for path, module in model.named_modules():
         if isinstance(module, (*_BY_OUTPUTS, *_BY_INPUTS)):
             made[path] = _shard_linear(before[path], module, group, entrance)
@@ -227,7 +227,7 @@ def shards_of(module: nn.Module) -> int:
 
 
 def _shard_linear(
-    linear: nn.Module, sharded: nn.Module, group: Any, entrance: Entrance
+    linear: nn.Module, sharded: nn.Module, group: Any, entrance: ColumnParallelInput
 ) -> nn.Module:
     by_outputs = isinstance(sharded, _BY_OUTPUTS)
     inputs, outputs = dimensions(sharded)

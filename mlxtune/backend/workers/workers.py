@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from mlxtune.backend.workers.environment import launched_several
-from mlxtune.core.steps.scaling import deal
+from mlxtune.core.steps.scaling import balance
 from mlxtune.core.training.requests import Requests
 from mlxtune.errors import WorkerError
 
@@ -80,10 +80,10 @@ class Workers:
         )
 
     def own_items(self, costs: Sequence[float]) -> list[int]:
-        """Return the indices of this worker's items, ascending; see `deal`."""
+        """Return the indices of this worker's items, ascending; see `balance`."""
         if self.shards_model:
             return list(range(len(costs)))
-        return deal(costs, self.world_size)[self.rank]
+        return balance(costs, self.world_size)[self.rank]
 
     def sum(self, tree: Any) -> Any:
         """All-reduce a tree of float32 arrays; return the unevaluated sums."""
@@ -106,17 +106,17 @@ class Workers:
         loss: mx.array,
         gradients: Any,
         counts: StepCounts,
-        alike: Collection[str] = (),
+        replicated: Collection[str] = (),
     ) -> list[Any]:
         """Return the loss, the gradients and the counts, summed over all workers.
 
         Each worker passes the sums over its examples. Workers that share the model have the same
-        loss and counts, and the same gradients of the modules `alike`: these all count once.
+        loss and counts, and the same gradients of the modules `replicated`: these all count once.
         """
         fraction = 1 / self.world_size if self.shards_model else 1.0
 
         def weigh(name: str, gradient: mx.array) -> mx.array:
-            return gradient * fraction if name.rpartition(".")[0] in alike else gradient
+            return gradient * fraction if name.rpartition(".")[0] in replicated else gradient
 
         if self.shards_model:
             gradients = tree_map_with_path(weigh, gradients)

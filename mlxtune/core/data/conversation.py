@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import BadRowError
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,11 @@ def function_name(call: Mapping[str, Any]) -> str | None:
 
 
 def to_json(value: Any) -> str:
-    """Return a value as JSON in chat templates' style. Raises BadRow if it is nested too deeply."""
+    """Return a value as JSON in chat templates' style.
+
+    Raises BadRowError if it is nested too deeply.
+    """
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
-        raise BadRow("JSON nested too deeply") from error
+        raise BadRowError("JSON nested too deeply") from error

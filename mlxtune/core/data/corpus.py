@@ -306,10 +306,10 @@ class CorpusRows:
         return self.hash_answers(lambda example: text_hash.without_start(example, length))
 
     def _examples_of_answers(self) -> Iterator[tuple[int, Example]]:
-        """Yield the place of a row, and its last example, for each role that is no copy."""
-        for place, row in enumerate(self):
+        """Yield the index of a row, and its last example, for each role that is no copy."""
+        for index, row in enumerate(self):
             for example in {each.role: each for each in row if each.role not in _COPIES}.values():
-                yield place, example
+                yield index, example
 
     def without(
         self, identities: npt.NDArray[np.uint64], text_hash: TextHash | None = None
@@ -351,7 +351,7 @@ class CorpusRows:
     def __iter__(self) -> Iterator[RowExamples]:
         return map(self.corpus.row, self.indices)
 
-    def draw(self, indices: Sequence[int]) -> list[Example]:
+    def examples_of(self, indices: Sequence[int]) -> list[Example]:
         """Return the examples of the rows of a step.
 
         A step may use a row several times, if the weight of the row's file is above 1. Each use has

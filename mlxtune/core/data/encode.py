@@ -29,7 +29,7 @@ from mlxtune.core.data.problems import (
     DOUBLE_BOS,
     RENDERED_CHAT,
     TWO_PROMPTS,
-    BadRow,
+    BadRowError,
     RowTally,
     SkippedRows,
     bounded,
@@ -152,7 +152,7 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Encoding]:
         """Encode texts, including control tokens in them, without adding control tokens."""
 
-    def spell(self, ids: Sequence[int]) -> Sequence[bytes]:
+    def token_bytes(self, ids: Sequence[int]) -> Sequence[bytes]:
         """Return the bytes of each token."""
 
 
@@ -254,8 +254,10 @@ class Encoder:
                     rendering = self._render_row(row, iter(pending))
                     together = sum if len(rendering.texts) > 1 and _prefers(rendering) else max
                     if (longest := together(map(_length, rendering.texts))) > _MAX_CHARS:
-                        raise BadRow("its text is too long", f"{longest:,} characters: split it")
-                except BadRow as problem:
+                        raise BadRowError(
+                            "its text is too long", f"{longest:,} characters: split it"
+                        )
+                except BadRowError as problem:
                     skipped.add(row.row, problem)
                     continue
                 conversation = row.chosen if isinstance(row, Pair) else row
@@ -295,14 +297,14 @@ class Encoder:
             rendering = next(pending)()
             return rendering if row.role == ANSWER else rendering.in_role(row.role)
         if self.tokenizer.eos_id is None:
-            raise BadRow("the tokenizer has no end-of-text token to close the text")
+            raise BadRowError("the tokenizer has no end-of-text token to close the text")
         text = Rendered(row.text, ((0, len(row.text)),), add_end=True)
         return Rendering(row.row, (text,))
 
     def _render_pair(self, pair: Pair, pending: Iterator[PendingRendering]) -> Rendering:
         chosen, rejected = (self._render_row(answer, pending) for answer in pair.answers)
         if [text.text for text in chosen.texts] == [text.text for text in rejected.texts]:
-            raise BadRow("the template renders chosen and rejected alike")
+            raise BadRowError("the template renders chosen and rejected alike")
         notes = {**rejected.notes, **chosen.notes}
         if chosen.texts[0].prompt != rejected.texts[0].prompt:
             notes[TWO_PROMPTS] = ""
@@ -319,11 +321,11 @@ class Encoder:
                 notes.count(row, DOUBLE_BOS)
             supervised = [bool(one.assistant_mask.any()) for one in examples]
             if not all(map(len, examples)):
-                skipped.add(row, BadRow("it has too many turns to encode"))
+                skipped.add(row, BadRowError("it has too many turns to encode"))
             elif all(supervised) or (examples[0].role == ANSWER and any(supervised)):
                 yield examples
             else:
-                skipped.add(row, BadRow("the answer tokenises to nothing"))
+                skipped.add(row, BadRowError("the answer tokenises to nothing"))
 
     def _tokenize(self, rendered: Sequence[Rendering]) -> EncodedRows:
         texts = [text.text for rendering in rendered for text in rendering.texts]
@@ -447,8 +449,8 @@ def _chunks(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]
 
 
 def _check_surrogates(text: str) -> None:
-    """Raise BadRow for a lone surrogate, which comes from a JSON escape or a bad byte."""
+    """Raise BadRowError for a lone surrogate, which comes from a JSON escape or a bad byte."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise BadRow("text contains half a surrogate pair") from error
+        raise BadRowError("text contains half a surrogate pair") from error

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from mlxtune.core.data.conversation import ANSWER
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.data.problems import TRUNCATED_ANSWER, BadRow, RowTally, SkippedRows
+from mlxtune.core.data.problems import TRUNCATED_ANSWER, BadRowError, RowTally, SkippedRows
 from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.writing import new_file
 
@@ -341,7 +341,7 @@ class TruncatedFile(EncodedFile):
         )
 
 
-def _why_dropped(truncated: ExampleArrays, index: int) -> tuple[int, BadRow]:
+def _why_dropped(truncated: ExampleArrays, index: int) -> tuple[int, BadRowError]:
     """Return the number of a row that truncation drops, and the reason with its remedy."""
     examples = slice(*truncated.first_of_row[index : index + 2].tolist())
     row, first = int(truncated.rows[examples.start]), examples.start
@@ -349,8 +349,8 @@ def _why_dropped(truncated: ExampleArrays, index: int) -> tuple[int, BadRow]:
     if truncated.roles[first] != ANSWER:
         longest = int(truncated.full_lengths[examples].max())
         advice = f"an answer to compare is not cut: raise the limit to {longest}"
-        return row, BadRow(f"longer than {limit}", advice)
+        return row, BadRowError(f"longer than {limit}", advice)
     end = truncated.ends[first]
     mask = truncated.mask[end - truncated.full_lengths[first] : end]
     advice = f"the answer starts at token {int(mask.argmax()) + 1}: raise the limit"
-    return row, BadRow(f"no supervised token within {limit}", advice)
+    return row, BadRowError(f"no supervised token within {limit}", advice)

@@ -65,34 +65,36 @@ def hold_out_rows(
 
     Raises ValueError if all rows are in one cluster.
     """
-    _, first, group_of_row, copies = np.unique(
+    _, first, cluster_of_row, copies = np.unique(
         np.asarray(clusters, dtype=np.uint64),
         return_index=True,
         return_inverse=True,
         return_counts=True,
     )
-    group_of_row = group_of_row.reshape(-1)
+    cluster_of_row = cluster_of_row.reshape(-1)
     if len(copies) < 2:
         raise ValueError("a split needs at least two rows that differ")
-    files = np.zeros(len(group_of_row), dtype=np.int32) if files is None else files
+    files = np.zeros(len(cluster_of_row), dtype=np.int32) if files is None else files
     left = _held_out_counts(np.bincount(files), val_split, val_rows)
     selected = np.zeros(len(copies), dtype=bool)
-    rows_of = np.argsort(group_of_row, kind="stable")
+    rows_of = np.argsort(cluster_of_row, kind="stable")
     ends = np.cumsum(copies)
-    for i in permutation(len(group_of_row), f"{seed}/split"):
+    for i in permutation(len(cluster_of_row), f"{seed}/split"):
         # Only the first row of a cluster is drawn, so that copies do not raise its chance.
-        if first[group_of_row[i]] != i or not left[files[i]]:
+        if first[cluster_of_row[i]] != i or not left[files[i]]:
             continue
-        same = rows_of[ends[group_of_row[i]] - copies[group_of_row[i]] : ends[group_of_row[i]]]
+        same = rows_of[
+            ends[cluster_of_row[i]] - copies[cluster_of_row[i]] : ends[cluster_of_row[i]]
+        ]
         needed = np.bincount(files[same], minlength=len(left))
         if (needed <= left).all():
-            selected[group_of_row[i]] = True
+            selected[cluster_of_row[i]] = True
             left -= needed
         if not left.any():
             break
     if not selected.any():  # each cluster has too many rows
         selected[copies.argmin()] = True
-    held_out = selected[group_of_row]
+    held_out = selected[cluster_of_row]
     return np.flatnonzero(~held_out).tolist(), np.flatnonzero(held_out).tolist()
 
 

@@ -274,7 +274,7 @@ def pieces(example: Example, tokenizer: Tokenizer) -> Iterator[Piece]:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     ids = example.tokens.tolist()
     text, tokens = "", 0
-    for i, spelled in enumerate(tokenizer.spell(ids)):
+    for i, spelled in enumerate(tokenizer.token_bytes(ids)):
         control, supervised = ids[i] in tokenizer.control_ids, bool(example.assistant_mask[i])
         last = i + 1 == len(ids) or ids[i + 1] in tokenizer.control_ids
         last = last or bool(example.assistant_mask[i + 1]) != supervised

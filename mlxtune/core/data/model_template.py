@@ -35,7 +35,7 @@ from mlxtune.core.data.problems import (
     MERGED_SYSTEM,
     NO_END_OF_TURN,
     NO_PROMPT,
-    BadRow,
+    BadRowError,
 )
 from mlxtune.core.data.sources.keys import THINKING_FIELDS, reads_key, reads_variable
 from mlxtune.core.data.sources.messages import supervised_turns
@@ -66,7 +66,7 @@ class TextRequest(Protocol):
     def text(self) -> str:
         """Start the request unless it has started, and wait for the text.
 
-        Raises BadRow with the template's own reason if the template refuses the messages.
+        Raises BadRowError with the template's own reason if the template refuses the messages.
         """
 
 
@@ -85,7 +85,7 @@ class ChatRenderer(Protocol[Request]):
         enable_thinking: bool | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Return a request to render messages. Raises BadRow if they are nested too deeply."""
+        """Return a request to render messages. Raises BadRowError if they are nested too deeply."""
 
     def start(self, requests: Iterable[Request]) -> None:
         """Start requests without waiting: as many of the first as the renderer chooses."""
@@ -95,9 +95,9 @@ class ChatRenderer(Protocol[Request]):
 class _Chat:
     """A conversation in rendering.
 
-    `first` is the position of the first message that the template gets: 1 if a system message is
+    `first` is the index of the first message that the template gets: 1 if a system message is
     merged into the first user turn. `requests` are the requests for the prompt and the text of each
-    turn, by the turn's position; a turn that was rendered has none.
+    turn, by the index of the turn; a turn that was rendered has none.
     """
 
     conversation: Conversation
@@ -132,7 +132,7 @@ class ModelTemplate:
         try:
             request = self.renderer.request(messages, add_generation_prompt=True)
             return _TEST_CONTENT in request.text()
-        except BadRow:
+        except BadRowError:
             return False
 
     @cached_property
@@ -149,14 +149,14 @@ class ModelTemplate:
                 self.renderer.request(question, add_generation_prompt=asks).text()
                 for asks in (False, True)
             )
-        except BadRow:
+        except BadRowError:
             return ""
         return prompt[len(before) :] if prompt.startswith(before) else ""
 
     def __call__(self, conversation: Conversation) -> Rendering:
         """Return one text with every supervised turn, or one text for each turn.
 
-        Raises BadRow if the template refuses the conversation or an answer cannot be located.
+        Raises BadRowError if the template refuses the conversation or an answer cannot be located.
         """
         return self._rendering(self._prepare(conversation))
 
@@ -170,7 +170,7 @@ class ModelTemplate:
         for conversation in conversations:
             try:
                 chats.append(self._prepare(conversation))
-            except BadRow:  # rendering the conversation raises the same error
+            except BadRowError:  # rendering the conversation raises the same error
                 pending.append(partial(self, conversation))
             else:
                 pending.append(partial(self._rendering, chats[-1]))
@@ -180,21 +180,21 @@ class ModelTemplate:
     def _requests(self, chats: Iterable[_Chat]) -> Iterator[TextRequest]:
         """Yield the requests for each supervised turn's prompt and text."""
         for chat in chats:
-            with suppress(BadRow):  # rendering the conversation raises the same error
-                for position in supervised_turns(chat.conversation, self.turns):
-                    if position > chat.first:
-                        chat.requests[position] = self._requests_of_turn(chat, position)
-                        yield from chat.requests[position]
+            with suppress(BadRowError):  # rendering the conversation raises the same error
+                for index in supervised_turns(chat.conversation, self.turns):
+                    if index > chat.first:
+                        chat.requests[index] = self._requests_of_turn(chat, index)
+                        yield from chat.requests[index]
 
     def _rendering(self, chat: _Chat) -> Rendering:
         conversation = chat.conversation
         try:
             turns = list(self._turns(chat))
-        except BadRow as problem:
+        except BadRowError as problem:
             is_system = conversation.messages[0].role == "system"
             if not is_system or self.merge_system or self._shows_system:
                 raise
-            raise BadRow(problem.kind, f"{problem.detail}: try --merge-system") from problem
+            raise BadRowError(problem.kind, f"{problem.detail}: try --merge-system") from problem
         whole = turns[-1].text
         spans = tuple(span for turn in turns for span in turn.spans)
         shown = [turn.text[: turn.spans[0][1]] for turn in turns]
@@ -218,11 +218,11 @@ class ModelTemplate:
         if not self.merge_system:
             return _Chat(conversation, 0, {} if is_blank else {DROPPED_SYSTEM: ""})
         if not is_blank and all(message.role != "user" for message in messages):
-            raise BadRow("a system message with no user turn to merge it into")
+            raise BadRowError("a system message with no user turn to merge it into")
         return _Chat(conversation, 1, {} if is_blank else {MERGED_SYSTEM: ""})
 
     def _layout(self, chat: _Chat, end: int) -> list[Mapping[str, Any]]:
-        """Return the messages before a position as the template expects them."""
+        """Return the messages before an index as the template expects them."""
         system, messages = chat.conversation.messages[0], chat.conversation.messages
         layout = list(map(self._fields_of, messages[chat.first : end]))
         users = (i for i, fields in enumerate(layout) if fields["role"] == "user")
@@ -257,13 +257,13 @@ class ModelTemplate:
         messages = conversation.messages
         selected = supervised_turns(conversation, self.turns)
         _check_cost(messages, selected)
-        for position in selected:
-            message, where = messages[position], f"message {position + 1}"
+        for index in selected:
+            message, where = messages[index], f"message {index + 1}"
             try:
-                turn = self._turn(chat, position, where)
-            except BadRow:
-                has_prompt = any(each.role in ("user", "tool") for each in messages[:position])
-                if has_prompt or position == selected[-1]:
+                turn = self._turn(chat, index, where)
+            except BadRowError:
+                has_prompt = any(each.role in ("user", "tool") for each in messages[:index])
+                if has_prompt or index == selected[-1]:
                     raise
                 notes[NO_PROMPT] = ""
                 continue
@@ -284,18 +284,18 @@ class ModelTemplate:
         if tool is not None and tool not in turn.prompt:
             notes[DROPPED_TOOLS] = ""
 
-    def _turn(self, chat: _Chat, position: int, where: str) -> Rendered:
-        if position == chat.first:
+    def _turn(self, chat: _Chat, index: int, where: str) -> Rendered:
+        if index == chat.first:
             # Inference never generates a turn without a message before it.
-            raise BadRow("the conversation is an assistant turn without a prompt before it")
-        requests = chat.requests.pop(position, None) or self._requests_of_turn(chat, position)
-        message, header = chat.conversation.messages[position], self._header
+            raise BadRowError("the conversation is an assistant turn without a prompt before it")
+        requests = chat.requests.pop(index, None) or self._requests_of_turn(chat, index)
+        message, header = chat.conversation.messages[index], self._header
         prompt, text = (request.text() for request in requests)
         if not text.startswith(prompt):
             try:
                 text = _continue_thinking(prompt, text, message, header, where)
-            except BadRow as problem:
-                before = chat.conversation.messages[position - 1]
+            except BadRowError as problem:
+                before = chat.conversation.messages[index - 1]
                 raise _answer_after(before, where) or problem from problem
         rest = text[len(prompt) :]
         if not prompt.endswith(header):
@@ -309,12 +309,14 @@ class ModelTemplate:
         for call in message.tool_calls:
             name = function_name(call)
             if name is None:
-                raise BadRow("a tool call has no function name", where)
+                raise BadRowError("a tool call has no function name", where)
             if name not in shown:
                 remedy = "name a template that writes tool calls"
                 if END_OF_TURN["qwen3"] in self.end_tokens:
                     remedy += ", such as --template qwen3"
-                raise BadRow("the model's template leaves out a tool call", f"{where}: {remedy}")
+                raise BadRowError(
+                    "the model's template leaves out a tool call", f"{where}: {remedy}"
+                )
         if unknown_end:
             chat.notes[NO_END_OF_TURN] = unknown_end
         span = len(prompt), len(prompt) + end
@@ -342,13 +344,15 @@ class ModelTemplate:
         remedy = f": let the template end each answer with {known[0]}" if known else ""
         if found and tail and not message.tool_calls:
             return len(head + found + tail), f"{tail.lstrip()}{remedy}"
-        raise BadRow("no end-of-turn token", f"looked for {', '.join(known) or 'none'}{remedy}")
+        raise BadRowError(
+            "no end-of-turn token", f"looked for {', '.join(known) or 'none'}{remedy}"
+        )
 
-    def _requests_of_turn(self, chat: _Chat, position: int) -> tuple[TextRequest, TextRequest]:
+    def _requests_of_turn(self, chat: _Chat, index: int) -> tuple[TextRequest, TextRequest]:
         """Return the requests for the prompt and the text of a turn."""
         conversation = chat.conversation
-        thinks, message = self._thinks(conversation), conversation.messages[position]
-        *before, turn = self._layout(chat, position + 1)
+        thinks, message = self._thinks(conversation), conversation.messages[index]
+        *before, turn = self._layout(chat, index + 1)
         if thinks is False and message.thinking:
             present = dict.fromkeys(name for name in THINKING_FIELDS if name in turn)
             turn = _changed(turn, content=_without_tags(turn["content"]), **present)
@@ -397,11 +401,11 @@ def _end_after(content: str, rest: str, ends: Sequence[tuple[int, int]]) -> int:
 
 
 def _check_cost(messages: Sequence[Message], turns: Sequence[int]) -> None:
-    """Raise BadRow for a conversation whose turns take too long to render one by one."""
+    """Raise BadRowError for a conversation whose turns take too long to render one by one."""
     ends = [0, *accumulate(map(_size, messages))]
     cost = sum(ends[turn] + ends[turn + 1] for turn in turns)
     if cost > _MAX_RENDERED:
-        raise BadRow(
+        raise BadRowError(
             "it has too many turns to render",
             f"{len(messages):,} messages, {cost:,} characters in all: split the conversation",
         )
@@ -411,7 +415,7 @@ def _size(message: Message) -> int:
     try:
         return len(str(message.fields)) + _PER_MESSAGE
     except RecursionError as error:
-        raise BadRow("JSON nested too deeply") from error
+        raise BadRowError("JSON nested too deeply") from error
 
 
 def _changed(fields: Mapping[str, Any], **changes: Any) -> Mapping[str, Any]:
@@ -453,7 +457,7 @@ def _continue_thinking(prompt: str, text: str, message: Message, header: str, wh
 
     Some templates (DeepSeek-R1's) write the opening tag in the generation prompt but not in turns.
 
-    Raises BadRow if the prompt differs from the turn in any other way.
+    Raises BadRowError if the prompt differs from the turn in any other way.
     """
     for opening, closing in _THINKING:
         head, opened, after = prompt.rpartition(opening)
@@ -462,16 +466,18 @@ def _continue_thinking(prompt: str, text: str, message: Message, header: str, wh
             if rest.lstrip().startswith(opening):
                 return prompt + rest.lstrip()[len(opening) :].lstrip("\n")
             return prompt + message.thinking + closing + rest.lstrip("\n")
-    raise BadRow("the template's generation prompt differs from the start of the turn", where)
+    raise BadRowError("the template's generation prompt differs from the start of the turn", where)
 
 
-def _answer_after(before: Message, where: str) -> BadRow | None:
+def _answer_after(before: Message, where: str) -> BadRowError | None:
     """Return the reason why no template asks for an answer after an assistant's message."""
     if before.role != "assistant":
         return None
     if before.tool_calls:
-        return BadRow("a tool call without a result", f"{where} follows it: add the tool's message")
-    return BadRow("two assistant turns in a row", f"{where}: join it to the turn before")
+        return BadRowError(
+            "a tool call without a result", f"{where} follows it: add the tool's message"
+        )
+    return BadRowError("two assistant turns in a row", f"{where}: join it to the turn before")
 
 
 def _by_thinking(content: str) -> tuple[list[str], list[str]]:

@@ -154,7 +154,7 @@ class TextHash:
 
     def _spell(self, tokens: list[int]) -> None:
         tokenizer = self._load_tokenizer()
-        for token, content in zip(tokens, tokenizer.spell(tokens), strict=True):
+        for token, content in zip(tokens, tokenizer.token_bytes(tokens), strict=True):
             is_control = token in tokenizer.control_ids
             self._spelled[token] = _CONTROL + content + _CONTROL if is_control else content
 

@@ -153,7 +153,7 @@ def advice_on(kind: str) -> str:
     return ADVICE[next((known for end, known in _UNREAD.items() if kind.endswith(end)), kind)]
 
 
-class BadRow(ValueError):
+class BadRowError(ValueError):
     """A row that cannot be trained on.
 
     `kind` is the reason under which rows with this problem are counted; `detail` adds the place in
@@ -191,7 +191,7 @@ class SkippedRows(RowTally):
     path: Path
     absent: dict[str, str] = field(default_factory=dict)
 
-    def add(self, row: int, problem: BadRow) -> None:
+    def add(self, row: int, problem: BadRowError) -> None:
         self.count(row, problem.kind, problem.detail)
 
     @property
@@ -199,10 +199,12 @@ class SkippedRows(RowTally):
         return self.counts.total()
 
     @property
-    def problems(self) -> dict[int, BadRow]:
+    def problems(self) -> dict[int, BadRowError]:
         """The problems of the first few rows skipped for each reason, by row number."""
         return {
-            row: BadRow(kind, detail) for kind in self.places for row, detail in self.places[kind]
+            row: BadRowError(kind, detail)
+            for kind in self.places
+            for row, detail in self.places[kind]
         }
 
     def warnings(self) -> Iterator[str]:
@@ -210,7 +212,7 @@ class SkippedRows(RowTally):
         for kind, every in self.places.items():
             first = every[:_WARNED]
             for row, detail in first:
-                yield f"{where(self.path, row)}: {BadRow(kind, detail)}; row skipped"
+                yield f"{where(self.path, row)}: {BadRowError(kind, detail)}; row skipped"
             if (more := self.counts[kind] - len(first)) > 0:
                 yield f"{shown(self.path)}: {pluralize(more, 'more row')} skipped: {kind}"
 
@@ -221,15 +223,15 @@ class SkippedRows(RowTally):
 
 
 def check_values(text: bytes) -> None:
-    """Raise BadRow for JSON with too many values: they take far more memory than their text."""
+    """Raise BadRowError for JSON with too many values, which take far more memory than text."""
     if len(text) > _MAX_VALUES and has_more_values(text, _MAX_VALUES):
-        raise BadRow(f"holds more than {_MAX_VALUES:,} values")
+        raise BadRowError(f"holds more than {_MAX_VALUES:,} values")
 
 
 def parse_json(
     text: str | bytes, kind: str = "not valid JSON", *, has_constants: bool = True
 ) -> Any:
-    """Return the value of JSON, given as text or UTF-8. Raises BadRow, of `kind` for bad syntax.
+    """Return the value of JSON, as text or UTF-8. Raises BadRowError, of `kind` for bad syntax.
 
     NaN and Infinity, which Python and tables write, are refused unless `has_constants`.
     """
@@ -238,17 +240,17 @@ def parse_json(
             check_values(text)
             text = text.decode("utf-8")
         return (_DECODER if has_constants else _STRICT_DECODER).decode(text)
-    except BadRow:
+    except BadRowError:
         raise
     except UnicodeDecodeError as error:
-        raise BadRow("not UTF-8", f"byte {error.start + 1}: save the file in UTF-8") from error
+        raise BadRowError("not UTF-8", f"byte {error.start + 1}: save the file in UTF-8") from error
     except json.JSONDecodeError as error:
-        raise BadRow(kind, _syntax_error(error)) from error
+        raise BadRowError(kind, _syntax_error(error)) from error
     except RecursionError as error:
-        raise BadRow("JSON nested too deeply") from error
+        raise BadRowError("JSON nested too deeply") from error
     except ValueError as error:
         digits = f"{sys.get_int_max_str_digits():,} digits"
-        raise BadRow(f"a number of more than {digits}", "write it as text") from error
+        raise BadRowError(f"a number of more than {digits}", "write it as text") from error
 
 
 def _syntax_error(error: json.JSONDecodeError) -> str:
@@ -276,12 +278,12 @@ def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-        raise BadRow("a key twice in one object", f"{shorten(twice)}: keep one")
+        raise BadRowError("a key twice in one object", f"{shorten(twice)}: keep one")
     return values
 
 
 def _refuse_constant(name: str) -> None:
-    raise BadRow(f"{name} in JSON text", "write null or text")
+    raise BadRowError(f"{name} in JSON text", "write null or text")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_keys_once)

@@ -21,7 +21,7 @@ from mlxtune.core.data.conversation import (
     function_name,
     to_json,
 )
-from mlxtune.core.data.problems import DROPPED_THINKING, BadRow
+from mlxtune.core.data.problems import DROPPED_THINKING, BadRowError
 from mlxtune.core.data.sources.messages import supervised_turns
 
 
@@ -67,9 +67,9 @@ class Rendering:
         return replace(self, texts=tuple(replace(text, role=role) for text in self.texts))
 
 
-# Renders a conversation, or raises BadRow.
+# Renders a conversation, or raises BadRowError.
 Template = Callable[[Conversation], Rendering]
-# Waits for the rendering of a conversation, or raises BadRow.
+# Waits for the rendering of a conversation, or raises BadRowError.
 PendingRendering = Callable[[], Rendering]
 
 
@@ -156,7 +156,7 @@ def _qwen3_answer(message: Message) -> str:
     for call in message.tool_calls:
         name = function_name(call)
         if name is None:
-            raise BadRow("a tool call has no function name")
+            raise BadRowError("a tool call has no function name")
         arguments = (call.get("function") or call).get("arguments", {})
         arguments = arguments if isinstance(arguments, str) else to_json(arguments)
         calls.append(f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>')
@@ -174,18 +174,18 @@ def _content_has_thinking(message: Message) -> bool:
 def render_gemma(conversation: Conversation, turns: str = "all") -> Rendering:
     r"""Render as `<start_of_turn>user|model\ncontent<end_of_turn>\n`.
 
-    A system message becomes a separate user turn, `[System: content]`. Raises BadRow for tools,
-    which Gemma does not support.
+    A system message becomes a separate user turn, `[System: content]`. Raises BadRowError for
+    tools, which Gemma does not support.
 
     Source: the chat template of Gemma's tokenizer_config.json, which refuses system messages.
     """
     messages = conversation.messages
     if conversation.tools or any(each.role == "tool" or each.tool_calls for each in messages):
-        raise BadRow("the gemma template does not support tools")
+        raise BadRowError("the gemma template does not support tools")
     notes = {}
-    for position, message in enumerate(messages, start=1):
+    for number, message in enumerate(messages, start=1):
         if message.thinking and not _content_has_thinking(message):
-            notes[DROPPED_THINKING] = f"message {position}"
+            notes[DROPPED_THINKING] = f"message {number}"
     selected = supervised_turns(conversation, turns)
     return Rendering(conversation.row, (_join(_gemma_parts(messages, selected)),), notes)
 

@@ -108,10 +108,10 @@ def paired_fraction_interval(
     """
     rows, both, neither = len(before), int((before & after).sum()), int((~before & ~after).sum())
     earlier, later = int(before.sum()), int(after.sum())
-    product = float(earlier * (rows - earlier) * later * (rows - later))
+    squared = float(earlier * (rows - earlier) * later * (rows - later))
     excess = float(both * neither - (earlier - both) * (later - both))
     excess = max(excess - rows / 2, 0.0) if excess > 0 else excess
-    correlation = excess / math.sqrt(product) if product else 0.0
+    correlation = excess / math.sqrt(squared) if squared else 0.0
     old, new = earlier / rows, later / rows
     (old_low, old_high), (new_low, new_high) = _wilson(old, rows), _wilson(new, rows)
 

@@ -17,15 +17,15 @@ ComputeLosses = Callable[[Sequence[Example], Callable[[int], None]], Floats]
 
 
 @dataclass(frozen=True, eq=False)
-class Sums:
+class RowLossSums:
     """Rows' summed losses under a model, `losses` float64 (R,), and their `tokens` int64 (R,)."""
 
     losses: Floats
     tokens: npt.NDArray[np.int64]
 
-    def only(self, rows: npt.NDArray[np.int64]) -> "Sums":
+    def only(self, rows: npt.NDArray[np.int64]) -> "RowLossSums":
         """Return the losses of the rows at these indices."""
-        return Sums(self.losses[rows], self.tokens[rows])
+        return RowLossSums(self.losses[rows], self.tokens[rows])
 
     @property
     def loss(self) -> Loss:
@@ -35,7 +35,7 @@ class Sums:
 
 def sums_of(
     rows: CorpusRows, losses: ComputeLosses, on_progress: Callable[[int, int], None]
-) -> Sums:
+) -> RowLossSums:
     """Compute the losses of rows; `on_progress` gets the numbers of finished and of all examples.
 
     The first token of an example is never predicted, so it does not count.
@@ -49,24 +49,24 @@ def sums_of(
         losses(flat_examples, lambda done: on_progress(done, len(flat_examples))),
     )
     np.add.at(tokens, row_of_example, list(map(predicted_tokens, flat_examples)))
-    return Sums(totals, tokens)
+    return RowLossSums(totals, tokens)
 
 
 @dataclass(frozen=True, eq=False)
-class AnswerSums:
+class AnswerLossSums:
     """Losses of rows' answers under a model: of good answers and, in pairs, of bad answers.
 
     The only answer of a row with a label is in `good`; `labels` (R,) is 0 for rows whose only
     answer is bad, and 1 for all other rows.
     """
 
-    good: Sums
-    bad: Sums
+    good: RowLossSums
+    bad: RowLossSums
     labels: Floats
 
-    def only(self, rows: npt.NDArray[np.int64]) -> "AnswerSums":
+    def only(self, rows: npt.NDArray[np.int64]) -> "AnswerLossSums":
         """Return the losses of the rows at these indices."""
-        return AnswerSums(self.good.only(rows), self.bad.only(rows), self.labels[rows])
+        return AnswerLossSums(self.good.only(rows), self.bad.only(rows), self.labels[rows])
 
     @property
     def margins(self) -> Floats:
@@ -77,7 +77,7 @@ class AnswerSums:
 
 def answer_sums(
     rows: CorpusRows, losses: ComputeLosses, on_progress: Callable[[int, int], None]
-) -> AnswerSums:
+) -> AnswerLossSums:
     """Compute answers' losses; `on_progress` gets the numbers of finished and of all examples."""
     examples = [
         (index, example)
@@ -94,4 +94,6 @@ def answer_sums(
         totals[column, index] += loss
         tokens[column, index] += predicted_tokens(example)
         labels[index] = example.role != UNDESIRABLE
-    return AnswerSums(Sums(totals[0], tokens[0]), Sums(totals[1], tokens[1]), labels)
+    return AnswerLossSums(
+        RowLossSums(totals[0], tokens[0]), RowLossSums(totals[1], tokens[1]), labels
+    )

@@ -35,7 +35,7 @@ from mlxtune.core.evaluation.outcome import (
     RewardChange,
     RowLosses,
 )
-from mlxtune.core.evaluation.row_losses import AnswerSums, Sums
+from mlxtune.core.evaluation.row_losses import AnswerLossSums, RowLossSums
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.errors import NonFiniteLossError
 
@@ -44,7 +44,7 @@ _HARDLY = 0.01
 # The number of rows to report of each kind: most improved, most worsened, and misjudged.
 _TOP_ROWS = 5
 
-_Losses = TypeVar("_Losses", Sums, AnswerSums)
+_Losses = TypeVar("_Losses", RowLossSums, AnswerLossSums)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,11 @@ class JudgedRows:
 
 
 def evaluate_losses(
-    judged: JudgedRows, base: Sums, adapted: Sums | None, seed: int, start: Sums | None = None
+    judged: JudgedRows,
+    base: RowLossSums,
+    adapted: RowLossSums | None,
+    seed: int,
+    start: RowLossSums | None = None,
 ) -> Evaluation:
     """Compare the losses of rows under the base model, the adapter, and its starting point, if any.
 
@@ -96,10 +100,10 @@ def evaluate_losses(
 def evaluate_preferences(
     judged: JudgedRows,
     objective: Objective,
-    base: AnswerSums,
-    adapted: AnswerSums | None,
+    base: AnswerLossSums,
+    adapted: AnswerLossSums | None,
     seed: int,
-    start: AnswerSums | None = None,
+    start: AnswerLossSums | None = None,
 ) -> Evaluation:
     """Compare the preferences of models; losses are over the good answers.
 
@@ -135,7 +139,7 @@ def evaluate_rewards(
     if not len(usable):
         return None
     ones = np.ones(len(usable), dtype=np.int64)
-    before, after = (Sums(-each[usable], ones) for each in (first.before, first.after))
+    before, after = (RowLossSums(-each[usable], ones) for each in (first.before, first.after))
     rows = replace(judged, rows=judged.rows.only(usable))
     evaluation = _compare_losses(seed, rows, before, after, None)
     verdict = verdict_of(evaluation)
@@ -196,7 +200,11 @@ def _file_verdict(path: str, rows: int, evaluation: Evaluation) -> FileVerdict:
 
 
 def _judge_losses(
-    seed: int, judged: JudgedRows, base: Sums, adapted: Sums | None, start: Sums | None
+    seed: int,
+    judged: JudgedRows,
+    base: RowLossSums,
+    adapted: RowLossSums | None,
+    start: RowLossSums | None,
 ) -> Evaluation:
     evaluation = _compare_losses(seed, judged, base, adapted, start)
     difference = evaluation.difference
@@ -204,7 +212,11 @@ def _judge_losses(
 
 
 def _compare_losses(
-    seed: int, judged: JudgedRows, base: Sums, adapted: Sums | None, start: Sums | None
+    seed: int,
+    judged: JudgedRows,
+    base: RowLossSums,
+    adapted: RowLossSums | None,
+    start: RowLossSums | None,
 ) -> Evaluation:
     rows = judged.rows
     for name, sums in (("base", base), ("first adapted", start), ("adapted", adapted)):
@@ -288,9 +300,9 @@ def _judge_preferences(
     seed: int,
     objective: Objective,
     judged: JudgedRows,
-    base: AnswerSums,
-    adapted: AnswerSums | None,
-    start: AnswerSums | None,
+    base: AnswerLossSums,
+    adapted: AnswerLossSums | None,
+    start: AnswerLossSums | None,
 ) -> Evaluation:
     # The losses are over the answers to learn, unless all answers are bad.
     learned = np.flatnonzero(base.labels) if base.labels.any() else np.arange(len(base.labels))
@@ -316,7 +328,7 @@ def _judge_preferences(
 
 
 def _compare_pairs(
-    rows: CorpusRows, before: AnswerSums, adapted: AnswerSums
+    rows: CorpusRows, before: AnswerLossSums, adapted: AnswerLossSums
 ) -> PreferenceDifference:
     won_before, won_after = (each.margins > 0 for each in (before, adapted))
     bounds = paired_fraction_interval(won_before, won_after)
@@ -325,7 +337,7 @@ def _compare_pairs(
 
 
 def _compare_labeled(
-    rows: CorpusRows, before: AnswerSums, adapted: AnswerSums
+    rows: CorpusRows, before: AnswerLossSums, adapted: AnswerLossSums
 ) -> PreferenceDifference:
     good = adapted.labels == 1
     gains = adapted.margins - before.margins

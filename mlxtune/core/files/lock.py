@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.files.ours import NotOurs, open_ours, remove_file
+from mlxtune.core.files.ours import ForeignFileError, open_ours, remove_file
 from mlxtune.core.files.reading import open_regular
 from mlxtune.errors import MlxTuneError
 
@@ -34,11 +34,11 @@ class LockHeldError(Exception):
         self.holder = holder
 
 
-class NoLocks(OSError):
+class NoLocksError(OSError):
     """The file system has no locks, or no reliable locks."""
 
 
-class FolderMoved(MlxTuneError):
+class FolderMovedError(MlxTuneError):
     """A locked folder was moved, removed or replaced, so nothing may be written to its path."""
 
 
@@ -49,9 +49,9 @@ class Lock:
     id and the time, for other processes to read. With `guards`, this process writes to the lock's
     folder only while the folder is in place: see `check_locked`.
 
-    Raises LockHeldError if another process still holds the lock after `seconds`, NoLocks if the
-    file system has no locks, NotOurs for a file that is not our lock, and OSError if the file
-    cannot be created.
+    Raises LockHeldError if another process still holds the lock after `seconds`, NoLocksError if
+    the file system has no locks, ForeignFileError for a file that is not our lock, and OSError if
+    the file cannot be created.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Lock:
 
 
 def check_locked(target: Path) -> None:
-    """Raise FolderMoved if this process locked a folder above `target` that is not there any more.
+    """Raise FolderMovedError if this process locked a folder above `target` that is now gone.
 
     Another folder at its path may belong to another run, and a new one would have no lock.
     """
@@ -92,7 +92,7 @@ def check_locked(target: Path) -> None:
         with suppress(OSError):
             if os.path.samestat(path.lstat(), os.fstat(descriptor)):
                 continue
-        raise FolderMoved(
+        raise FolderMovedError(
             f"{path.parent} was moved, removed or replaced during the run: resume it at its new "
             "place with mlxtune train --resume FOLDER"
         )
@@ -126,7 +126,7 @@ def _open_locked(path: Path, seconds: float) -> int:
                     if os.path.samestat(path.lstat(), os.fstat(descriptor)):
                         # A file whose content is not a note belongs to another program.
                         if os.fstat(descriptor).st_size and "pid" not in _note(descriptor):
-                            raise NotOurs(path, "mlxtune did not write it")
+                            raise ForeignFileError(path, "mlxtune did not write it")
                         return descriptor
             elif not left:
                 raise LockHeldError(_note(descriptor))
@@ -137,7 +137,7 @@ def _open_locked(path: Path, seconds: float) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
-    raise NoLocks(errno.ENOLCK, "its file system changes inode numbers", str(path))
+    raise NoLocksError(errno.ENOLCK, "its file system changes inode numbers", str(path))
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
@@ -147,7 +147,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
         return False
     except OSError as error:
         if error.errno in _NO_LOCKS:
-            raise NoLocks(error.errno, "its file system has no file locks") from error
+            raise NoLocksError(error.errno, "its file system has no file locks") from error
         raise
     return True
 

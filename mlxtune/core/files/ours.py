@@ -24,7 +24,7 @@ _MAX_LINKS = 40
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class NotOurs(OSError):
+class ForeignFileError(OSError):
     """A file that mlxtune must not change."""
 
     def __init__(self, path: Path, reason: str) -> None:
@@ -34,16 +34,17 @@ class NotOurs(OSError):
 def open_ours(path: Path, flags: int) -> int:
     """Return the descriptor of a file that is ours, or that this call creates.
 
-    `flags` must not truncate, as the file has not been checked yet. Raises NotOurs or OSError.
+    `flags` must not truncate, as the file has not been checked yet. Raises ForeignFileError or
+    OSError.
     """
     assert not flags & os.O_TRUNC
     try:
         descriptor = os.open(path, flags | _OPEN, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP and path.is_symlink():
-            raise NotOurs(path, "it is a symbolic link") from error
+            raise ForeignFileError(path, "it is a symbolic link") from error
         if error.errno == errno.ENXIO:  # a pipe without a reader
-            raise NotOurs(path, "it is not a regular file") from error
+            raise ForeignFileError(path, "it is not a regular file") from error
         raise
     try:
         _check(path, os.fstat(descriptor))
@@ -54,7 +55,7 @@ def open_ours(path: Path, flags: int) -> int:
 
 
 def check_file(path: Path) -> None:
-    """Raise NotOurs if there is a file at this path that is not ours. Raises OSError."""
+    """Raise ForeignFileError if there is a file at this path that is not ours. Raises OSError."""
     with suppress(FileNotFoundError):
         _check(path, path.lstat())
 
@@ -68,13 +69,13 @@ def is_ours(path: Path) -> bool:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file of ours, if it exists. Raises NotOurs or OSError."""
+    """Remove a file of ours, if it exists. Raises ForeignFileError or OSError."""
     check_file(path)
     path.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, target: Path) -> None:
-    """Rename a file of ours, replacing another file of ours. Raises NotOurs or OSError."""
+    """Rename a file of ours, replacing another file of ours. Raises ForeignFileError or OSError."""
     check_file(path)
     check_file(target)
     path.replace(target)
@@ -83,7 +84,7 @@ def replace_file(path: Path, target: Path) -> None:
 def move(path: Path, target: Path) -> None:
     """Rename a file or folder to a name that is not taken. Raises OSError."""
     if os.path.lexists(target):
-        raise NotOurs(target, "it is in the way")
+        raise ForeignFileError(target, "it is in the way")
     path.rename(target)
 
 
@@ -95,8 +96,8 @@ def ensure_folder(folder: Path) -> None:
 def private_folder(folder: Path) -> None:
     """Make a folder to which only this user may write, and its missing parents.
 
-    Raises NotOurs if other users may write to it or replace it; makes nothing below a folder of
-    theirs. Raises OSError.
+    Raises ForeignFileError if other users may write to it or replace it; makes nothing below a
+    folder of theirs. Raises OSError.
     """
     _check_parents(folder)
     ensure_folder(folder.parent)
@@ -104,27 +105,27 @@ def private_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     status, user = folder.lstat(), os.geteuid()
     if not stat.S_ISDIR(status.st_mode):
-        raise NotOurs(folder, "it is not a folder")
+        raise ForeignFileError(folder, "it is not a folder")
     if status.st_uid != user:
-        raise NotOurs(folder, "it belongs to another user")
+        raise ForeignFileError(folder, "it belongs to another user")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise NotOurs(folder, "other users may write to it")
+        raise ForeignFileError(folder, "other users may write to it")
     _check_parents(folder)
 
 
 def _check_parents(path: Path) -> None:
-    """Raise NotOurs if other users may replace a folder or a link on the way to a path."""
+    """Raise ForeignFileError if other users may replace a folder or a link on the way to a path."""
     for parent in _on_the_way(path):
         status = parent.lstat()
         if status.st_uid not in (os.geteuid(), 0):
-            raise NotOurs(parent, "it belongs to another user")
+            raise ForeignFileError(parent, "it belongs to another user")
         if stat.S_ISLNK(status.st_mode):
             continue
         # Many systems give each user a group, which may write to the user's folders.
         others = stat.S_IWOTH if status.st_gid == os.getegid() else stat.S_IWOTH | stat.S_IWGRP
         # In a sticky folder, users rename only their own files.
         if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
-            raise NotOurs(parent, "other users may write to it")
+            raise ForeignFileError(parent, "other users may write to it")
 
 
 def _on_the_way(path: Path) -> Iterator[Path]:
@@ -162,7 +163,10 @@ def entries(folder: Path) -> list[Path]:
 
 
 def contents(folder: Path) -> dict[str, Path]:
-    """Return all files and links below a folder, by relative path. Raises NotOurs or OSError."""
+    """Return all files and links below a folder, by relative path.
+
+    Raises ForeignFileError or OSError.
+    """
     files: dict[str, Path] = {}
     level = [folder]
     for _ in range(_MAX_LEVELS):
@@ -175,14 +179,14 @@ def contents(folder: Path) -> dict[str, Path]:
         if not below:
             return dict(sorted(files.items()))
         level = below
-    raise NotOurs(folder, _TOO_DEEP)
+    raise ForeignFileError(folder, _TOO_DEEP)
 
 
 def is_shallow(folder: Path) -> bool:
     """Return whether a folder's subfolders are nested shallowly enough to be removed."""
     try:
         contents(folder)
-    except NotOurs:
+    except ForeignFileError:
         return False
     except OSError:
         pass  # the reader, or the removal, reports the problem
@@ -197,38 +201,38 @@ def others_in(folder: Path, known: Callable[[str], bool]) -> list[str]:
 def remove_folder(folder: Path, known: Callable[[str], bool]) -> None:
     """Remove a folder if every file in it is ours and has a known relative path.
 
-    Raises NotOurs, and removes nothing, if there are other files. Raises OSError.
+    Raises ForeignFileError, and removes nothing, if there are other files. Raises OSError.
     """
     if not is_folder(folder):
-        raise NotOurs(folder, "it is not a folder")
+        raise ForeignFileError(folder, "it is not a folder")
     if others := others_in(folder, known):
-        raise NotOurs(folder / others[0], "mlxtune did not write it")
+        raise ForeignFileError(folder / others[0], "mlxtune did not write it")
     discard(folder)
 
 
 def discard(folder: Path, *, ignore_errors: bool = False) -> None:
     """Remove a folder that is known to be ours, and all its content.
 
-    Links in it are removed, not followed. Raises NotOurs if folders are nested too deeply. Raises
-    OSError.
+    Links in it are removed, not followed. Raises ForeignFileError if folders are nested too deeply.
+    Raises OSError.
     """
     if is_folder(folder) and not is_shallow(folder):
         if ignore_errors:
             return
-        raise NotOurs(folder, _TOO_DEEP)
+        raise ForeignFileError(folder, _TOO_DEEP)
     shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 
 def _check(path: Path, status: os.stat_result) -> None:
     if stat.S_ISLNK(status.st_mode):
-        raise NotOurs(path, "it is a symbolic link")
+        raise ForeignFileError(path, "it is a symbolic link")
     if not stat.S_ISREG(status.st_mode):
-        raise NotOurs(path, "it is not a regular file")
+        raise ForeignFileError(path, "it is not a regular file")
     if status.st_nlink > 1:
-        raise NotOurs(path, "it also has another name (a hard link)")
+        raise ForeignFileError(path, "it also has another name (a hard link)")
     user = os.geteuid()
     if status.st_uid != user and status.st_uid != _owner_of_new_files(status.st_dev, path.parent):
-        raise NotOurs(path, "it belongs to another user")
+        raise ForeignFileError(path, "it belongs to another user")
 
 
 @cache

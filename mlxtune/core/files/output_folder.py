@@ -54,7 +54,7 @@ def replaced_folder(
 
     Otherwise the target stays as it was. `option` is named in errors. The target moves `aside`
     until the new folder is in place. The target and `aside` change only if `is_known` accepts them.
-    Raises OutputError, or FolderMoved if this process locked a folder above that was moved.
+    Raises OutputError, or FolderMovedError if this process locked a folder above that was moved.
     """
     temporary = beside(target)
 

@@ -44,7 +44,7 @@ class HelperTimeoutError(HelperError):
     """A process did not end in time."""
 
 
-class ProcessEnded(Exception):
+class ProcessEndedError(Exception):
     """A limited process ended before it answered, or its answer or memory is too large.
 
     `reason` is `time`, `memory`, `length`, `closed` for its output, or an exit status.
@@ -63,12 +63,12 @@ def start(
     stderr: Stream | None = _NOWHERE,
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
-    apart: bool = True,
+    new_session: bool = True,
 ) -> Process:
     """Start a process.
 
-    Ctrl-C reaches only this process, which must `end` the helper. Without `apart`, Ctrl-C reaches
-    both processes, and the helper inherits open files. Raises OSError.
+    Ctrl-C reaches only this process, which must `end` the helper. Without `new_session`, Ctrl-C
+    reaches both processes, and the helper inherits open files. Raises OSError.
     """
     return subprocess.Popen(
         command,
@@ -77,8 +77,8 @@ def start(
         stderr=stderr,
         cwd=folder,
         env=environment,
-        start_new_session=apart,
-        close_fds=apart,
+        start_new_session=new_session,
+        close_fds=new_session,
     )
 
 
@@ -109,9 +109,11 @@ def output_of(
     environment: Mapping[str, str] | None = None,
 ) -> Output:
     """Run a process to its end. Raises OSError, and HelperTimeoutError after `seconds`."""
-    # Without `apart`, Python starts a program given by its path with posix_spawn, not with fork,
-    # which copies the page tables of a training process.
-    with start(command, stdout=PIPE, stderr=PIPE, environment=environment, apart=False) as process:
+    # Without `new_session`, Python starts a program given by its path with posix_spawn, not with
+    # fork, which copies the page tables of a training process.
+    with start(
+        command, stdout=PIPE, stderr=PIPE, environment=environment, new_session=False
+    ) as process:
         try:
             stdout, stderr = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -243,8 +245,8 @@ class LimitedProcess:
     def read_line(self, longest: int, *, sending: bytes = b"", seconds: float = math.inf) -> bytes:
         """Return the next line with its line end, of at most `longest` bytes.
 
-        Send lines meanwhile, as far as the process reads them. Raises ProcessEnded if there is no
-        such line, or none within `seconds`.
+        Send lines meanwhile, as far as the process reads them. Raises ProcessEndedError if there is
+        no such line, or none within `seconds`.
         """
         deadline, searched = time.monotonic() + seconds, 0
         self._unsent = memoryview(sending)
@@ -259,13 +261,13 @@ class LimitedProcess:
         del self._unread[:size]
         self._pass_on(_LAST_PIECES)
         if not line.endswith(b"\n"):
-            raise ProcessEnded("length" if size == longest else self.why_ended())
+            raise ProcessEndedError("length" if size == longest else self.why_ended())
         return line
 
     def _has_output(self, deadline: float) -> bool:
         """Wait a moment, send and pass messages on; return whether output can be read.
 
-        Raises ProcessEnded.
+        Raises ProcessEndedError.
         """
         left = max(deadline - time.monotonic(), 0)
         sinks = [self._input] if self._unsent else []
@@ -277,7 +279,7 @@ class LimitedProcess:
         if self._output in ready:
             return True
         if not left:
-            raise ProcessEnded("time")
+            raise ProcessEndedError("time")
         if not ready and not writable:
             self._check()
         return False
@@ -302,18 +304,18 @@ class LimitedProcess:
                 self._readable.remove(self._messages)
 
     def _check(self) -> None:
-        """Raise ProcessEnded if the process takes too much memory, or has ended.
+        """Raise ProcessEndedError if the process takes too much memory, or has ended.
 
         Its descendants may keep its output open.
         """
         if not limited_helper.LIMITS_ITSELF and resident_memory(self.pid) > self._memory:
-            raise ProcessEnded("memory")
+            raise ProcessEndedError("memory")
         if self._process.poll() is not None and not _is_ready(self._output):
             self._pass_on(_LAST_PIECES)
-            raise ProcessEnded(self.why_ended())
+            raise ProcessEndedError(self.why_ended())
 
     def why_ended(self) -> str:
-        """Return why the process has ended or closed its output; ProcessEnded lists the reasons."""
+        """Return why the process ended or closed its output, as ProcessEndedError lists it."""
         try:
             status = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:

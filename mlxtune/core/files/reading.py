@@ -19,7 +19,7 @@ from mlxtune.config.limits import (
     OWN_JSON,
     RECORDS,
     Limits,
-    TooLarge,
+    TooLargeError,
     check_bytes,
     check_count,
     parse_json,
@@ -40,7 +40,7 @@ _CACHED = ("models--", "datasets--")
 _MAX_PIECES = 10_000
 
 
-class NotRegular(OSError, ValueError):
+class NotRegularError(OSError, ValueError):
     """A pipe, a device or, unless links are followed, a link."""
 
 
@@ -57,13 +57,13 @@ def target_outside(path: Path, folder: Path) -> Path | None:
 
 
 def open_regular(path: Path, *, links: bool = True) -> io.BufferedReader:
-    """Open a regular file to read it. Raises NotRegular for other files, or OSError."""
+    """Open a regular file to read it. Raises NotRegularError for other files, or OSError."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)
     except OSError as error:
         if error.errno == errno.ENXIO or (error.errno == errno.ELOOP and not links):
-            raise NotRegular(f"{path.name} is not a regular file") from error
+            raise NotRegularError(f"{path.name} is not a regular file") from error
         raise
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -71,7 +71,7 @@ def open_regular(path: Path, *, links: bool = True) -> io.BufferedReader:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise NotRegular(f"{path.name} is not a regular file")
+    raise NotRegularError(f"{path.name} is not a regular file")
 
 
 class _Zipped(gzip.GzipFile):
@@ -127,7 +127,7 @@ def read_kernel_file(path: Path) -> str:
 
 
 def check_stored(path: Path) -> None:
-    """Raise TooLarge, naming the file, if nearly all of its declared size is missing on disk.
+    """Raise TooLargeError, naming the file, if nearly all of its declared size is missing on disk.
 
     A sparse file of terabytes costs nothing to make, but time and memory to read. Raises OSError.
     """
@@ -144,7 +144,7 @@ def check_open(name: str, file: io.BufferedReader) -> None:
     # Some network file systems count no blocks, and ZFS none for fresh writes. Such file systems
     # report a file's data and holes, or only its data.
     if (stored := stored_bytes(file, size)) * _MIN_STORED < size:
-        raise TooLarge(f"{name} has {size:,} bytes, but only {stored:,} of them are on disk")
+        raise TooLargeError(f"{name} has {size:,} bytes, but only {stored:,} of them are on disk")
 
 
 def stored_bytes(file: io.BufferedReader, size: int) -> int:
@@ -164,7 +164,10 @@ def stored_bytes(file: io.BufferedReader, size: int) -> int:
 
 
 def check_file(path: Path, limits: Limits) -> None:
-    """Raise TooLarge, naming the file, if it exceeds limits or is made of holes. Raises OSError."""
+    """Raise TooLargeError, naming the file, if it exceeds limits or is made of holes.
+
+    Raises OSError.
+    """
     with open_regular(path) as file:
         check_bytes(path.name, os.fstat(file.fileno()).st_size, limits)
         check_open(path.name, file)
@@ -224,6 +227,6 @@ def file_hash(path: Path) -> str:
     with open_regular(path) as file:
         try:
             check_open(path.name, file)
-        except TooLarge as error:
+        except TooLargeError as error:
             raise OSError(errno.EINVAL, str(error)) from error
         return hashlib.file_digest(file, "sha256").hexdigest()

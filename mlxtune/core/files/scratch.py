@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from mlxtune.core.files.ours import NotOurs, discard, private_folder
+from mlxtune.core.files.ours import ForeignFileError, discard, private_folder
 
 # The prefix that identifies a killed process's leftovers.
 PREFIX = ".mlxtune-"
@@ -119,7 +119,7 @@ def _is_private(folder: Path) -> bool:
 def _private_below(shared: Path) -> Path:
     """Return the user's folder in a shared one, or a new folder if it cannot be trusted."""
     folder = shared / f"mlxtune.{os.geteuid()}"
-    with suppress(NotOurs):
+    with suppress(ForeignFileError):
         private_folder(folder)
         folder.chmod(stat.S_IRWXU)
         _held(folder)  # until this process ends

@@ -14,7 +14,7 @@ from typing import IO, Any, BinaryIO
 
 from mlxtune.core.files import ours
 from mlxtune.core.files.lock import check_locked
-from mlxtune.core.files.ours import NotOurs
+from mlxtune.core.files.ours import ForeignFileError
 from mlxtune.core.files.reading import open_regular
 from mlxtune.errors import OutputError
 
@@ -36,14 +36,14 @@ _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 def as_output_error(target: Path, option: str = "path") -> Iterator[None]:
     """Turn an OSError into an OutputError that names the target and the option.
 
-    Raises FolderMoved instead if this process locked a folder above the target that was moved.
+    Raises FolderMovedError instead if this process locked a folder above the target that was moved.
     """
     try:
         with _noticing_moves(target):
             yield
     except OutputError:
         raise
-    except NotOurs as error:
+    except ForeignFileError as error:
         raise OutputError(
             f"{error.filename} cannot be written: {error.strerror}: move it away, or choose "
             f"another {option}"
@@ -99,7 +99,7 @@ def is_temporary(path: Path) -> bool:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file of ours, new or not, to append to it. Raises NotOurs or OSError."""
+    """Open a file of ours, new or not, to append to it. Raises ForeignFileError or OSError."""
     check_locked(path)
     return os.fdopen(ours.open_ours(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
 
@@ -109,7 +109,7 @@ def new_file(path: Path) -> IO[bytes]:
 
 
 def open_to_write(path: Path) -> IO[bytes]:
-    """Open a file of ours, new or emptied, to write it. Raises NotOurs or OSError."""
+    """Open a file of ours, new or emptied, to write it. Raises ForeignFileError or OSError."""
     check_locked(path)
     file = os.fdopen(ours.open_ours(path, os.O_RDWR | os.O_CREAT), "r+b")
     file.truncate(0)

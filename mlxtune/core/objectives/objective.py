@@ -69,7 +69,7 @@ class AnswerLayout:
 
 
 @dataclass(frozen=True)
-class Totals:
+class StepTotals:
     """Totals over all rows of a step, on which the loss of any subset of the rows depends.
 
     `tokens` counts the tokens whose cross-entropy is added to the loss; `kl` is the divergence.
@@ -165,8 +165,8 @@ class Objective:
         shape = _COLUMNS, len(rows)
         return AnswerLayout(slots, references.reshape(shape), counts.reshape(shape), desirable)
 
-    def totals(self, layout: AnswerLayout, kl: float = 0.0) -> Totals:
-        return Totals(layout.rows, float(layout.counts[self._nll_column].sum()), kl)
+    def totals(self, layout: AnswerLayout, kl: float = 0.0) -> StepTotals:
+        return StepTotals(layout.rows, float(layout.counts[self._nll_column].sum()), kl)
 
     def kl(self, layout: AnswerLayout, sums: Any) -> float:
         """Return the divergence, at least 0: the mean log-ratio of the mismatched answers.
@@ -179,7 +179,7 @@ class Objective:
             return 0.0
         return max(float((sums[column] - layout.references[column])[there].mean()), 0.0)
 
-    def loss(self, sums: Any, layout: AnswerLayout, totals: Totals, xp: Any = np) -> Any:
+    def loss(self, sums: Any, layout: AnswerLayout, totals: StepTotals, xp: Any = np) -> Any:
         """Return the part of a step's loss that these rows contribute, a scalar.
 
         `sums` (columns, R) has the log-probabilities of the rows' answers, as an array of the
@@ -260,7 +260,7 @@ class Objective:
         return float(self.loss(layout.references, layout, self.totals(layout)))
 
     def _answer_logps(
-        self, sums: Any, layout: AnswerLayout, totals: Totals, xp: Any
+        self, sums: Any, layout: AnswerLayout, totals: StepTotals, xp: Any
     ) -> AnswerLogps:
         # Zeros replace a missing second answer or reference; no loss reads them.
         counts = np.maximum(layout.counts, 1)

@@ -208,7 +208,7 @@ def find_checkpoints(run: Path) -> tuple[list[Checkpoint], dict[Path, str]]:
 def prune(run: Path, keep: set[Path]) -> None:
     """Remove numbered checkpoints that are not in `keep`, and leftovers of killed processes.
 
-    Raises OutputError, or FolderMoved if this process locked a folder above that was moved.
+    Raises OutputError, or FolderMovedError if this process locked a folder above that was moved.
     """
     with as_output_error(run, "--checkpoint-dir"):
         check_locked(run)

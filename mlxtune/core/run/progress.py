@@ -20,7 +20,7 @@ from mlxtune.config.limits import (
     OTHER_VALUES,
     RECORD,
     STEP_VALUES,
-    TooLarge,
+    TooLargeError,
     has_more_values,
     parse_json,
 )
@@ -229,8 +229,8 @@ def record_values(record: Record) -> dict[str, Any]:
 def parse_records(content: bytes) -> Iterator[Record | ValueError]:
     """Yield the record of each line of metrics.jsonl, or the problem with that line.
 
-    Raises TooLarge if there are more metrics, or more lines and values besides steps, than any run
-    writes.
+    Raises TooLargeError if there are more metrics, or more lines and values besides steps, than any
+    run writes.
     """
     others = values = metrics = 0
     for line in io.BytesIO(content):
@@ -238,7 +238,9 @@ def parse_records(content: bytes) -> Iterator[Record | ValueError]:
         if not line.startswith(_STEP):
             values += line.count(b",")
             if values > OTHER_VALUES:
-                raise TooLarge(f"{METRICS} has more than {OTHER_VALUES:,} values besides steps")
+                raise TooLargeError(
+                    f"{METRICS} has more than {OTHER_VALUES:,} values besides steps"
+                )
         try:
             record = parse_record(line)
         except ValueError as error:
@@ -246,11 +248,13 @@ def parse_records(content: bytes) -> Iterator[Record | ValueError]:
         if isinstance(record, StepRecord):
             metrics += len(record.metrics)
             if metrics > METRIC_VALUES:
-                raise TooLarge(f"{METRICS} has more than {METRIC_VALUES:,} metrics of steps")
+                raise TooLargeError(f"{METRICS} has more than {METRIC_VALUES:,} metrics of steps")
         else:
             others += 1 + (len(record.rows) if isinstance(record, SkippedStep) else 0)
             if others > OTHER_RECORDS:
-                raise TooLarge(f"{METRICS} has more than {OTHER_RECORDS:,} lines besides steps")
+                raise TooLargeError(
+                    f"{METRICS} has more than {OTHER_RECORDS:,} lines besides steps"
+                )
         yield record
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxtune.core.files.lock import Lock, LockHeldError, NoLocks, holder_of
+from mlxtune.core.files.lock import Lock, LockHeldError, NoLocksError, holder_of
 from mlxtune.core.files.ours import (
     discard,
     entries,
@@ -175,7 +175,7 @@ def lock_run(run: Path, *, new: bool = False) -> Lock:
             lock = Lock(run / LOCK, guards=True)
         except LockHeldError as held:
             raise _in_use(run, held, "--checkpoint-dir") from held
-        except NoLocks as error:
+        except NoLocksError as error:
             raise OutputError(
                 f"{run} cannot be locked against other runs: {error.strerror}: choose a "
                 "--checkpoint-dir on a local disk"
@@ -223,7 +223,7 @@ def lock_output(adapter: Path) -> Lock | None:
             return Lock(adapter.with_name(f".{adapter.name}{LOCK}"))
         except LockHeldError as held:
             raise _in_use(adapter, held, "--output") from held
-        except NoLocks:
+        except NoLocksError:
             return None
 
 

@@ -11,7 +11,7 @@ from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.files.writing import make_folder, write_json
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.steps.memory_plan import MemoryPlan
-from mlxtune.core.steps.memory_terms import Measured
+from mlxtune.core.steps.memory_terms import MemoryCorrection
 from mlxtune.core.steps.scaling import Scaling
 from mlxtune.errors import OutputError
 
@@ -140,11 +140,11 @@ def save_speed(cache: Path | None, key: str, speed: Speed) -> None:
     _save(cache, FILE, key, asdict(speed))
 
 
-def read_measured(cache: Path | None, key: str) -> Measured | None:
-    return Measured.of(_read(cache, MEMORY_FILE).get(key))
+def read_measured(cache: Path | None, key: str) -> MemoryCorrection | None:
+    return MemoryCorrection.of(_read(cache, MEMORY_FILE).get(key))
 
 
-def save_measured(cache: Path | None, key: str, measured: Measured) -> None:
+def save_measured(cache: Path | None, key: str, measured: MemoryCorrection) -> None:
     _save(cache, MEMORY_FILE, key, asdict(measured))
 
 

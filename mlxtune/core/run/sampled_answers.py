@@ -25,7 +25,7 @@ from mlxtune.config.limits import (
     SEARCHED_SAMPLES,
     SHOWN_SAMPLES,
     SHOWN_STEPS,
-    TooLarge,
+    TooLargeError,
     parse_json,
 )
 from mlxtune.config.objective_config import is_rewarded
@@ -251,7 +251,7 @@ def read_shown(path: Path) -> tuple[dict[int, list[GroupRecord]], bool]:
         try:
             for step, start, _ in places_in(file, most=SEARCHED_SAMPLES):
                 starts[step] = start
-        except TooLarge:
+        except TooLargeError:
             is_cut = True
         steps, shown = sorted(starts), dict[int, list[GroupRecord]]()
         last, count = len(steps) - 1, min(len(steps), SHOWN_STEPS)
@@ -292,8 +292,9 @@ def read_members(
 ) -> Iterator[tuple[int, int, bytes]]:
     """Yield the start, the end and the first `keep` bytes of each complete gzip member from here.
 
-    An incomplete member at the end is left out. Raises ValueError for a damaged one, and TooLarge
-    for one that unpacks to more than MEMBER_BYTES, or if all together unpack to more than `most`.
+    An incomplete member at the end is left out. Raises ValueError for a damaged one, and
+    TooLargeError for one that unpacks to more than MEMBER_BYTES, or if all together unpack to more
+    than `most`.
     """
     start, left, total = file.tell(), b"", 0
     while left or (left := file.read(_PIECE)):
@@ -309,7 +310,7 @@ def read_members(
             size += len(piece)
             total += len(piece)
             if size > MEMBER_BYTES or (most is not None and total > most):
-                raise TooLarge("unpacks to too much")
+                raise TooLargeError("unpacks to too much")
             rest = unpack.unused_data if unpack.eof else unpack.unconsumed_tail
             read += len(left) - len(rest)
             left = rest

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlxtune.config.limits import OWN_JSON, TooLarge, parse_json
+from mlxtune.config.limits import OWN_JSON, TooLargeError, parse_json
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.evaluation.outcome import Evaluation, StepSamples, parse_evaluation
 from mlxtune.core.files.lock import holder_of
@@ -188,7 +188,7 @@ def read_ledgers(path: Path) -> list[Ledger]:
         values = parse_json(read_own(path, OWN_JSON), OWN_JSON, path.name)
         ledgers: list[Ledger] = from_json(list[Ledger], values)
         return ledgers
-    except TooLarge:
+    except TooLargeError:
         raise
     except ValueError as error:
         raise ValueError(f"{path.name} is not a list of ledgers") from error
@@ -204,7 +204,7 @@ def _read_metrics(run: Run) -> None:
         for lines, record in enumerate(parse_records(content), start=1):
             if not _add_record(progress, record):
                 first, bad = first or lines, bad + 1
-    except TooLarge as error:
+    except TooLargeError as error:
         run.problems.append(str(error))
     if bad == 1 and first == lines and not content.endswith(b"\n"):
         run.problems.append(f"{METRICS}: its last line is incomplete")

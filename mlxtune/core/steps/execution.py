@@ -22,8 +22,8 @@ class Execution:
     """How a step is computed. No field changes the step's loss or gradient beyond float rounding.
 
     `operations` compute the step. `micro_batch_tokens` limits the number of tokens that run through
-    the model together. `head_apart` runs the head on supervised positions only, `loss_chunk` at a
-    time. `packs` lays examples end to end instead of padding them, and runs shared prefixes once.
+    the model together. `separate_head` runs the head on supervised positions only, `loss_chunk` at
+    a time. `packs` lays examples end to end instead of padding them, and runs shared prefixes once.
     `recompute` keeps only the input of each layer, and runs the layer again in the backward pass.
     `fixed_cost` is the cost of a micro-batch beyond its tokens, in units of one token's time.
     `rounding` is applied to packed sequences.
@@ -31,7 +31,7 @@ class Execution:
 
     operations: StepOperations
     micro_batch_tokens: int = 2048
-    head_apart: bool = True
+    separate_head: bool = True
     packs: bool = True
     recompute: bool = False
     loss_chunk: int = 256

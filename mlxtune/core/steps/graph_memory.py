@@ -61,14 +61,14 @@ def in_flight(shapes: ModelShapes, load: BatchLoad) -> int:
         operations=_KERNELS * shapes.layers,
         allocated=int(_FREED * shapes.itemsize * kept_values),
         read=int(_READ * (1 + _FREED) * kept_values)
-        + _WEIGHTS_READ * shapes.products * shapes.hidden,
+        + _WEIGHTS_READ * shapes.matmuls * shapes.hidden,
     )
     return shapes.graphs.in_flight(work)
 
 
 def head_in_flight(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
     """Return the bytes that a head's queued operations hold; 0 without a limit of graphs."""
-    if shapes.graphs is None or not settings.head_apart:
+    if shapes.graphs is None or not settings.separate_head:
         return 0
     positions, _ = head_states(shapes, settings, load)
     logits, weights = shapes.vocab * positions, shapes.vocab * shapes.hidden
@@ -85,7 +85,7 @@ def head_in_flight(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> 
 
 def _kept_in_full(shapes: ModelShapes, load: BatchLoad) -> Entries:
     # Products, functions of products, inputs and residuals.
-    width = _COPIES * shapes.products + shapes.scaled + _WIDTHS * shapes.inputs
+    width = _COPIES * shapes.matmuls + shapes.scaled + _WIDTHS * shapes.inputs
     tokens = load.tokens * (width + shapes.gathered + shapes.mixed)
     tokens += load.padded_tokens * shapes.looped
     # Recurrences keep some of these arrays with examples side by side, padding included.
@@ -106,7 +106,7 @@ class GraphMemory:
 
     def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
         """Return the working entries of a layer's backward pass, in addition to kept entries."""
-        gradients = GRADIENTS * (shapes.widest_product + shapes.hidden)
+        gradients = GRADIENTS * (shapes.widest_matmul + shapes.hidden)
         gradients += _GATHERED * shapes.layer_gathered
         mixed = load.padded_tokens * _MIXED * shapes.layer_mixed
         scores = shapes.layer_scores * load.scores if shapes.holds_scores(load) else 0
@@ -124,14 +124,14 @@ class GraphMemory:
         """Return the number of the head's unfreed entries, which passes without a head omit."""
         positions, _ = head_states(shapes, settings, load)
         logits = held_logits(settings, positions, shapes)
-        if settings.head_apart and not self.holds_logits(shapes):
+        if settings.separate_head and not self.holds_logits(shapes):
             logits = min(logits, vocabulary_block(positions) * positions)
         return _IN_FLIGHT * logits
 
     def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
         """Return the number of working entries of the head, in addition to kept entries."""
         positions, hidden = head_states(shapes, settings, load)
-        if settings.head_apart and not self.holds_logits(shapes):
+        if settings.separate_head and not self.holds_logits(shapes):
             rows = vocabulary_block(positions)
             casts = min(_CASTS * rows, shapes.vocab) if shapes.head_cast else 0
             logits = min(_LOGIT_BLOCKS * rows, _LINEAR_LOGITS * shapes.vocab)

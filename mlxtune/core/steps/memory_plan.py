@@ -11,7 +11,7 @@ from mlxtune.core.steps.graph_memory import head_in_flight, in_flight
 from mlxtune.core.steps.memory_terms import (
     BatchLoad,
     Factors,
-    Measured,
+    MemoryCorrection,
     ModelShapes,
     Prediction,
     load_of,
@@ -36,7 +36,7 @@ _MIN_LENGTH = 16
 # a bias.
 _BITS, _QUANTIZATION_GROUP = 4, 64
 # The largest number of examples in the sample from which a plan is chosen.
-_SAMPLED = 256
+_MAX_SAMPLED = 256
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class MemoryPlan:
 def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Prediction:
     """Return a micro-batch's peak memory: estimated, and corrected if passes were measured."""
     memory, size = execution.operations.memory, shapes.itemsize
-    measured = shapes.measured or Measured()
+    measured = shapes.measured or MemoryCorrection()
     # Layers that run again keep only their inputs.
     in_kept = Factors() if execution.recompute else measured.kept
     in_working = measured.again if execution.recompute else measured.working
@@ -87,9 +87,9 @@ def sample_steps(steps: Iterable[StepLengths]) -> list[StepLengths]:
     selected: list[StepLengths] = []
     count = 0
     for step in steps:
-        selected.append(step if selected else step.only(range(len(step))[:_SAMPLED]))
+        selected.append(step if selected else step.only(range(len(step))[:_MAX_SAMPLED]))
         count += len(step)
-        if count >= _SAMPLED:
+        if count >= _MAX_SAMPLED:
             break
     return selected
 

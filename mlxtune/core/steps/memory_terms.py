@@ -42,7 +42,7 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MemoryCorrection:
     """The factors by which the measured memory of short passes differs from the estimate.
 
     `kept` is for the values that layers keep, `working` for one layer's backward pass, and `again`
@@ -54,7 +54,7 @@ class Measured:
     again: Factors = field(default_factory=Factors)
 
     @classmethod
-    def of(cls, content: Any) -> Measured | None:
+    def of(cls, content: Any) -> MemoryCorrection | None:
         try:
             factors = {name: Factors(**each) for name, each in content.items()}
             measured = cls(**factors)
@@ -70,9 +70,9 @@ class ModelShapes:
     `weights` counts the bytes of the stored base, with `stored_itemsize` bytes per entry (0 if
     quantised); `itemsize` is the number of bytes per entry of the compute dtype. `trainable` counts
     the LoRA parameters. `layers` counts the layers from the first layer with LoRA onwards.
-    `products` is the total output width of the linear layers and convolutions in these layers,
-    `layer_products` the largest such width in one layer, with the inputs that its experts gather,
-    and `widest_product` the greatest width of one linear layer's output. `updated` is the largest
+    `matmuls` is the total output width of the linear layers and convolutions in these layers,
+    `layer_matmuls` the largest such width in one layer, with the inputs that its experts gather,
+    and `widest_matmul` the greatest width of one linear layer's output. `updated` is the largest
     width of one layer's outputs with LoRA, `scaled` the width of all outputs that DoRA scales.
     `largest_cast` and `unpacked` are the sizes of the largest matrix that is cast, and of the
     largest quantised matrix that is unpacked, for a product; `head_cast` is the size of the head if
@@ -97,9 +97,9 @@ class ModelShapes:
     hidden: int
     vocab: int
     layers: int
-    products: int
-    layer_products: int
-    widest_product: int
+    matmuls: int
+    layer_matmuls: int
+    widest_matmul: int
     updated: int
     largest_cast: int
     head_cast: int
@@ -119,7 +119,7 @@ class ModelShapes:
     scaled: int = 0
     unpacked: int = 0
     graphs: GraphLimits | None = None
-    measured: Measured | None = None
+    measured: MemoryCorrection | None = None
 
     @property
     def inputs(self) -> int:
@@ -129,7 +129,7 @@ class ModelShapes:
     def with_layers(self, layers: int) -> ModelShapes:
         """Return the shapes with LoRA on the last `layers` layers only."""
         fraction = layers / self.layers
-        names = ("trainable", "products", "mixed", "looped", "scaled", "scores", "gathered")
+        names = ("trainable", "matmuls", "mixed", "looped", "scaled", "scores", "gathered")
         fewer: dict[str, Any] = {name: int(getattr(self, name) * fraction) for name in names}
         return replace(self, layers=layers, **fewer)
 
@@ -178,7 +178,7 @@ class Settings(Protocol):
     """The options of an `Execution` that its memory depends on."""
 
     @property
-    def head_apart(self) -> bool: ...
+    def separate_head(self) -> bool: ...
 
     @property
     def recompute(self) -> bool: ...
@@ -189,13 +189,13 @@ class Settings(Protocol):
 
 def head_states(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> tuple[int, int]:
     """Return how many positions a head has, and how many entries its states and gradients take."""
-    positions = load.positions if settings.head_apart else load.tokens
+    positions = load.positions if settings.separate_head else load.tokens
     return positions, shapes.hidden * (3 * load.tokens + 4 * positions)
 
 
 def held_logits(settings: Settings, positions: int, shapes: ModelShapes) -> int:
     """Return the number of logits that a head holds at the same time."""
-    held = min(positions, settings.loss_chunk) if settings.head_apart else positions
+    held = min(positions, settings.loss_chunk) if settings.separate_head else positions
     return shapes.vocab * held
 
 

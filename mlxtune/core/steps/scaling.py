@@ -51,31 +51,31 @@ class Scaling:
         return asdict(self) | {"exchange_s": self.exchange_s, "speedup": self.speedup}
 
 
-def deal(costs: Sequence[float], workers: int) -> list[list[int]]:
+def balance(costs: Sequence[float], workers: int) -> list[list[int]]:
     """Return the indices of each worker's items, ascending.
 
     Items are dealt in order of decreasing cost, each to the worker with the least cost so far
     (Graham, "Bounds on multiprocessing timing anomalies", 1969): the step takes at most 4/3 of the
     least possible time. The result is deterministic, so that all workers agree.
     """
-    dealt: list[list[int]] = [[] for _ in range(workers)]
+    balanced: list[list[int]] = [[] for _ in range(workers)]
     totals = [0.0] * workers
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         least = min(range(workers), key=lambda worker: (totals[worker], worker))
-        dealt[least].append(i)
+        balanced[least].append(i)
         totals[least] += costs[i]
-    return [sorted(items) for items in dealt]
+    return [sorted(items) for items in balanced]
 
 
 def busiest_fraction(steps: Iterable[Sequence[float]], workers: int) -> float:
     """Return the fraction of all costs that falls on each step's most loaded worker."""
-    dearest = total = 0.0
+    max_load = total = 0.0
     for costs in steps:
-        dearest += max(sum(costs[i] for i in items) for items in deal(costs, workers))
+        max_load += max(sum(costs[i] for i in items) for items in balance(costs, workers))
         total += sum(costs)
-    return dearest / total if total else 1.0
+    return max_load / total if total else 1.0
 
 
 def busiest_items(costs: Sequence[float], workers: int) -> list[int]:
     """Return the items of the worker whose items cost most."""
-    return max(deal(costs, workers), key=lambda items: sum(costs[i] for i in items))
+    return max(balance(costs, workers), key=lambda items: sum(costs[i] for i in items))

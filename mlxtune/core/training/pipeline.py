@@ -159,7 +159,7 @@ class StepSource(Protocol):
     def describe(self) -> Mapping[str, str]:
         """Return hashes of what decides the examples besides rows, for checkpoints' metadata."""
 
-    def draw(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
+    def examples_of(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
         """Return the examples of a step's rows, the same ones whenever it is asked.
 
         `on_progress` is called if this takes long, before any work and now and then.
@@ -182,8 +182,8 @@ class RowSource:
     def describe(self) -> Mapping[str, str]:
         return {}
 
-    def draw(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
-        return StepData(rows.draw(step.row_indices))
+    def examples_of(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
+        return StepData(rows.examples_of(step.row_indices))
 
     def evaluate(
         self, rows: CorpusRows, on_progress: OnProgress

@@ -205,7 +205,7 @@ class InstructTrainer:
                     self._recorder.save_and_interrupt()
                 for step in () if over else self._remaining_steps():
                     halved = self._respond_to_machine(step)
-                    data = self._source.draw(self.train_rows, step, self._on_draw_progress)
+                    data = self._source.examples_of(self.train_rows, step, self._on_draw_progress)
                     with self._profiler.step(step.number) if self._profiler else nullcontext():
                         handle = self.pipeline.start_batch(
                             data.examples,
@@ -317,7 +317,7 @@ class InstructTrainer:
         if (demand := self._monitor.check(done)) is None:
             return False
         self._record_running_step()
-        examples = self._source.draw(self.train_rows, step, self._on_draw_progress).examples
+        examples = self._source.examples_of(self.train_rows, step, self._on_draw_progress).examples
         halved = self._monitor.respond(demand, self.pipeline, examples, done)
         self._stop_if_asked()
         return halved

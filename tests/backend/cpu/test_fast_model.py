@@ -10,9 +10,9 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text
 
-from mlxtune.backend.cpu import blas_products, fast_model, kernel_functions
+from mlxtune.backend.cpu import blas_matmuls, fast_model, kernel_functions
 from mlxtune.backend.cpu.fast_model import make_fast
-from mlxtune.backend.cpu.kernel_layers import BackwardReads, KeptProducts, product
+from mlxtune.backend.cpu.kernel_layers import BackwardReads, KeptMatmuls, matmul
 from mlxtune.backend.models.loading import load_base
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
 from tests.backend.step.executions import model_folder
@@ -26,7 +26,7 @@ USES: dict[str, tuple[str, ...]] = {
     "gemma3_text": ("attention", "forward", "rms_norm", "rope"),
 }
 HOMES = {
-    "forward": blas_products,
+    "forward": blas_matmuls,
     **dict.fromkeys(["attention", "rms_norm", "rope", "swiglu"], kernel_functions),
 }
 
@@ -122,16 +122,16 @@ def test_16_bits_are_left_to_mlx(dtype: mx.Dtype) -> None:
 
 @pytest.mark.parametrize("last", [True, False])
 def test_kept_products_are_taken_again_in_their_order(last: bool) -> None:
-    kept, made = KeptProducts(BackwardReads(last=last)), [random(2, 2), random(3, 4)]
+    kept, made = KeptMatmuls(BackwardReads(last=last)), [random(2, 2), random(3, 4)]
     with kept.running(replays=False):
-        assert product(lambda: made[0]) is made[0]
-        assert product(lambda: made[1]) is made[1]
+        assert matmul(lambda: made[0]) is made[0]
+        assert matmul(lambda: made[1]) is made[1]
     with kept.running(replays=True):
-        assert product(lambda: pytest.fail("made again")) is made[0]
-        again = product(lambda: pytest.fail("made again"))
+        assert matmul(lambda: pytest.fail("made again")) is made[0]
+        again = matmul(lambda: pytest.fail("made again"))
         assert again.shape == (3, 4)
         assert (again is made[1]) == last
-    assert product(lambda: made[1]) is made[1]
+    assert matmul(lambda: made[1]) is made[1]
 
 
 def test_soft_capped_logits_of_gemma_4() -> None:

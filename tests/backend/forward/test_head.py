@@ -58,7 +58,7 @@ def test_head_after_backbone_is_the_model(architecture: str, quantize: int | Non
 
 
 @pytest.mark.parametrize(
-    "architecture, overrides, plain_product",
+    "architecture, overrides, plain_matmul",
     [
         ("qwen3", (), True),
         ("qwen3", (("tie_word_embeddings", False),), True),
@@ -70,12 +70,12 @@ def test_head_after_backbone_is_the_model(architecture: str, quantize: int | Non
     ],
 )
 def test_head_that_is_one_product_is_known(
-    architecture: str, overrides: tuple[tuple[str, Any], ...], plain_product: bool
+    architecture: str, overrides: tuple[tuple[str, Any], ...], plain_matmul: bool
 ) -> None:
     model = model_of(architecture, None, overrides)
     split = BackboneAndHead(model)
     assert split.is_separable
-    assert (split.weight is not None) == plain_product
+    assert (split.weight is not None) == plain_matmul
     if split.weight is not None:
         hidden = split.hidden(TOKENS)
         assert_close(hidden @ split.weight.T, model(TOKENS), 1e-5)
@@ -168,7 +168,7 @@ def test_model_without_a_known_backbone_splits_after_the_last_norm_or_runs_whole
 
     monkeypatch.setattr("tests.backend.step.executions.load_base", Loaded)
     odd = fresh(model_folder("qwen3"), how, 10_000)
-    assert odd.forward.execution.head_apart is norm
+    assert odd.forward.execution.separate_head is norm
     assert norm or not odd.forward.execution.packs
     assert_same(computed(odd, fixed_step()), computed(fresh(model_folder("qwen3")), fixed_step()))
 

@@ -43,8 +43,8 @@ from tests.models import write_model
 
 PASSES: dict[str, Callable[[], LayerPasses]] = {
     "recompute": Recompute,
-    "kernels with recompute": lambda: KernelLayers(keep_products=False),
-    "kernels": lambda: KernelLayers(keep_products=True),
+    "kernels with recompute": lambda: KernelLayers(keep_matmuls=False),
+    "kernels": lambda: KernelLayers(keep_matmuls=True),
 }
 
 
@@ -127,7 +127,7 @@ def test_each_layer_is_run_again_but_those_below_the_first_trained(passes: str) 
 
 def test_outside_of_running_nothing_differs() -> None:
     stack = Stack(True, True)
-    layerwise = Layerwise(stack, DropoutKeys(), KernelLayers(keep_products=False))
+    layerwise = Layerwise(stack, DropoutKeys(), KernelLayers(keep_matmuls=False))
     gradients(stack, plainly)
     assert [len(layer.calls) for layer in stack.layers] == [1, 1]
     gradients(stack, layerwise.running)
@@ -168,7 +168,7 @@ def test_layers_keep_the_parameters_they_were_given() -> None:
 
 def test_error_stops_the_runner() -> None:
     stack = Stack(True)
-    layerwise = Layerwise(stack, DropoutKeys(), KernelLayers(keep_products=False))
+    layerwise = Layerwise(stack, DropoutKeys(), KernelLayers(keep_matmuls=False))
     with pytest.raises(RuntimeError, match="stop"), layerwise.running():
         raise RuntimeError("stop")
     gradients(stack, plainly)
@@ -250,7 +250,7 @@ def test_quantized_products_of_mlx_read_their_inputs() -> None:
     assert BackwardReads.of(pipeline.model.layers[0]) == BackwardReads()
 
 
-def products(recompute: bool, tmp_path: Path) -> int:
+def matmuls(recompute: bool, tmp_path: Path) -> int:
     """Return the number of matrix products in the graph of a step's gradients."""
     how = Execution(MLX, recompute=recompute)
     made = fresh(model_folder("qwen3"), how, 10_000, dropout=0.3)
@@ -265,7 +265,7 @@ def products(recompute: bool, tmp_path: Path) -> int:
 
 
 def test_layers_run_again_in_the_backward_pass(tmp_path: Path) -> None:
-    once, twice = (products(recompute, tmp_path) for recompute in (False, True))
+    once, twice = (matmuls(recompute, tmp_path) for recompute in (False, True))
     layers = 2
     # Recomputing a layer repeats seven projections, each with two products of LoRA.
     assert twice - once >= layers * 7 * 3

@@ -20,7 +20,7 @@ from tests.backend.cpu.compared import assert_same_function, random
 from tests.backend.kernels import kernel_module
 from tests.backend.queued import queued
 
-products = kernel_module("blas_products")
+matmuls = kernel_module("blas_matmuls")
 
 STORED = [mx.float32, mx.bfloat16, mx.float16]
 
@@ -64,7 +64,7 @@ def test_losses_of_a_head_are_lazy_and_hold_the_logits_of_few_chunks() -> None:
 # Heads that are one product, by MLX's operations and by the CPU's kernels
 
 
-@pytest.fixture(params=[VocabularyBlocks, products], ids=["mlx", "cpu"])
+@pytest.fixture(params=[VocabularyBlocks, matmuls], ids=["mlx", "cpu"])
 def head(request: pytest.FixtureRequest) -> Any:
     return request.param
 

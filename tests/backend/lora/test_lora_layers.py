@@ -71,7 +71,7 @@ def test_gradient_of_unsorted_experts_has_no_product_with_gathered_rows() -> Non
     ours, theirs = layers()
     chosen, x = indices(7, 2, EXPERTS), random(1, 7, 1, 1, IN)
 
-    def products(layer: nn.Module) -> int:
+    def matmuls(layer: nn.Module) -> int:
         def loss(layer_parameters: Any) -> mx.array:
             layer.update(layer_parameters)
             return layer(x, chosen).sum()
@@ -80,7 +80,7 @@ def test_gradient_of_unsorted_experts_has_no_product_with_gathered_rows() -> Non
         return launches([value for _, value in tree_flatten(made)])["GatherMM"]
 
     # No gradient reads the frozen layer's product.
-    assert (products(ours), products(theirs)) == (0, 4)
+    assert (matmuls(ours), matmuls(theirs)) == (0, 4)
 
 
 def test_dtype_of_the_output_is_that_of_the_input() -> None:

@@ -81,7 +81,7 @@ def test_micro_batches_of_the_measured_steps_come_from_their_data(
     options = {"batch_size": case["rows"], "max_seq_len": case["max_seq_len"], "val_split": 0.0}
     config = TrainConfig(str(tmp_path), str(data), no_cache=True, quiet=True, **options)
     dataset = load_dataset(config, Reader(config, tmp_path))
-    steps = [dataset.rows.train.draw(step) for step in first_epoch(config, dataset)]
+    steps = [dataset.rows.train.examples_of(step) for step in first_epoch(config, dataset)]
     steps = steps[: len(case["lengths"])]
     assert [[len(each) for each in step] for step in steps] == case["lengths"]
     assert [[each.supervised for each in step] for step in steps] == case["supervised"]

@@ -24,7 +24,13 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_terms import BatchLoad, Entries, Factors, Measured, ModelShapes
+from mlxtune.core.steps.memory_terms import (
+    BatchLoad,
+    Entries,
+    Factors,
+    MemoryCorrection,
+    ModelShapes,
+)
 from tests.backend.conftest import random_examples
 from tests.long.architectures import ARCHITECTURES
 from tests.models import write_model
@@ -69,7 +75,7 @@ def test_passes_of_kernels_find_the_same_each_time(tmp_path: Path) -> None:
     pipeline, shapes = started(tmp_path / "model", CPU, **WIDE)
     first, second = (measure(pipeline, shapes, [False, True]) for _ in range(2))
     assert first == second
-    assert first != Measured()
+    assert first != MemoryCorrection()
 
 
 def test_only_the_modes_that_may_run_are_measured(tmp_path: Path) -> None:
@@ -135,5 +141,5 @@ def test_numpy_memory_is_counted(tmp_path: Path) -> None:
 
 def test_estimate_is_replaced_by_what_was_measured(tmp_path: Path) -> None:
     pipeline, shapes = started(tmp_path / "model", CPU, **WIDE)
-    before = replace(shapes, measured=Measured(Factors(9.0), Factors(9.0)))
+    before = replace(shapes, measured=MemoryCorrection(Factors(9.0), Factors(9.0)))
     assert measure(pipeline, before, [False]) == measure(pipeline, shapes, [False])

@@ -69,7 +69,7 @@ def test_shapes_match_the_loaded_model(
     assert shapes.weights == sum(value.nbytes for _, value in tree_flatten(model.parameters()))
     assert shapes.trainable == apply_lora(model, config).trainable_parameters
     # Widths: q 64, k and v 32 (two KV heads of 16), o 64; gate and up 96, down 64.
-    assert (shapes.layers, shapes.products, shapes.widest_product) == (1, 448, 96)
+    assert (shapes.layers, shapes.matmuls, shapes.widest_matmul) == (1, 448, 96)
     # Only the CPU casts a head's weights for its products, and copies dequantised ones.
     copies = (4 if quantize else 1) if on_cpu() else 0
     itemsize = 2 if on_cpu() else 4
@@ -103,7 +103,7 @@ def test_gathered_inputs_of_experts_count_in_a_layer(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "qwen3_moe", **EXPERTS["qwen3_moe"])
     shapes = model_shapes(open_base(folder, "float32"), InstructConfig(), KernelMemory())
     # Each token runs two experts, whose inputs are 64, 64 and 32 wide.
-    assert shapes.layer_products == shapes.products / shapes.layers + 2 * (64 + 64 + 32)
+    assert shapes.layer_matmuls == shapes.matmuls / shapes.layers + 2 * (64 + 64 + 32)
 
 
 def test_opening_a_model_reads_no_weights(tmp_path: Path) -> None:

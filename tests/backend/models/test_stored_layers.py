@@ -17,16 +17,16 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models import loading, stored_layers
-from mlxtune.backend.models.loading import load_base, open_base, slow_products, with_products
+from mlxtune.backend.models.loading import load_base, open_base, slow_matmuls, with_matmul_form
 from mlxtune.backend.models.quantize import FORMATS
 from mlxtune.backend.models.stored_layers import (
     DequantizedLinear,
     QuantizedHead,
     StoredExperts,
     StoredLinear,
-    TimedProducts,
-    frozen_product,
-    time_products,
+    TimedMatmuls,
+    frozen_matmul,
+    time_matmuls,
 )
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
@@ -145,8 +145,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_the_cpu")
 def test_slow_products_are_reported_with_a_remedy(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama", quantize=4)
-    assert slow_products(load_base(folder, "auto")) is None
-    slow = slow_products(load_base(folder, "auto", BaseOptions(quantized_compute="quantized")))
+    assert slow_matmuls(load_base(folder, "auto")) is None
+    slow = slow_matmuls(load_base(folder, "auto", BaseOptions(quantized_compute="quantized")))
     assert slow is not None
     assert "--quantized-compute dequantized" in slow
 
@@ -237,7 +237,7 @@ def test_stored_linear_multiplies_by_its_weight_in_float32(bias: bool) -> None:
         return y + linear.bias if bias else y
 
     assert mx.allclose(stored(x), plain(x), rtol=1e-5, atol=1e-6)
-    assert mx.allclose(frozen_product(stored, x), plain(x) - plain(0 * x), rtol=1e-5, atol=1e-6)
+    assert mx.allclose(frozen_matmul(stored, x), plain(x) - plain(0 * x), rtol=1e-5, atol=1e-6)
     ours = mx.grad(lambda x: (stored(x) ** 2).sum())(x)
     theirs = mx.grad(lambda x: (plain(x) ** 2).sum())(x)
     assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -292,7 +292,7 @@ def clock(seconds: list[float]) -> Callable[[], float]:
 
 def test_median_after_warming_up_decides(base: nn.Module) -> None:
     runs = [90.0, 90.0, 3.0, 1.0, 2.0, 60.0, 1.5, 90.0, 90.0, 1.0, 1.4, 1.2, 1.3, 50.0]
-    found = time_products(base, mx.float32, 24, clock(runs))
+    found = time_matmuls(base, mx.float32, 24, clock(runs))
     assert found is not None
     assert (found.name, found.tokens) == ("mlp.up_proj", 24)
     assert (found.quantized, found.dequantized) == pytest.approx((2.0, 1.3))
@@ -304,8 +304,8 @@ def test_median_after_warming_up_decides(base: nn.Module) -> None:
 
 
 def test_form_without_memory_is_taken_unless_the_other_gains() -> None:
-    assert TimedProducts("", 1, 1.0, 0.96).faster == "quantized"
-    assert TimedProducts("", 1, 1.0, 0.94).faster == "dequantized"
+    assert TimedMatmuls("", 1, 1.0, 0.96).faster == "quantized"
+    assert TimedMatmuls("", 1, 1.0, 0.94).faster == "dequantized"
 
 
 def test_timed_products_use_the_largest_matrix_and_training_shapes(
@@ -323,7 +323,7 @@ def test_timed_products_use_the_largest_matrix_and_training_shapes(
 
     monkeypatch.setattr(mx, "vjp", vjp)
     state = [np.array(each) for each in mx.random.state]
-    time_products(base, mx.bfloat16, 10)
+    time_matmuls(base, mx.bfloat16, 10)
     shapes = ((1, 10, 64), (1, 10, 96), mx.bfloat16)
     assert set(seen) == {(nn.QuantizedLinear, *shapes), (DequantizedLinear, *shapes)}
     assert all((np.array(a) == b).all() for a, b in zip(mx.random.state, state, strict=True))
@@ -343,7 +343,7 @@ def test_form_that_raises_is_not_taken(base: nn.Module, monkeypatch: pytest.Monk
         raise RuntimeError("[quantized_matmul] has no CUDA implementation")
 
     monkeypatch.setattr(nn.QuantizedLinear, "__call__", broken)
-    found = time_products(base, mx.float32, 8)
+    found = time_matmuls(base, mx.float32, 8)
     assert found is not None
     assert found.faster == "dequantized"
     assert "quantized: not available" in found.describe()
@@ -351,7 +351,7 @@ def test_form_that_raises_is_not_taken(base: nn.Module, monkeypatch: pytest.Monk
 
 def test_model_without_quantized_layers_has_no_choice(tmp_path: Path) -> None:
     model = open_base(write_model(tmp_path / "plain", "llama"), "float32").model
-    assert time_products(model, mx.float32, 8) is None
+    assert time_matmuls(model, mx.float32, 8) is None
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -363,11 +363,11 @@ def test_model_changes_its_storage_in_place(
         name = module if isinstance(module, str) else module.__name__
         monkeypatch.setattr(f"{name}.on_cpu", lambda: False)
     before, after = open_base(folder, "float32"), load_base(folder, "float32")
-    changed = with_products(before, "dequantized")
+    changed = with_matmul_form(before, "dequantized")
     expected = load_base(folder, "float32", BaseOptions(quantized_compute="dequantized"))
     kinds = [type(module) for _, module in changed.model.named_modules()]
     assert kinds == [type(module) for _, module in expected.model.named_modules()]
     assert changed.quantized_compute == "dequantized"
-    assert with_products(after, "quantized") is after
+    assert with_matmul_form(after, "quantized") is after
     tokens = mx.array([[1, 2, 3]])
     assert mx.array_equal(changed.model(tokens), expected.model(tokens))

@@ -105,7 +105,7 @@ def test_rows_are_those_of_the_input_embedding(name: str, bits: int | None) -> N
 
 # Arrays of numbers that are no tokens of a user, or that were checked on the way.
 _OTHERS = {
-    ("backend/cpu/blas_products.py", "head.log_sums() - _right(weight, states, labels)[0]"),
+    ("backend/cpu/blas_matmuls.py", "head.log_sums() - _right(weight, states, labels)[0]"),
     ("backend/forward/forward.py", "labels"),
     ("backend/forward/forward.py", "labels.reshape(-1)[positions]"),
     ("backend/forward/head.py", "self._inputs.texts.tokens"),

@@ -29,7 +29,7 @@ from tests.backend.conftest import fill_lora_b
 from tests.models import VOCAB_SIZE, write_model
 
 # The reference: the model as mlx-lm runs it, with all logits.
-PLAIN = Execution(operations.PLAIN, head_apart=False, packs=False)
+PLAIN = Execution(operations.PLAIN, separate_head=False, packs=False)
 SPLIT = Execution(MLX, packs=False)
 PACKED = replace(SPLIT, packs=True)
 # Without backend/cpu, MLX's operations stand in for the CPU's kernels.

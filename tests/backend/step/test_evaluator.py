@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.adapters.attach import Adapted, load_adapted
+from mlxtune.backend.adapters.attach import AdapterSwitch, load_adapted
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.operations import MLX
@@ -114,7 +114,9 @@ def test_evaluator_runs_a_model_that_was_training_in_evaluation_mode() -> None:
 def test_base_and_adapted_are_both_evaluated_on_one_model(adapter: Path, way: Execution) -> None:
     examples, folder = fixed_step(), model_folder("qwen3")
     untouched = expected(load_base(folder, "float32").model, examples)
-    adapted: Adapted = load_adapted(load_base(folder, "float32"), AdapterFile.find(str(adapter)))
+    adapted: AdapterSwitch = load_adapted(
+        load_base(folder, "float32"), AdapterFile.find(str(adapter))
+    )
     with_it = expected(adapted.model, examples)
     assert np.abs(with_it - untouched).max() > 0.1
     evaluator = Evaluator(adapted.base, pytest.fail, execution=way)

@@ -13,7 +13,7 @@ import pytest
 from mlxtune.backend.text import chat_template
 from mlxtune.backend.text.chat_template import ChatTemplate, TemplateRequest, read_chat_template
 from mlxtune.core.data import problems
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import BadRowError
 from mlxtune.errors import ModelError
 from tests.backend.text.turns import (
     TEMPLATES,
@@ -84,7 +84,7 @@ def test_every_golden_render_is_equal_and_every_refusal_has_its_reason(
         render, started = renders[template.file]
         call, request = {name: each.get(name) for name in names}, next(started)
         if "error" in each:
-            with pytest.raises(BadRow) as raised:
+            with pytest.raises(BadRowError) as raised:
                 request.text()
             assert raised.value.kind == "the model's template refuses it"
             assert each["error"].removeprefix("TemplateError: ") in str(raised.value), where
@@ -145,7 +145,7 @@ def test_invalid_template_is_one_error_of_the_model() -> None:
     ],
 )
 def test_template_that_fails_in_any_way_refuses_the_row(source: str) -> None:
-    with pytest.raises(BadRow, match="the model's template refuses it"):
+    with pytest.raises(BadRowError, match="the model's template refuses it"):
         ChatTemplate({"default": source}, {}).request(ASKED).text()
 
 

@@ -22,12 +22,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from mlxtune.backend.text import chat_template
 from mlxtune.backend.text.chat_template import (
     ChatTemplate,
-    Harmful,
+    HarmfulTemplateError,
     TemplateProcess,
     TemplateRequest,
 )
 from mlxtune.backend.text.template_helper import INVALID, REFUSED, TEXT, Reply
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import BadRowError
 from mlxtune.core.files import limited_helper
 from mlxtune.core.files.processes import resident_memory
 from mlxtune.errors import ModelError
@@ -148,7 +148,9 @@ def test_template_that_would_take_all_time_or_memory_is_ended_soon(
     quick: TemplateProcess, name: str
 ) -> None:
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    with pytest.raises(Harmful, match=r"^(takes more than 0\.3 s|produces more text or values) "):
+    with pytest.raises(
+        HarmfulTemplateError, match=r"^(takes more than 0\.3 s|produces more text or values) "
+    ):
         render(quick, ATTACKS[name])
     # Without a time limit, rendering would not end on any machine.
     assert time.perf_counter() - started < SECONDS
@@ -310,7 +312,7 @@ def test_memory_is_watched_where_the_system_does_not_limit_it(
     # Set a limit below the helper's present memory.
     monkeypatch.setattr(process._helper, "_memory", 2**20)
     monkeypatch.setattr(limited_helper, "LIMITS_ITSELF", False)
-    with pytest.raises(Harmful, match="produces more text or values"):
+    with pytest.raises(HarmfulTemplateError, match="produces more text or values"):
         render(process, LOOP)
 
 
@@ -388,7 +390,9 @@ def test_process_is_started_again_after_an_interruption(
 def test_unexpected_process_end_is_an_error(process: TemplateProcess) -> None:
     assert render(process, "a") == (TEXT, "a")
     os.kill(_pid(process), signal.SIGKILL)
-    with pytest.raises(Harmful, match=r"ends the process that renders it \(exit status -9\)"):
+    with pytest.raises(
+        HarmfulTemplateError, match=r"ends the process that renders it \(exit status -9\)"
+    ):
         render(process, "a")
 
 
@@ -400,7 +404,7 @@ def test_renderings_in_the_background_are_kept_apart(process: TemplateProcess) -
     harmful = process.submit("{{ 'a' * 10**10 }}", requests[0])
     assert process.submit("c", requests[0]).result() == [(TEXT, "c")]
     for _ in range(2):
-        with pytest.raises(Harmful, match="produces more text"):
+        with pytest.raises(HarmfulTemplateError, match="produces more text"):
             harmful.result()
 
 
@@ -461,7 +465,7 @@ def test_started_calls_are_rendered_in_one_exchange(
 
     pairs = zip(requests[::2], requests[1::2], strict=True)
     for i, (without_tools, with_tools) in enumerate(pairs):
-        with pytest.raises(BadRow, match="'x' is undefined"):
+        with pytest.raises(BadRowError, match="'x' is undefined"):
             without_tools.text()
         assert with_tools.text() == str(i + 1)
     assert len(asked) == 2
@@ -491,7 +495,7 @@ def test_value_that_is_nested_too_deeply_refuses_the_row(depth: int) -> None:
         value = [value]
     call = _call([{"role": "user", "content": value}])
     template = ChatTemplate({"default": "{{ messages }}"}, {})
-    with pytest.raises(BadRow, match="recursion"):
+    with pytest.raises(BadRowError, match="recursion"):
         template.request(**call).text()
 
 
@@ -503,7 +507,7 @@ def test_value_that_is_not_json_becomes_the_placeholder_of_transformers() -> Non
 
 
 def test_half_of_a_surrogate_pair_is_refused() -> None:
-    with pytest.raises(BadRow, match=r"half of a surrogate pair, U\+D800"):
+    with pytest.raises(BadRowError, match=r"half of a surrogate pair, U\+D800"):
         ChatTemplate({"default": "{{ '\\ud800' }}"}, {}).request(MESSAGES).text()
 
 

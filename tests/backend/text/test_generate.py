@@ -38,7 +38,7 @@ class Bytes:
 
     eos_ids = frozenset({0})
 
-    def spell(self, ids: Any) -> list[bytes]:
+    def token_bytes(self, ids: Any) -> list[bytes]:
         return [f"[{i}]".encode() for i in ids]
 
 
@@ -111,7 +111,7 @@ def test_batched_answers_match_single_answers(folder: Path) -> None:
     found = answers(model, Bytes(), prompts, GREEDY, on_progress=lambda *done: told.append(done))
     alone = [greedy(folder, list(prompt.ids), 24) for prompt in prompts]
     spelled = [[token for token in tokens if token != 0] for tokens in alone]
-    assert found == [text_of(Bytes().spell(tokens)) for tokens in spelled]
+    assert found == [text_of(Bytes().token_bytes(tokens)) for tokens in spelled]
     assert told == [(4, 4)]
 
 
@@ -159,7 +159,7 @@ def test_end_of_the_turn_ends_the_answer_and_is_not_shown(folder: Path) -> None:
     found = generator(folder).answer(Prompt((7, 8, 9, 20), tokens[at]), GREEDY)
     assert list(found.tokens) == tokens[: at + 1]
     assert found.finish_reason == "stop"
-    assert found.text == text_of(Bytes().spell(tokens[:at]))
+    assert found.text == text_of(Bytes().token_bytes(tokens[:at]))
 
 
 def test_stop_text_over_two_tokens_is_never_printed(folder: Path) -> None:
@@ -168,7 +168,7 @@ def test_stop_text_over_two_tokens_is_never_printed(folder: Path) -> None:
     sampling = Sampling(max_new_tokens=24, stop=(stop,))
     said: list[str] = []
     found = generator(folder).answer(Prompt((7, 8, 9, 20), None), sampling, said.append)
-    whole = text_of(Bytes().spell(tokens))
+    whole = text_of(Bytes().token_bytes(tokens))
     assert found.text == "".join(said) == whole.partition(stop)[0]
     assert found.finish_reason == "stop"
 

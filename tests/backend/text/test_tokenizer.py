@@ -119,7 +119,7 @@ def test_spelled_tokens_are_the_bytes_of_the_text(every_tokenizer: ModelTokenize
     texts += [f"{control}{text}{control} x" for text in texts]
     prefixed = 0
     for text, encoded in zip(texts, every_tokenizer.encode_batch(texts), strict=True):
-        spelled = every_tokenizer.spell(encoded.ids)
+        spelled = every_tokenizer.token_bytes(encoded.ids)
         assert len(spelled) == len(encoded.ids)
         assert all(spelled)
         whole = b"".join(spelled)
@@ -137,7 +137,7 @@ def test_control_token_is_spelled_as_it_is_written(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, extra=names)
     tokenizer = load_tokenizer(tmp_path)
     (encoded,) = tokenizer.encode_batch(["".join(names)])
-    assert tokenizer.spell(encoded.ids) == [name.encode() for name in names]
+    assert tokenizer.token_bytes(encoded.ids) == [name.encode() for name in names]
 
 
 @pytest.mark.parametrize("control", [False, True])
@@ -155,7 +155,7 @@ def test_boundaries_and_starts_match_the_bytes(
         assert encoded.boundary(0) == 0
         assert encoded.boundary(len(text)) == len(encoded.ids)
         ids = encoded.ids
-        spelled = every_tokenizer.spell(ids)
+        spelled = every_tokenizer.token_bytes(ids)
         if b"".join(spelled) != text.encode():
             # Remove the spaces that the tokenizer added at the start and after control tokens.
             begins = [i == 0 or ids[i - 1] in every_tokenizer.control_ids for i in range(len(ids))]
@@ -205,7 +205,7 @@ def test_end_tokens_come_from_the_folder_then_the_control_tokens(
     for name, value in files.items():
         (tmp_path / name).write_text(json.dumps(value))
     tokenizer = load_tokenizer(tmp_path)
-    names = tokenizer.spell(range(5))
+    names = tokenizer.token_bytes(range(5))
     assert names == [b"<bos>", b"<|im_start|>", b"<|im_end|>", b"<start_of_turn>", b"<end_of_turn>"]
     first = list(dict.fromkeys(["<|im_end|>", *expected]))
     assert list(tokenizer.end_tokens[: len(first)]) == first
@@ -254,7 +254,7 @@ def test_gemma_turns_are_between_control_tokens_of_a_tokenizer_model() -> None:
     tokenizer = load_tokenizer(DATA / "demo-gemma3")
     text = "<start_of_turn>user\nHi <b>you</b><end_of_turn>\n"
     (encoded,) = tokenizer.encode_batch([text])
-    spelled = tokenizer.spell(encoded.ids)
+    spelled = tokenizer.token_bytes(encoded.ids)
     control = [
         piece.decode()
         for piece, token in zip(spelled, encoded.ids, strict=True)

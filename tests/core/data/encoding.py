@@ -67,7 +67,7 @@ class PatternTokenizer:
             for matches in found
         ]
 
-    def spell(self, ids: Sequence[int]) -> list[bytes]:
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
         return [self.vocabulary[i].encode() for i in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -110,12 +110,12 @@ class ByteTokenizer:
             offsets += [(i, i if self.narrow else i + 1)] * (len(encoded) - 1) + [(i, i + 1)]
         return OffsetEncoding(ids, offsets)
 
-    def spell(self, ids: Sequence[int]) -> list[bytes]:
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
         special = {256: self.bos, 257: self.eos}
         return [(special[i] or "").encode() if i in special else bytes([i]) for i in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return b"".join(self.spell(list(ids))).decode()
+        return b"".join(self.token_bytes(list(ids))).decode()
 
 
 def words(bos: str | None = None, eos: str | None = None) -> PatternTokenizer:

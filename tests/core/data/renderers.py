@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxtune.core.data.conversation import Conversation, to_json
 from mlxtune.core.data.model_template import ModelTemplate
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import BadRowError
 from mlxtune.core.data.sources.messages import parse_conversation
 from mlxtune.core.data.template import Rendered, Rendering
 
@@ -108,7 +108,7 @@ def prompts_otherwise(messages: Messages, *, add_generation_prompt: bool, **_: A
 
 def refuses_system(messages: Messages, **options: Any) -> str:
     if any(message["role"] == "system" for message in messages):
-        raise BadRow(REFUSED, "System role not supported")
+        raise BadRowError(REFUSED, "System role not supported")
     return chatml(messages, **options)
 
 

@@ -16,7 +16,7 @@ from mlxtune.core.data import cache as cache_module
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.encode import EncodedRows
 from mlxtune.core.data.encoded_file import EncodedFile
-from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
+from mlxtune.core.data.problems import BadRowError, RowTally, SkippedRows
 from mlxtune.errors import DataError, OutputError
 from tests.core.data.encoding import example
 
@@ -35,7 +35,7 @@ class Encoding:
 
     def __call__(self, skipped: SkippedRows, told: RowTally) -> Iterator[EncodedRows]:
         self.times += 1
-        skipped.add(2, BadRow("not valid JSON", "ünd \ud800"))
+        skipped.add(2, BadRowError("not valid JSON", "ünd \ud800"))
         told.count(1, "odd", "message 3")
         told.count(1, "even")
         ids, span = [self.first] * self.tokens, (1, self.tokens)
@@ -43,7 +43,7 @@ class Encoding:
         yield [[example(3, [9], (0, 1))], [example(4, ids, span)]]
         for row in range(5, 15):
             told.count(row, "odd")
-            skipped.add(row, BadRow("an empty row"))
+            skipped.add(row, BadRowError("an empty row"))
 
 
 def content(file: EncodedFile) -> object:
@@ -218,7 +218,7 @@ def test_data_that_fails_midway_leaves_nothing(tmp_path: Path) -> None:
 
 def test_file_without_any_example_is_kept_too(tmp_path: Path) -> None:
     def nothing(skipped: SkippedRows, told: RowTally) -> Iterator[EncodedRows]:
-        skipped.add(1, BadRow("empty answer"))
+        skipped.add(1, BadRowError("empty answer"))
         yield []
 
     for _ in range(2):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data.conversation import Conversation, Message, Pair, function_name, to_json
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import BadRowError
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_json_of_a_template_keeps_its_letters() -> None:
     nested: list[Any] = []
     for _ in range(100_000):
         nested = [nested]
-    with pytest.raises(BadRow, match="JSON nested too deeply"):
+    with pytest.raises(BadRowError, match="JSON nested too deeply"):
         to_json(nested)
 
 

@@ -14,7 +14,7 @@ from mlxtune.core.data import problems
 from mlxtune.core.data.conversation import CHOSEN, REJECTED, Conversation, Document, Message, Pair
 from mlxtune.core.data.encode import Encoder, OffsetEncoding
 from mlxtune.core.data.encoded_file import ExampleArrays
-from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
+from mlxtune.core.data.problems import BadRowError, RowTally, SkippedRows
 from mlxtune.core.data.prompt import text_prompt
 from mlxtune.core.data.sources.messages import parse_conversation
 from mlxtune.core.data.template import Rendered, Rendering, Template, render_qwen3
@@ -294,7 +294,7 @@ def texts_of_tokens(
 ) -> tuple[list[tuple[int, list[str]]], SkippedRows, RowTally]:
     def template(conversation: Conversation) -> Rendering:
         if conversation.row % 7 == 0:
-            raise BadRow("a multiple of seven")
+            raise BadRowError("a multiple of seven")
         return render_qwen3(conversation)
 
     tokenizer, skipped, told = merged_newlines("<bos>"), SkippedRows(PATH), RowTally()

@@ -25,7 +25,7 @@ from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import EncodedRows, Encoder, Example
 from mlxtune.core.data.encoded_file import EncodedFile
 from mlxtune.core.data.model_template import ModelTemplate
-from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
+from mlxtune.core.data.problems import BadRowError, RowTally, SkippedRows
 from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.core.data.template import TEMPLATES, Rendering, Template
 from tests.core.data import renderers
@@ -284,7 +284,7 @@ def jinja(path: Path) -> tuple[Render, str]:
         try:
             return str(template.render(messages=messages, bos_token="<bos>", **thinking, **options))
         except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise BadRow(REFUSED, str(error)) from error
+            raise BadRowError(REFUSED, str(error)) from error
 
     return render, source
 

@@ -17,7 +17,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.data.encoded_file import EncodedFile, ExampleArrays
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.held_out import RunRows
-from mlxtune.core.data.problems import ADVICE, BadRow, RowTally, SkippedRows
+from mlxtune.core.data.problems import ADVICE, BadRowError, RowTally, SkippedRows
 
 
 def encoded(name: str, tokens: Sequence[int], first: int = 1) -> EncodedFile:
@@ -197,7 +197,7 @@ def test_findings_are_in_the_order_of_the_tokens_that_they_cost() -> None:
     row = Example(1, np.arange(9, dtype=np.int32), np.array([0] * 3 + [1] * 6, dtype=np.uint8))
     file = EncodedFile(ExampleArrays.of([row]), SkippedRows(Path("a.jsonl")), RowTally())
     for number in (2, 3):
-        file.skipped.add(number, problems.BadRow("no answer"))
+        file.skipped.add(number, problems.BadRowError("no answer"))
     for number in range(4, 9):
         file.notes.count(number, problems.REFUSAL)
     file = file.truncate(5)
@@ -233,10 +233,10 @@ def test_errors_come_first_and_then_what_concerns_most_rows() -> None:
 
 def test_skipped_rows_are_findings_by_reason() -> None:
     files = [encoded("a.jsonl", [1]), encoded("b.jsonl", [2])]
-    files[0].skipped.add(3, BadRow("not valid JSON", "at column 7"))
+    files[0].skipped.add(3, BadRowError("not valid JSON", "at column 7"))
     for row in range(1, 8):
-        files[1].skipped.add(row, BadRow("not valid JSON"))
-    files[1].skipped.add(9, BadRow("empty answer", "message 2"))
+        files[1].skipped.add(row, BadRowError("not valid JSON"))
+    files[1].skipped.add(9, BadRowError("empty answer", "message 2"))
 
     first, second = findings.skip_findings(files)
 
@@ -254,14 +254,14 @@ def test_skipped_rows_are_findings_by_reason() -> None:
 def test_row_that_its_mark_hides_needs_no_remedy() -> None:
     for kind in problems.MARKED.values():
         file = encoded("a.jsonl", [1])
-        file.skipped.add(1, BadRow(kind))
+        file.skipped.add(1, BadRowError(kind))
         (finding,) = findings.skip_findings([file])
         assert finding.advice == "the row is skipped, as its mark says"
 
 
 def test_row_that_is_only_too_long_need_not_be_removed() -> None:
     file = encoded("a.jsonl", [1])
-    file.skipped.add(3, BadRow("no supervised token within --max-seq-len 512"))
+    file.skipped.add(3, BadRowError("no supervised token within --max-seq-len 512"))
     (found,) = findings.skip_findings([file])
     assert found.advice == "the row is skipped: raise --max-seq-len"
 

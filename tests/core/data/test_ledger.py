@@ -18,7 +18,7 @@ from mlxtune.core.data.conversation import CHOSEN, REJECTED, Conversation, Pair
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.encoded_file import EncodedFile, ExampleArrays
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
+from mlxtune.core.data.problems import BadRowError, RowTally, SkippedRows
 from mlxtune.core.data.template import Rendered, Rendering, render_qwen3
 from tests.core.data.encoding import converse, encode, encoded_file, words
 
@@ -97,7 +97,7 @@ def test_ledger_counts_what_a_loop_over_rows_counts(
 ) -> None:
     whole = encoded(list(rows.items()))
     for row in range(unread):
-        whole.skipped.add(100 + row, BadRow("not valid JSON"))
+        whole.skipped.add(100 + row, BadRowError("not valid JSON"))
 
     file = whole.truncate(limit)
     ledger = file.ledger()

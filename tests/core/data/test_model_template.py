@@ -12,7 +12,7 @@ import pytest
 from mlxtune.core.data import problems
 from mlxtune.core.data.conversation import Conversation
 from mlxtune.core.data.model_template import ModelTemplate
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import BadRowError
 from mlxtune.core.data.template import PendingRendering, Rendering
 from tests.core.data.renderers import (
     END,
@@ -121,7 +121,7 @@ def test_turns_of_weight_0_and_all_but_the_last_if_asked_are_context(
 def test_row_whose_last_turn_has_weight_0_is_a_bad_row_where_only_that_is_trained() -> None:
     conversation = converse(("user", "?"), ("assistant", "a"), assistant("b", weight=0))
 
-    with pytest.raises(BadRow, match="the last assistant turn has weight 0"):
+    with pytest.raises(BadRowError, match="the last assistant turn has weight 0"):
         render(chatml, conversation, turns="last")
 
 
@@ -143,7 +143,7 @@ def test_first_turn_without_a_prompt_is_context_where_others_follow() -> None:
     ],
 )
 def test_row_whose_only_trained_turn_has_no_prompt_is_a_bad_row(messages: list[Any]) -> None:
-    with pytest.raises(BadRow, match="an assistant turn without a prompt"):
+    with pytest.raises(BadRowError, match="an assistant turn without a prompt"):
         render(chatml, converse(*messages))
 
 
@@ -201,7 +201,7 @@ def test_row_whose_tool_call_the_template_leaves_out_is_a_bad_row(name: str) -> 
         return chatml([{**m, "tool_calls": ()} for m in messages], **options)
 
     message = assistant("I see.", thinking="Hm.", tool_calls=[{"name": name, "arguments": {}}])
-    with pytest.raises(BadRow) as raised:
+    with pytest.raises(BadRowError) as raised:
         render(without_calls, converse(("user", "What weather?"), message))
     assert raised.value.kind == "the model's template leaves out a tool call"
     assert str(raised.value).endswith("tool calls, such as --template qwen3)")
@@ -214,7 +214,7 @@ def test_model_without_the_tokens_of_qwen_is_not_pointed_to_its_template() -> No
     conversation = converse(
         ("user", "What?"), assistant("", tool_calls=[{"name": "weather", "arguments": {}}])
     )
-    with pytest.raises(BadRow, match=r"name a template that writes tool calls\)$"):
+    with pytest.raises(BadRowError, match=r"name a template that writes tool calls\)$"):
         ModelTemplate(Renderer(without_calls), ("</s>",), "")(conversation)
 
 
@@ -230,7 +230,7 @@ def test_tool_call_turn_ends_after_all_its_control_tokens() -> None:
 
 @pytest.mark.parametrize("call", [{}, {"function": {}}, {"function": "f"}, {"name": None}])
 def test_row_with_a_tool_call_without_a_name_is_a_bad_row(call: dict[str, Any]) -> None:
-    with pytest.raises(BadRow, match=r"a tool call has no function name \(message 2\)"):
+    with pytest.raises(BadRowError, match=r"a tool call has no function name \(message 2\)"):
         render(chatml, converse(("user", "?"), assistant("a", tool_calls=[call])))
 
 
@@ -251,7 +251,7 @@ def system_then(content: str = "Be brief.") -> Any:
 
 
 def test_row_that_the_template_refuses_is_a_bad_row_with_its_own_reason() -> None:
-    with pytest.raises(BadRow) as raised:
+    with pytest.raises(BadRowError) as raised:
         render(refuses_system, system_then())
     detail = "System role not supported: try --merge-system"
     assert (raised.value.kind, raised.value.detail) == (REFUSED, detail)
@@ -292,14 +292,14 @@ def test_empty_system_message_leaves_the_user_turn_as_it_is_where_it_is_merged()
 def test_system_message_without_a_user_turn_to_merge_it_into_is_a_bad_row() -> None:
     conversation = converse(("system", "Be brief."), ("tool", "4"), ("assistant", "4"))
 
-    with pytest.raises(BadRow, match="no user turn to merge it into"):
+    with pytest.raises(BadRowError, match="no user turn to merge it into"):
         render(refuses_system, conversation, merge_system=True)
 
 
 def test_merging_is_not_advised_where_it_did_not_help() -> None:
     two = converse(("system", "a"), ("system", "b"), ("user", "Hi"), ("assistant", "Hello!"))
 
-    with pytest.raises(BadRow) as raised:
+    with pytest.raises(BadRowError) as raised:
         render(refuses_system, two, merge_system=True)
     assert raised.value.detail == "System role not supported"
 
@@ -318,7 +318,7 @@ CONVERSATIONS = (
 def outcome(rendering: PendingRendering) -> Rendering | str:
     try:
         return rendering()
-    except BadRow as problem:
+    except BadRowError as problem:
         return str(problem)
 
 
@@ -368,5 +368,5 @@ def test_conversation_whose_last_turn_is_not_trained_has_no_requests() -> None:
 
     (pending,) = ModelTemplate(renderer, (END,), turns="last").start([conversation])
     assert not renderer.requests
-    with pytest.raises(BadRow, match="weight 0"):
+    with pytest.raises(BadRowError, match="weight 0"):
         pending()

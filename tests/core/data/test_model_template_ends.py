@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.model_template import ModelTemplate
-from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow
+from mlxtune.core.data.problems import NO_END_OF_TURN, BadRowError
 from tests.core.data.renderers import (
     END,
     END_TOKENS,
@@ -64,7 +64,7 @@ def test_answer_that_is_itself_an_end_token_keeps_its_own_end() -> None:
 
 @pytest.mark.parametrize("content", ["a" + END + "b", "a" + END])
 def test_end_token_in_the_content_does_not_end_the_turn(content: str) -> None:
-    with pytest.raises(BadRow, match="no end-of-turn token"):
+    with pytest.raises(BadRowError, match="no end-of-turn token"):
         render(bracketed, converse(("user", "?"), ("assistant", content)))
 
 
@@ -108,7 +108,7 @@ def test_answer_that_the_thinking_repeats_is_supervised_with_its_thinking() -> N
 def test_row_whose_answer_cannot_be_found_is_a_bad_row(
     template: Render, end_tokens: tuple[str, ...], kind: str, detail: str
 ) -> None:
-    with pytest.raises(BadRow) as raised:
+    with pytest.raises(BadRowError) as raised:
         ModelTemplate(Renderer(template), end_tokens)(TWO_TURNS)
     assert raised.value.kind == kind
     assert detail in raised.value.detail
@@ -153,7 +153,7 @@ def test_every_span_follows_its_turns_prompt_for_any_conversation(
     ]
     try:
         conversation = converse(*fields)
-    except BadRow:  # an empty answer
+    except BadRowError:  # an empty answer
         return
     told = any(m.thinking for m in conversation.messages) if template is qwen3_like else None
 
@@ -196,6 +196,6 @@ def test_answer_that_no_prompt_asks_for_has_its_reason(first: dict[str, Any], ki
         return chatml(joined, **options)
 
     row = converse(("user", "Hi"), first | {"weight": 0}, assistant("Well."))
-    with pytest.raises(BadRow) as raised:
+    with pytest.raises(BadRowError) as raised:
         ModelTemplate(Renderer(joins), END_TOKENS)(row)
     assert (raised.value.kind, raised.value.detail[:9]) == (kind, "message 3")

@@ -6,7 +6,7 @@ import pytest
 
 from mlxtune.core.data import problems
 from mlxtune.core.data.conversation import to_json
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import BadRowError
 from tests.core.data.renderers import (
     END,
     QWEN3_SOURCE,
@@ -71,7 +71,7 @@ def test_greeting_after_a_system_message_is_context_if_it_has_no_prompt() -> Non
 
 
 def test_lone_greeting_without_a_prompt_is_refused_with_its_position() -> None:
-    with pytest.raises(BadRow, match="generation prompt") as raised:
+    with pytest.raises(BadRowError, match="generation prompt") as raised:
         render(blocks_behind_a_question, converse(SYSTEM, ("assistant", "Welcome!")))
     assert raised.value.detail == "message 2"
 
@@ -139,7 +139,7 @@ def test_reason_names_a_few_of_many_end_tokens() -> None:
         )
 
     template = ModelTemplate(Renderer(endless), tuple(f"<{i}>" for i in range(30)))
-    with pytest.raises(BadRow) as raised:
+    with pytest.raises(BadRowError) as raised:
         template(converse(("user", "Hi"), ("assistant", "Hello!")))
     assert raised.value.detail.startswith("looked for <0>, <1>, <2>, <3>: let")
 

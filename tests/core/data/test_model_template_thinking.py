@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data import problems
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import BadRowError
 from mlxtune.core.data.template import Rendering
 from tests.core.data.renderers import (
     CHANNEL_SOURCE,
@@ -248,7 +248,7 @@ def test_prompt_that_opens_thinking_after_other_text_is_a_bad_row() -> None:
         text = chatml(messages, add_generation_prompt=False, **options)
         return text + "<|im_start|>model\n<think>\n" * add_generation_prompt
 
-    with pytest.raises(BadRow, match="differs from the start of the turn"):
+    with pytest.raises(BadRowError, match="differs from the start of the turn"):
         thoughtful(assistant("4"), otherwise)
 
 

@@ -23,7 +23,7 @@ class Bytes:
     control_tokens = ("<|im_end|>",)
     control_ids = frozenset({END})
 
-    def spell(self, ids: list[int]) -> list[bytes]:
+    def token_bytes(self, ids: list[int]) -> list[bytes]:
         return [b"<|im_end|>" if token == END else bytes([token]) for token in ids]
 
 
@@ -200,7 +200,7 @@ class Controls(Bytes):
         self._names = names
         self.control_ids = frozenset(range(END, END + len(names)))
 
-    def spell(self, ids: list[int]) -> list[bytes]:
+    def token_bytes(self, ids: list[int]) -> list[bytes]:
         return [self._names[i - END].encode() if i >= END else bytes([i]) for i in ids]
 
 

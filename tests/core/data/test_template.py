@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlxtune.core.data import problems
 from mlxtune.core.data.conversation import Conversation, Message
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import BadRowError
 from mlxtune.core.data.template import (
     Rendered,
     Rendering,
@@ -103,7 +103,7 @@ def test_qwen3_tool_calls_are_supervised_and_results_are_not() -> None:
 
 @pytest.mark.parametrize("broken", [{}, {"function": {}}, {"function": "f"}, {"name": None}])
 def test_tool_call_without_a_name_is_a_bad_row(broken: dict[str, Any]) -> None:
-    with pytest.raises(BadRow) as raised:
+    with pytest.raises(BadRowError) as raised:
         render_qwen3(converse(Message("assistant", "", (broken,))))
     assert raised.value.kind == "a tool call has no function name"
 
@@ -144,7 +144,7 @@ def test_row_whose_last_turn_has_weight_0_is_a_bad_row_where_only_that_is_traine
 ) -> None:
     messages = (Message("assistant", "a"), Message("assistant", "b", trained=False))
 
-    with pytest.raises(BadRow, match="the last assistant turn has weight 0"):
+    with pytest.raises(BadRowError, match="the last assistant turn has weight 0"):
         render(converse(*messages), "last")
 
 
@@ -209,7 +209,7 @@ def test_gemma_marks_model_turns_and_gives_the_system_message_a_user_turn() -> N
     ids=["tools", "tool_result", "tool_call"],
 )
 def test_gemma_has_no_place_for_tools(conversation: Conversation) -> None:
-    with pytest.raises(BadRow) as raised:
+    with pytest.raises(BadRowError) as raised:
         render_gemma(conversation)
     assert raised.value.kind == "the gemma template does not support tools"
 

@@ -5,7 +5,7 @@ import numpy as np
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.outcome import Evaluation
-from mlxtune.core.evaluation.row_losses import Sums
+from mlxtune.core.evaluation.row_losses import RowLossSums
 from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses
 
 
@@ -23,7 +23,7 @@ def evaluated(
     corpus.paths = ["a.jsonl"]
     judged = JudgedRows.of(corpus.select(), corpus.identities[trained or []])
     tokens = np.full(len(judged.rows), 4)
-    base = Sums(np.full(len(judged.rows), 8.0), tokens)
-    adapted = Sums(base.losses + [changes[i] for i in judged.rows.indices], tokens)
-    first = None if start is None else Sums(base.losses + start, tokens)
+    base = RowLossSums(np.full(len(judged.rows), 8.0), tokens)
+    adapted = RowLossSums(base.losses + [changes[i] for i in judged.rows.indices], tokens)
+    first = None if start is None else RowLossSums(base.losses + start, tokens)
     return evaluate_losses(judged, base, adapted, 0, first)

@@ -21,7 +21,7 @@ from mlxtune.core.evaluation.outcome import (
     Sample,
     parse_evaluation,
 )
-from mlxtune.core.evaluation.row_losses import Sums
+from mlxtune.core.evaluation.row_losses import RowLossSums
 from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses, verdict_of
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.errors import NonFiniteLossError
@@ -184,8 +184,8 @@ def test_each_file_of_several_has_its_verdict() -> None:
     corpus = Corpus.of([replace(example(i, 9, 4), file=int(i > 9)) for i in range(1, 14)])
     corpus.paths = ["a.jsonl", "b.jsonl"]
     tokens = np.full(13, 4)
-    base = Sums(np.full(13, 8.0), tokens)
-    adapted = Sums(base.losses + np.array([-0.07] * 9 + [2.0] * 4), tokens)
+    base = RowLossSums(np.full(13, 8.0), tokens)
+    adapted = RowLossSums(base.losses + np.array([-0.07] * 9 + [2.0] * 4), tokens)
 
     found = evaluate_losses(JudgedRows.of(corpus.select(), corpus.identities[[]]), base, adapted, 0)
 

@@ -16,7 +16,7 @@ from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.interval import paired_fraction_interval, rank_interval
 from mlxtune.core.evaluation.outcome import Evaluation, parse_evaluation
-from mlxtune.core.evaluation.row_losses import AnswerSums, Sums
+from mlxtune.core.evaluation.row_losses import AnswerLossSums, RowLossSums
 from mlxtune.core.evaluation.verdict import JudgedRows, _win_rate_per_answer, evaluate_preferences
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.core.objectives.objective import Objective
@@ -32,9 +32,11 @@ def evaluated(before: list[float], after: list[float], files: tuple[int, ...] = 
     ]
     rows, counts = Corpus.of(examples).select(), np.full(len(before), 4)
 
-    def sums(margins: list[float]) -> AnswerSums:
+    def sums(margins: list[float]) -> AnswerLossSums:
         good, bad = np.full(len(margins), 8.0), 8.0 + 4 * np.array(margins)
-        return AnswerSums(Sums(good, counts), Sums(bad, counts), np.ones(len(margins)))
+        return AnswerLossSums(
+            RowLossSums(good, counts), RowLossSums(bad, counts), np.ones(len(margins))
+        )
 
     judged: Any = JudgedRows.of(rows, np.zeros(0, dtype=np.uint64))
     dpo = Objective(ObjectiveConfig(objective="dpo"))
@@ -127,9 +129,9 @@ def labeled(good: int, after: np.ndarray) -> Evaluation:
     examples = [Example(row, tokens + row, mask, 0, DESIRABLE) for row in range(1, 61)]
     labels = np.array([1.0] * good + [0.0] * (60 - good))
 
-    def sums(losses: np.ndarray) -> AnswerSums:
-        none = Sums(np.zeros(60), np.zeros(60, dtype=np.int64))
-        return AnswerSums(Sums(losses, np.full(60, 4)), none, labels)
+    def sums(losses: np.ndarray) -> AnswerLossSums:
+        none = RowLossSums(np.zeros(60), np.zeros(60, dtype=np.int64))
+        return AnswerLossSums(RowLossSums(losses, np.full(60, 4)), none, labels)
 
     judged: Any = JudgedRows.of(Corpus.of(examples).select(), np.zeros(0, dtype=np.uint64))
     kto = Objective(ObjectiveConfig(objective="kto"))

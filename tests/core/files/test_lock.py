@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from mlxtune.core.files import writing
-from mlxtune.core.files.lock import FolderMoved, Lock, LockHeldError, NoLocks, holder_of
-from mlxtune.core.files.ours import NotOurs
+from mlxtune.core.files.lock import FolderMovedError, Lock, LockHeldError, NoLocksError, holder_of
+from mlxtune.core.files.ours import ForeignFileError
 from mlxtune.core.run.checkpoint import ADAPTER, prune, write_checkpoint
 from mlxtune.core.run.progress import MetricsFile, Progress
 from mlxtune.core.run.run_folder import LOCK, lock_run
@@ -113,7 +113,7 @@ def test_lock_is_refused_where_inode_numbers_change(
 ) -> None:
     monkeypatch.setattr(os.path, "samestat", lambda *_: False)
     before = len(list(Path("/dev/fd").iterdir()))
-    with pytest.raises(NoLocks, match="changes inode numbers"):
+    with pytest.raises(NoLocksError, match="changes inode numbers"):
         Lock(tmp_path / ".lock")
     assert len(list(Path("/dev/fd").iterdir())) == before
 
@@ -126,7 +126,7 @@ def test_lock_is_refused_where_the_file_system_has_none(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(NoLocks, match="no file locks"):
+    with pytest.raises(NoLocksError, match="no file locks"):
         Lock(tmp_path / ".lock")
     assert holder_of(tmp_path / ".lock") is None
 
@@ -164,7 +164,7 @@ def test_looking_for_a_holder_does_not_modify_the_lock(tmp_path: Path) -> None:
 def test_lock_of_another_program_is_refused_and_kept(tmp_path: Path, content: str) -> None:
     path = tmp_path / ".lock"
     path.write_text(content)
-    with pytest.raises(NotOurs, match="did not write it"):
+    with pytest.raises(ForeignFileError, match="did not write it"):
         Lock(path)
     assert path.read_text() == content
     with path.open() as other:  # the file is not locked either
@@ -205,7 +205,7 @@ def test_nothing_is_written_where_a_locked_folder_was(
         if replaced:
             run.mkdir()
             (run / LOCK).write_text('{"pid": 1}')
-        with pytest.raises(FolderMoved, match=f"{run} was moved, removed or replaced"):
+        with pytest.raises(FolderMovedError, match=f"{run} was moved, removed or replaced"):
             WRITES[write](run)
         assert run.exists() == replaced
         if replaced:
@@ -226,7 +226,7 @@ def test_checkpoint_is_not_moved_into_another_folder(tmp_path: Path) -> None:
         _adapter(folder)
         run.rename(tmp_path / "moved")
 
-    with pytest.raises(FolderMoved):
+    with pytest.raises(FolderMovedError):
         write_checkpoint(run / "step-1", move, {"step": 1})
     lock.release()
     assert not run.exists()
@@ -275,7 +275,7 @@ def test_run_moved_at_any_moment_of_a_save_is_named_as_moved(
     for moves_at in range(1, total + 1):
         lock = lock_run(run)
         # The removal of an older checkpoint is a best effort.
-        with suppress(FolderMoved):
+        with suppress(FolderMovedError):
             save_two()
         lock.release()
         assert (tmp_path / f"moved-{moves_at}").exists()

@@ -12,7 +12,13 @@ import pytest
 
 from mlxtune.core.files import ours
 from mlxtune.core.files.lock import Lock
-from mlxtune.core.files.ours import NotOurs, open_ours, remove_file, remove_folder, replace_file
+from mlxtune.core.files.ours import (
+    ForeignFileError,
+    open_ours,
+    remove_file,
+    remove_folder,
+    replace_file,
+)
 from mlxtune.core.files.writing import (
     append_line,
     check_outputs,
@@ -108,7 +114,7 @@ def test_file_does_not_replace_an_existing_one(
     (folder / "new").write_text("new")
     PLANTS[plant](folder / "target", secret)
     before = contents(tmp_path)
-    with pytest.raises(NotOurs):
+    with pytest.raises(ForeignFileError):
         replace_file(folder / "new", folder / "target")
     assert contents(tmp_path) == before
 
@@ -168,7 +174,7 @@ def test_file_that_is_swapped_after_it_was_opened_is_judged_by_its_descriptor(
         return descriptor
 
     monkeypatch.setattr(os, "open", open_and_swap)
-    with pytest.raises(NotOurs, match="hard link"):
+    with pytest.raises(ForeignFileError, match="hard link"):
         open_ours(path, os.O_RDWR)
 
 
@@ -182,14 +188,14 @@ def test_folder_is_removed_only_where_every_file_is_known_and_ours(
     for name, plant in (("other", _pipe), ("inner/a", _pipe), ("b", _hard_link), ("b", _link)):
         plant(folder / name, secret)
         before = contents(tmp_path)
-        with pytest.raises(NotOurs):
+        with pytest.raises(ForeignFileError):
             remove_folder(folder, known)
         assert contents(tmp_path) == before
         (folder / name).unlink()
     remove_folder(folder, known)
     assert not folder.exists()
     folder.symlink_to(secret.parent)
-    with pytest.raises(NotOurs, match="not a folder"):
+    with pytest.raises(ForeignFileError, match="not a folder"):
         remove_folder(folder, known)
 
 
@@ -212,9 +218,9 @@ def test_folders_nested_too_deeply_are_neither_read_nor_removed(
         folder = Path("a")
     os.chdir(tmp_path)
     try:
-        with pytest.raises(NotOurs, match="nested more than 100 levels deep"):
+        with pytest.raises(ForeignFileError, match="nested more than 100 levels deep"):
             ours.contents(top)
-        with pytest.raises(NotOurs, match="nested more than 100 levels deep"):
+        with pytest.raises(ForeignFileError, match="nested more than 100 levels deep"):
             ours.discard(top)
         ours.discard(top, ignore_errors=True)
         assert top.is_dir()

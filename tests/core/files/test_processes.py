@@ -19,7 +19,7 @@ from mlxtune.core.files.processes import (
     HelperError,
     Helpers,
     LimitedProcess,
-    ProcessEnded,
+    ProcessEndedError,
     describe_end,
     end,
     own_environment,
@@ -192,7 +192,7 @@ def test_reading_ends_in_time_even_if_the_process_neither_reads_nor_stops_printi
     script = write_script(tmp_path, "while True: os.write(stderr, b'x' * 10_000)")
     printed: list[bytes] = []
     with closing(LimitedProcess(script, 2**30, on_message=printed.append)) as process:
-        with pytest.raises(ProcessEnded) as ended:
+        with pytest.raises(ProcessEndedError) as ended:
             process.read_line(100, sending=b"x" * 2**20, seconds=1)
         assert ended.value.reason == "time"
     assert set(printed[0]) == set(b"x")
@@ -205,7 +205,7 @@ def test_end_of_a_process_is_seen_though_its_descendant_keeps_its_output_open(
     printed: list[bytes] = []
     script = write_script(tmp_path, serve)
     with closing(LimitedProcess(script, 2**30, on_message=printed.append)) as process:
-        with pytest.raises(ProcessEnded) as ended:
+        with pytest.raises(ProcessEndedError) as ended:
             process.read_line(100)
         assert ended.value.reason == "exit status 7"
     assert b"".join(printed) == b"last words"
@@ -215,7 +215,7 @@ def test_end_of_a_process_is_seen_though_its_descendant_keeps_its_output_open(
 def test_process_that_closes_its_output_and_stays_is_not_awaited(tmp_path: Path) -> None:
     script = write_script(tmp_path, "os.close(1)\ntime.sleep(60)")
     with closing(LimitedProcess(script, 2**30)) as process:
-        with pytest.raises(ProcessEnded) as ended:
+        with pytest.raises(ProcessEndedError) as ended:
             process.read_line(100)
         assert ended.value.reason == "closed"
 

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlxtune.config.limits import Limits, TooLarge
+from mlxtune.config.limits import Limits, TooLargeError
 from mlxtune.core.files import reading
 from mlxtune.core.files.reading import (
-    NotRegular,
+    NotRegularError,
     check_file,
     check_stored,
     open_regular,
@@ -56,7 +56,7 @@ def test_pipes_devices_and_folders_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name in ("pipe", "zero"):
-        with pytest.raises(NotRegular, match=f"{name} is not a regular file"):
+        with pytest.raises(NotRegularError, match=f"{name} is not a regular file"):
             open_regular(tmp_path / name)
     with pytest.raises(IsADirectoryError):
         open_regular(tmp_path)
@@ -68,7 +68,7 @@ def test_links_are_followed_only_where_they_may_be(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("ü", encoding="utf-8")
     (tmp_path / "link").symlink_to("a")
     assert read_text(tmp_path / "link") == "ü"
-    with pytest.raises(NotRegular):
+    with pytest.raises(NotRegularError):
         read_bytes(tmp_path / "link", links=False)
 
 
@@ -115,7 +115,7 @@ def test_64th_of_a_file_has_to_be_there(tmp_path: Path, stored: int, taken: bool
     if taken:
         check_stored(path)
     else:
-        with pytest.raises(TooLarge, match="a has 4,194,304 bytes, but only 61,440 of them"):
+        with pytest.raises(TooLargeError, match="a has 4,194,304 bytes, but only 61,440 of them"):
             check_stored(path)
 
 
@@ -144,7 +144,7 @@ def test_file_system_that_counts_no_blocks_is_asked_for_holes(
     check_stored(path)
     path.unlink()
     enlarge(path, LARGE)
-    with pytest.raises(TooLarge):
+    with pytest.raises(TooLargeError):
         check_stored(path)
 
 
@@ -157,7 +157,7 @@ def test_sparse_file_takes_few_reads(
             file.seek(place * 2**20)
             file.write(b"\1")
     monkeypatch.setattr(reading, "_MAX_PIECES", 10)
-    with pytest.raises(TooLarge, match=r"only 40,960 of them"):
+    with pytest.raises(TooLargeError, match=r"only 40,960 of them"):
         check_stored(path)
 
 
@@ -165,9 +165,9 @@ def test_large_or_irregular_file_is_refused_before_reading(tmp_path: Path) -> No
     path = tmp_path / "a"
     path.write_bytes(b"12345")
     assert read_bytes(path, Limits(5)) == b"12345"
-    with pytest.raises(TooLarge, match="a is too large: 5 bytes, more than 4"):
+    with pytest.raises(TooLargeError, match="a is too large: 5 bytes, more than 4"):
         read_bytes(path, Limits(4))
-    with pytest.raises(TooLarge):
+    with pytest.raises(TooLargeError):
         check_file(path, Limits(4))
     (tmp_path / "link").symlink_to(path)
     assert read_bytes(tmp_path / "link", Limits(5)) == b"12345"
@@ -190,5 +190,5 @@ def test_file_that_grows_while_it_is_read_is_refused(
             other.write(b"5")
 
     monkeypatch.setattr(reading, "check_open", check_open)
-    with pytest.raises(TooLarge, match="a is too large: 5 bytes, more than 4"):
+    with pytest.raises(TooLargeError, match="a is too large: 5 bytes, more than 4"):
         read_bytes(path, Limits(4))

@@ -12,7 +12,7 @@ import platformdirs
 import pytest
 
 from mlxtune.config import user_cache
-from mlxtune.core.files.ours import NotOurs, private_folder
+from mlxtune.core.files.ours import ForeignFileError, private_folder
 from mlxtune.core.machine import cuda, facts
 from mlxtune.core.machine.cuda import VARIABLE, KernelCache
 from mlxtune.diagnosis.doctor import read_machine
@@ -185,6 +185,6 @@ def test_nothing_is_made_in_a_folder_of_another_user(tmp_path: Path, linked: boo
         start = tmp_path / "first"
         start.symlink_to(theirs / "link")
     os.chown(theirs, 1234, 1234)
-    with pytest.raises(NotOurs, match="it belongs to another user"):
+    with pytest.raises(ForeignFileError, match="it belongs to another user"):
         private_folder(start / "cache" / "kernels")
     assert not (start / "cache").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.config.limits import TooLarge
+from mlxtune.config.limits import TooLargeError
 from mlxtune.core.run.metrics import SkippedStep, StepRecord, ValidationRecord
 from mlxtune.core.run.progress import (
     MetricsFile,
@@ -253,7 +253,7 @@ def test_metrics_of_all_steps_are_limited_together(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("mlxtune.core.run.progress.METRIC_VALUES", 250)
     lines = [many_metrics(number, 50) for number in range(1, 7)]
     assert len(Progress.from_jsonl(b"".join(lines[:5]))) == 5
-    with pytest.raises(TooLarge, match=r"metrics\.jsonl has more than 250 metrics of steps"):
+    with pytest.raises(TooLargeError, match=r"metrics\.jsonl has more than 250 metrics of steps"):
         Progress.from_jsonl(b"".join(lines))
 
 
@@ -262,5 +262,5 @@ def test_values_besides_steps_are_limited_together(monkeypatch: pytest.MonkeyPat
     record = ValidationRecord(1, 1.0, 3.0, {str(i): 0.5 for i in range(90)})
     lines = [jsonl(Progress([record]))] * 3
     assert len(list(parse_records(b"".join(lines[:2])))) == 2
-    with pytest.raises(TooLarge, match="more than 250 values besides steps"):
+    with pytest.raises(TooLargeError, match="more than 250 values besides steps"):
         list(parse_records(b"".join(lines)))

@@ -14,11 +14,11 @@ class LeanMemory(GraphMemory):
     """The memory of operations that keep the products of layers but no logits."""
 
     def kept(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
-        width = shapes.inputs if execution.recompute else shapes.products
+        width = shapes.inputs if execution.recompute else shapes.matmuls
         return Entries(0, load.tokens * width, 0)
 
     def in_layer(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
-        width = shapes.layer_products * (2 if execution.recompute else 1)
+        width = shapes.layer_matmuls * (2 if execution.recompute else 1)
         return Entries(0, load.tokens * width, 0)
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
@@ -43,9 +43,9 @@ def shapes(**changes: Any) -> ModelShapes:
         "hidden": 10,
         "vocab": 1000,
         "layers": 2,
-        "products": 200,
-        "layer_products": 100,
-        "widest_product": 30,
+        "matmuls": 200,
+        "layer_matmuls": 100,
+        "widest_matmul": 30,
         "updated": 40,
         "largest_cast": 0,
         "head_cast": 0,

@@ -10,7 +10,7 @@ import numpy as np
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import predict
-from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured, load_of
+from mlxtune.core.steps.memory_terms import BatchLoad, Factors, MemoryCorrection, load_of
 from mlxtune.core.steps.micro_batch import MicroBatch
 from mlxtune.core.steps.pack import StepLengths
 from tests.core.steps.shapes import GRAPH_OPERATIONS, shapes
@@ -30,7 +30,7 @@ def test_graph_holds_the_logits_of_a_chunk_in_a_head_of_16_bits() -> None:
     few, many, more = (predict(half, GRAPH, BatchLoad(4, 100, n, 400)) for n in (100, 256, 400))
     assert many.head - few.head == 2 * 156 * (5 * 1000 + 4 * 10)
     assert more.head - many.head == 2 * 144 * 4 * 10
-    whole = predict(half, replace(GRAPH, head_apart=False), BatchLoad(4, 100, 4, 400))
+    whole = predict(half, replace(GRAPH, separate_head=False), BatchLoad(4, 100, 4, 400))
     assert whole.head >= 2 * 400 * 5 * 1000
 
 
@@ -73,7 +73,9 @@ def test_memory_of_experts_and_recurrences_is_counted() -> None:
 
 
 def test_measured_factors_correct_the_estimate() -> None:
-    measured = Measured(Factors(0.5, 2.0), Factors(3.0, 0.0, fixed=1000), Factors(0.25, 0.5))
+    measured = MemoryCorrection(
+        Factors(0.5, 2.0), Factors(3.0, 0.0, fixed=1000), Factors(0.25, 0.5)
+    )
     passed, load = shapes(vocab=1, measured=measured), BatchLoad(2, 50, 1, 80)
     kept = 80 * (2 * 200 + 2 * 4 * 10) / 2 + 2 * 2 * 2 * 2 * 50**2
     working = 3 * 80 * 3 * (30 + 10)
@@ -86,12 +88,12 @@ def test_measured_factors_correct_the_estimate() -> None:
 
 
 def test_measured_memory_is_read_back_as_written_and_nothing_else_is() -> None:
-    measured = Measured(Factors(0.5, 2.0), Factors(3.0, 0.0, fixed=1000))
-    assert Measured.of(json.loads(json.dumps(asdict(measured)))) == measured
+    measured = MemoryCorrection(Factors(0.5, 2.0), Factors(3.0, 0.0, fixed=1000))
+    assert MemoryCorrection.of(json.loads(json.dumps(asdict(measured)))) == measured
     for wrong in (None, 3, {"kept": {}, "other": {}}, {"kept": {"tokens": -1.0}}):
-        assert Measured.of(wrong) is None
-    assert Measured.of({"kept": {"tokens": float("nan")}}) is None
-    assert Measured.of({"kept": {"tokens": "1"}}) is None
+        assert MemoryCorrection.of(wrong) is None
+    assert MemoryCorrection.of({"kept": {"tokens": float("nan")}}) is None
+    assert MemoryCorrection.of({"kept": {"tokens": "1"}}) is None
 
 
 def test_one_matrix_is_cast_at_a_time_with_or_without_recomputation() -> None:
@@ -111,7 +113,7 @@ def test_graph_that_recomputes_keeps_inputs_and_works_with_one_layer() -> None:
 
 def test_fewer_trained_layers_keep_less() -> None:
     fewer = shapes().with_layers(1)
-    assert (fewer.layers, fewer.products, fewer.trainable) == (1, 100, 50)
+    assert (fewer.layers, fewer.matmuls, fewer.trainable) == (1, 100, 50)
     whole, half = (predict(each, GRAPH, BatchLoad.single(100, 1)) for each in (shapes(), fewer))
     assert whole.activations - half.activations == 4 * (100 * 240 + 2 * 100**2)
 

@@ -21,7 +21,7 @@ from mlxtune.core.steps.memory_plan import (
     sample_steps,
     why_not,
 )
-from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured, ModelShapes
+from mlxtune.core.steps.memory_terms import BatchLoad, Factors, MemoryCorrection, ModelShapes
 from mlxtune.core.steps.pack import StepLengths
 from tests.core.steps.shapes import GRAPH_OPERATIONS, LEAN_OPERATIONS, shapes
 
@@ -198,7 +198,11 @@ def test_longest_example_fits_and_one_token_more_does_not(limit: int, recompute:
 def test_measurement_decides_only_which_plans_fit() -> None:
     """A measurement differs a little each time, and a different plan would round differently."""
     given = work(*[64] * 8)
-    measured = [None, Measured(again=Factors(tokens=50.0)), Measured(kept=Factors(tokens=0.02))]
+    measured = [
+        None,
+        MemoryCorrection(again=Factors(tokens=50.0)),
+        MemoryCorrection(kept=Factors(tokens=0.02)),
+    ]
     of = [replace(shapes(), measured=each) for each in measured]
     plans = [chosen(given, of=each, execution=GRAPH, tolerance=1.0) for each in of]
     first, costly, cheap = plans

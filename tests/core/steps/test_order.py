@@ -184,7 +184,7 @@ def test_row_that_a_step_uses_twice_is_two_rows_of_a_preference_loss() -> None:
             (example,) = super().__getitem__(place)
             return replace(example, role=CHOSEN), replace(example, role=REJECTED)
 
-    drawn = Pairs(corpus([2]), range(2)).draw([0, 1, 0])
+    drawn = Pairs(corpus([2]), range(2)).examples_of([0, 1, 0])
 
     dpo = Objective(ObjectiveConfig(objective="dpo", beta=1.0))
     logps = np.array([3.0, 0.0, 0.0, 0.0, 3.0, 0.0])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtune.core.steps.scaling import Scaling, busiest_fraction, busiest_items, deal
+from mlxtune.core.steps.scaling import Scaling, balance, busiest_fraction, busiest_items
 
 COSTS = st.lists(st.integers(1, 50), max_size=7)
 
@@ -42,7 +42,7 @@ def test_busiest_fraction_covers_all_steps() -> None:
 
 @given(COSTS, st.integers(1, 4))
 def test_each_item_is_dealt_once(costs: list[int], workers: int) -> None:
-    dealt = deal(costs, workers)
+    dealt = balance(costs, workers)
     assert len(dealt) == workers
     assert sorted(i for items in dealt for i in items) == list(range(len(costs)))
     assert all(items == sorted(items) for items in dealt)
@@ -50,7 +50,7 @@ def test_each_item_is_dealt_once(costs: list[int], workers: int) -> None:
 
 @given(COSTS, st.integers(1, 3))
 def test_no_worker_takes_a_third_longer_than_it_must(costs: list[int], workers: int) -> None:
-    longest = max((sum(costs[i] for i in items) for items in deal(costs, workers)), default=0)
+    longest = max((sum(costs[i] for i in items) for items in balance(costs, workers)), default=0)
     best = min(
         max(
             sum(c for c, r in zip(costs, to, strict=True) if r == worker)
@@ -62,5 +62,5 @@ def test_no_worker_takes_a_third_longer_than_it_must(costs: list[int], workers: 
 
 
 def test_single_worker_gets_all_items() -> None:
-    assert deal([3, 1, 2], 1) == [[0, 1, 2]]
-    assert deal([], 2) == [[], []]
+    assert balance([3, 1, 2], 1) == [[0, 1, 2]]
+    assert balance([], 2) == [[], []]

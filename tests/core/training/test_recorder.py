@@ -50,13 +50,13 @@ def test_tokens_of_a_step_are_all_that_the_model_read(tmp_path: Path) -> None:
 
 
 def test_step_keeps_how_it_was_run(tmp_path: Path) -> None:
-    class Measured(FakePipeline):
+    class MemoryCorrection(FakePipeline):
         def train_batch(self, *given: Any, **options: Any) -> InstructBatchResult:
             found = super().train_batch(*given, **options)
             step = len(self.batches)
             return replace(found, memory=100 + step, micro_batches=2, run_tokens=30, padding=step)
 
-    found = train(tmp_path, Measured())
+    found = train(tmp_path, MemoryCorrection())
     steps = [line for line in log_of(tmp_path) if line["kind"] == "step"]
     names = ("memory", "micro_batches", "run_tokens", "padding")
     assert [tuple(line[name] for name in names) for line in steps] == [

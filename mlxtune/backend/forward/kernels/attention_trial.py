@@ -19,10 +19,10 @@ from mlxtune.backend.forward.kernels.attention_kernels import (
 )
 from mlxtune.backend.forward.kernels.device_kernels import (
     TOLERANCES,
-    Case,
     Chooser,
     Function,
     Trial,
+    TrialInputs,
     device_language,
 )
 from mlxtune.backend.models.packed import Layout
@@ -92,7 +92,7 @@ def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
     ends = list(itertools.accumulate(lengths))
     many = Layout([Segment(end - n, end, 0, -1) for n, end in zip(lengths, ends, strict=True)])
 
-    def case(layout: Layout) -> Case:
+    def case(layout: Layout) -> TrialInputs:
         """Return random projections of a sequence, and cotangents of their values side by side."""
         sizes, tokens, counts = heads.sizes, len(layout.positions), heads.sizes.counts
         projected = [(1, tokens, count * sizes.size) for count in counts]
@@ -101,7 +101,7 @@ def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
         shapes = [*projected, *moved, projected[0]]
         keys = mx.random.split(mx.random.key(0), len(shapes))
         arrays = [mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True)]
-        return Case(arrays[:3], arrays[3:])
+        return TrialInputs(arrays[:3], arrays[3:])
 
     def form(side_by_side: Function, packed: Function) -> Function:
         def run(*projected: mx.array) -> list[mx.array]:

@@ -193,16 +193,16 @@ def device_language() -> tuple[Language, Make]:
 
 
 @dataclass(frozen=True)
-class Case:
+class TrialInputs:
     """Arguments of a trial: a function is differentiated by `primals`, followed by `constants`."""
 
     primals: Arrays
     cotangents: Arrays
     constants: Arrays = ()
 
-    def astype(self, dtype: mx.Dtype) -> "Case":
+    def astype(self, dtype: mx.Dtype) -> "TrialInputs":
         primals = [primal.astype(dtype) for primal in self.primals]
-        return Case(
+        return TrialInputs(
             primals, [cotangent.astype(dtype) for cotangent in self.cotangents], self.constants
         )
 
@@ -228,8 +228,8 @@ class Trial:
 
     forms: Mapping[str, Function]
     plain: Function
-    small: Callable[[], Case]
-    realistic: Callable[[], Case]
+    small: Callable[[], TrialInputs]
+    realistic: Callable[[], TrialInputs]
     names: Sequence[str]
 
 
@@ -305,7 +305,7 @@ def choose(trial: Callable[[], Trial], dtype: mx.Dtype, clock: Callable[[], floa
     return Choice(tried.forms.get(name), seconds=times)
 
 
-def seconds(function: Function, case: Case, clock: Callable[[], float]) -> float:
+def seconds(function: Function, case: TrialInputs, clock: Callable[[], float]) -> float:
     """Return the least time of several runs of a function and its gradient."""
     mx.eval(*case.primals, *case.cotangents, *case.constants)
     times = []

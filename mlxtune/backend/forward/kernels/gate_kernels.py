@@ -14,12 +14,12 @@ from mlxtune.backend.forward.kernels.device_kernels import (
     METAL,
     MIN_SIZE,
     TOLERANCES,
-    Case,
     Chooser,
     Function,
     KernelSource,
     Make,
     Trial,
+    TrialInputs,
     device_language,
 )
 from mlxtune.backend.models.autograd import differentiable
@@ -175,10 +175,10 @@ def _trial() -> Trial:
     )
 
 
-def _case(shape: tuple[int, ...]) -> Case:
+def _case(shape: tuple[int, ...]) -> TrialInputs:
     keys = mx.random.split(mx.random.key(0), 3)
     gate, up, cotangent = (4 * mx.random.normal(shape, key=key) for key in keys)
-    return Case([gate, up], [cotangent])
+    return TrialInputs([gate, up], [cotangent])
 
 
 def _differentiable(

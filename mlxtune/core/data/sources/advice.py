@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlxtune.config.data_config import ROW_NAMES
-from mlxtune.core.data.problems import BadRow, json_type
+from mlxtune.core.data.problems import BadRowError, json_type
 from mlxtune.core.data.sources.conversions import ANSWERS, ASKS, BESIDE, JsonObject
 from mlxtune.core.data.sources.formats import (
     FORMATS,
@@ -35,7 +35,7 @@ def missing_keys(
     *,
     empty: str | None,
     is_table: bool,
-) -> BadRow:
+) -> BadRowError:
     """Return the reason for skipping a row without the keys of a format.
 
     `renamed` is the row with our keys, as far as they are known; `empty` is the key whose empty
@@ -46,20 +46,20 @@ def missing_keys(
     alike = {letters(key): key for key in content}
     for key in (fields[name] for name in fields if name in ROW_NAMES):
         if key not in content and (close := alike.get(letters(key))):
-            return BadRow(f"no {shorten(key)}", f"did you mean {shorten(close)}?")
+            return BadRowError(f"no {shorten(key)}", f"did you mean {shorten(close)}?")
     if empty is not None:
-        return BadRow(f"'{fields.get(empty, empty)}' is empty", keys)
+        return BadRowError(f"'{fields.get(empty, empty)}' is empty", keys)
     if file_format is not None:
         missing = next(key for key in file_format.keys if renamed.get(key) is None)
-        return BadRow(f"no '{fields.get(missing, missing)}'", keys)
+        return BadRowError(f"no '{fields.get(missing, missing)}'", keys)
     for each in PAIRS.values() if formats is PAIRS else ():
         answers = [fields.get(key, key) for key in each.keys[-2:] if renamed.get(key) is None]
         if len(answers) == 1:
-            return BadRow(f"no '{answers[0]}'", f"a pair needs both answers; {keys}")
+            return BadRowError(f"no '{answers[0]}'", f"a pair needs both answers; {keys}")
     known = (" + ".join(fields.get(k, k) for k in each.keys) for each in formats.values())
     looked = f"looked for: {', '.join(known)}"
     advice = _advice(content, formats, is_table=is_table)
-    return BadRow("no known format", f"{keys}; {looked}; {advice}")
+    return BadRowError("no known format", f"{keys}; {looked}; {advice}")
 
 
 def _advice(content: JsonObject, formats: Mapping[str, Format], *, is_table: bool) -> str:

@@ -26,7 +26,7 @@ from mlxtune.core.data.conversation import (
     Document,
     Pair,
 )
-from mlxtune.core.data.problems import MARKED, BadRow, json_text, json_type, parse_json
+from mlxtune.core.data.problems import MARKED, BadRowError, json_text, json_type, parse_json
 from mlxtune.core.data.sources.keys import field_option, is_mark
 from mlxtune.core.data.sources.messages import (
     ROLES,
@@ -53,7 +53,7 @@ def from_prompt(row: int, content: JsonObject) -> Conversation:
     prompt = _turns(content, "prompt", "user")
     completion = _turns(content, "completion", "assistant")
     if not any(role_of(message) == "assistant" for message in completion):
-        raise BadRow("no assistant turn", "in 'completion'")
+        raise BadRowError("no assistant turn", "in 'completion'")
     return parse_conversation(row, {**content, "messages": as_context(prompt) + completion})
 
 
@@ -69,7 +69,7 @@ def _turns(content: JsonObject, key: str, role: str) -> list[Any]:
     if not isinstance(value, list):
         remedy = ": write it in quotes" * isinstance(value, bool)
         problem = f"'{key}' is neither text nor a list of messages"
-        raise BadRow(problem, f"{json_type(value)}{remedy}")
+        raise BadRowError(problem, f"{json_type(value)}{remedy}")
     return value
 
 
@@ -86,14 +86,14 @@ def from_alpaca(row: int, content: JsonObject) -> Conversation:
     history = parsed_list(content, "history")
     for name, text in zip(("instruction", "input"), instruction, strict=True):
         if not isinstance(text, str | None):
-            raise BadRow(f"'{name}' is not text", json_type(text))
+            raise BadRowError(f"'{name}' is not text", json_type(text))
     if isinstance(output, list) and len(output) > 1:
         raise several_texts(output, "'output'")
     if not isinstance(history := history or [], list):
-        raise BadRow("'history' is not a list of pairs", json_type(history))
-    for position, pair in enumerate(history, start=1):
+        raise BadRowError("'history' is not a list of pairs", json_type(history))
+    for number, pair in enumerate(history, start=1):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise BadRow("'history' is not a list of pairs", f"entry {position}")
+            raise BadRowError("'history' is not a list of pairs", f"entry {number}")
     pairs = [*history, ("\n".join(filter(None, instruction)), output)]
     messages = [
         {"role": role, "content": text}
@@ -106,10 +106,10 @@ def from_alpaca(row: int, content: JsonObject) -> Conversation:
 def from_sharegpt(row: int, content: JsonObject) -> Conversation:
     entries = content["conversations"]
     if not isinstance(entries, list):
-        raise BadRow("'conversations' is not a list", json_type(entries))
+        raise BadRowError("'conversations' is not a list", json_type(entries))
     messages = [
-        _from_entry(entry, f"message {position}") if isinstance(entry, dict) else entry
-        for position, entry in enumerate(entries, start=1)
+        _from_entry(entry, f"message {number}") if isinstance(entry, dict) else entry
+        for number, entry in enumerate(entries, start=1)
     ]
     tools = [
         # LLaMA-Factory's files contain bare functions, which LLaMA-Factory wraps for the models.
@@ -135,9 +135,9 @@ def _from_entry(entry: dict[str, Any], where: str) -> dict[str, Any]:
 def from_text(row: int, content: JsonObject) -> Document:
     text = content["text"]
     if not isinstance(text, str):
-        raise BadRow("'text' is not text", json_type(text))
+        raise BadRowError("'text' is not text", json_type(text))
     if not text or text.isspace():
-        raise BadRow("empty text")
+        raise BadRowError("empty text")
     return Document(row, text)
 
 
@@ -164,7 +164,7 @@ def as_context(messages: Iterable[Any]) -> list[Any]:
 
 
 def from_pair(row: int, content: JsonObject) -> Pair:
-    """Convert a row with `chosen` and `rejected`. Raises BadRow."""
+    """Convert a row with `chosen` and `rejected`. Raises BadRowError."""
     prompt = _prompt(content)
     chosen, rejected = (
         _answer_messages(_dialogue(text) if prompt is None else text, key, _to_message)
@@ -174,13 +174,15 @@ def from_pair(row: int, content: JsonObject) -> Pair:
     if prompt is None:
         prompt = _common(chosen, rejected)
         if isinstance(content["chosen"], str) and len(chosen) == 1:
-            raise BadRow("no prompt", _advice_on_prompt(content))
+            raise BadRowError("no prompt", _advice_on_prompt(content))
         if not prompt:
-            raise BadRow("answers whose prompts differ", "they have no first message in common")
+            raise BadRowError(
+                "answers whose prompts differ", "they have no first message in common"
+            )
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     elif any(answer and role_of(answer[0]) in ("system", "user") for answer in (chosen, rejected)):
-        raise BadRow(
+        raise BadRowError(
             "answers that do not begin with the prompt", "omit 'prompt', or add it to both"
         )
     return _pair(row, content, prompt, chosen, rejected)
@@ -206,12 +208,12 @@ def _dialogue(value: Any) -> Any:
 
 
 def from_preferred(row: int, content: JsonObject) -> Pair:
-    """Convert `input`, `preferred_output` and `non_preferred_output`. Raises BadRow."""
+    """Convert `input`, `preferred_output` and `non_preferred_output`. Raises BadRowError."""
     prompt = content["input"]
     prompt = prompt if isinstance(prompt, dict) else {"messages": prompt}
     messages = prompt.get("messages")
     if not isinstance(messages, list):
-        raise BadRow("'input' has no list of messages", json_type(messages))
+        raise BadRowError("'input' has no list of messages", json_type(messages))
     answers = (
         _answer_messages(content[f"{kind}preferred_output"], f"{kind}preferred_output")
         for kind in _KINDS
@@ -226,13 +228,15 @@ def labeled(content: JsonObject, label: Any, conversation: Conversation) -> Conv
     """Return a conversation in the role that its label gives. Only the last answer carries loss."""
     if not isinstance(label, bool):
         written = json_text(content.get("label"))
-        raise BadRow("'label' is neither true nor false", f"{written}: write true, false, 1 or 0")
+        raise BadRowError(
+            "'label' is neither true nor false", f"{written}: write true, false, 1 or 0"
+        )
     messages = list(conversation.messages)
     answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
     for i in answers[:-1]:
         messages[i] = replace(messages[i], trained=False)
     if not messages[answers[-1]].trained:
-        raise BadRow(MARKED["last turn"])
+        raise BadRowError(MARKED["last turn"])
     role = DESIRABLE if label else UNDESIRABLE
     return replace(conversation, messages=tuple(messages), role=role)
 
@@ -241,16 +245,16 @@ def _pair(
     row: int, content: JsonObject, prompt: list[Any], chosen: list[Any], rejected: list[Any]
 ) -> Pair:
     if not prompt:
-        raise BadRow("no prompt", "add the messages before 'chosen' and 'rejected'")
+        raise BadRowError("no prompt", "add the messages before 'chosen' and 'rejected'")
     if chosen == rejected:
-        raise BadRow("chosen and rejected are the same")
+        raise BadRowError("chosen and rejected are the same")
     context = as_context(prompt)
 
     def answer(name: str, messages: list[Any], role: int) -> Conversation:
         try:
             parsed = parse_conversation(row, {**content, "messages": context + messages})
-        except BadRow as problem:
-            raise BadRow(problem.kind, f"{name}: {problem.detail}".rstrip(": ")) from problem
+        except BadRowError as problem:
+            raise BadRowError(problem.kind, f"{name}: {problem.detail}".rstrip(": ")) from problem
         return replace(parsed, role=role)
 
     return Pair(answer("chosen", chosen, CHOSEN), answer("rejected", rejected, REJECTED))
@@ -268,7 +272,7 @@ def _answer_messages(
 ) -> list[Any]:
     messages = _messages(value, key, "assistant", to_message)
     if not messages:
-        raise BadRow("empty answer", key)
+        raise BadRowError("empty answer", key)
     return messages
 
 
@@ -277,7 +281,7 @@ def _messages(value: Any, key: str, role: str, to_message: ToMessage) -> list[An
         return [{"role": role, "content": value}]
     entries = [value] if isinstance(value, dict) else value
     if not isinstance(entries, list):
-        raise BadRow(f"'{key}' is neither text nor messages", json_type(value))
+        raise BadRowError(f"'{key}' is neither text nor messages", json_type(value))
     return [to_message(entry, f"{key}, message {i}") for i, entry in enumerate(entries, start=1)]
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from mlxtune.config.objective_config import LABELED, PAIRED, REWARDED, is_rewarded
 from mlxtune.core.data.conversation import Conversation, Document, Pair, Row
-from mlxtune.core.data.problems import CLASS_LABEL, BadRow
+from mlxtune.core.data.problems import CLASS_LABEL, BadRowError
 from mlxtune.core.data.sources.conversions import (
     JsonObject,
     from_alpaca,
@@ -77,7 +77,7 @@ _OPTIONAL = ("system", "tools", "functions")
 class Format:
     """The keys that a row must have, its conversion, and the keys that it may have too.
 
-    `convert` raises BadRow.
+    `convert` raises BadRowError.
     """
 
     keys: tuple[str, ...]
@@ -85,7 +85,7 @@ class Format:
     optional: tuple[str, ...] = _OPTIONAL
 
     def read(self, row: int, content: JsonObject) -> Row:
-        """Convert a row, and note the keys that this does not read. Raises BadRow."""
+        """Convert a row, and note the keys that this does not read. Raises BadRowError."""
         check_row_is_learned(marks_of(content))
         check_is_text(content)
         converted = self.convert(row, content)
@@ -166,22 +166,24 @@ def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
 
 
 def check_kind(content: JsonObject, objective: str) -> None:
-    """Raise BadRow for a row that belongs to another objective."""
+    """Raise BadRowError for a row that belongs to another objective."""
     kind = preference_kind(content)
     if objective in ("sft", *REWARDED):
         if kind == "pair":
-            raise BadRow("a preference pair", f"{_PAIR}: use --objective dpo")
+            raise BadRowError("a preference pair", f"{_PAIR}: use --objective dpo")
         if (key := pair_keys(content).get("rejected")) is not None:
-            raise BadRow("a preference pair", f"{shorten(key)}: use --objective dpo")
+            raise BadRowError("a preference pair", f"{shorten(key)}: use --objective dpo")
         verdict = label_of(content)
         bad = recognize(content) != "text" and str(verdict).strip().lower() in _BAD
         if bad or (kind == "labelled" and verdict is False):
             label = str(content["label"]).lower()
-            raise BadRow("an answer labelled as bad", f"'label' is {label}: use --objective kto")
+            raise BadRowError(
+                "an answer labelled as bad", f"'label' is {label}: use --objective kto"
+            )
     elif objective in PAIRED and kind == "labelled":
-        raise BadRow("an answer with a label, not a pair", "use --objective kto")
+        raise BadRowError("an answer with a label, not a pair", "use --objective kto")
     elif objective in LABELED and kind == "pair":
-        raise BadRow(
+        raise BadRowError(
             "a preference pair",
             f"{_PAIR}: use --objective dpo, or make two rows of it, each with its answer as "
             "'completion' and 'label' true or false",
@@ -189,7 +191,7 @@ def check_kind(content: JsonObject, objective: str) -> None:
     elif kind is None and (name := recognize(content)) and content.get("label") is None:
         add = f"add {_PAIR if objective in PAIRED else 'a label'}"
         add = preference_options(content, formats_of(objective)) or add
-        raise BadRow(
+        raise BadRowError(
             "an answer without a preference", f"{name} format: {add}, or use --objective sft"
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 from mlxtune.core.data.problems import (
     MARKED,
     UNREAD_METADATA,
-    BadRow,
+    BadRowError,
     json_text,
     parse_json,
     unread_key,
@@ -146,32 +146,35 @@ def is_mark(key: str) -> bool:
 
 
 def is_learned(marks: Mapping[str, Any], where: str) -> bool:
-    """Return whether the marks of a message allow to learn it. Raises BadRow for unclear marks."""
+    """Return whether the marks of a message allow to learn it.
+
+    Raises BadRowError for unclear marks.
+    """
     learned: dict[str, bool] = {}
     for key, value in marks.items():
         name, verdict = letters(key), _verdict(value)
         if name in _AMBIGUOUS:
-            raise BadRow(f"{shorten(key)} of a turn is ambiguous", f"{where}: write 'weight'")
+            raise BadRowError(f"{shorten(key)} of a turn is ambiguous", f"{where}: write 'weight'")
         if verdict is None:
-            raise BadRow(f"{shorten(key)} is neither 0 nor 1", where)
+            raise BadRowError(f"{shorten(key)} is neither 0 nor 1", where)
         learned[key] = verdict is not (name in _MASKED)
     if len({*learned.values()}) > 1:
         names = " and ".join(map(shorten, learned))
-        raise BadRow("marks of a turn that contradict each other", f"{where}: {names}")
+        raise BadRowError("marks of a turn that contradict each other", f"{where}: {names}")
     return all(learned.values())
 
 
 def check_row_is_learned(marks: Mapping[str, Any]) -> None:
-    """Raise BadRow for a row that is marked not to be learned.
+    """Raise BadRowError for a row that is marked not to be learned.
 
     Numbers such as a row's measured loss are no marks.
     """
     for key, value in marks.items():
         name, verdict = letters(key), _verdict(value)
         if name in _AMBIGUOUS and verdict is not None:
-            raise BadRow(f"{shorten(key)} of a row is ambiguous", "write 'weight'")
+            raise BadRowError(f"{shorten(key)} of a row is ambiguous", "write 'weight'")
         if verdict is (name in _MASKED) and name in _LEARNED | _MASKED:
-            raise BadRow(MARKED["row"], f"{shorten(key)}: {json_text(value)}")
+            raise BadRowError(MARKED["row"], f"{shorten(key)}: {json_text(value)}")
 
 
 @lru_cache(4096)
@@ -183,7 +186,7 @@ def lists_marks(key: str) -> bool:
 def are_learned(listed: Mapping[str, Any]) -> dict[str, list[bool]]:
     """Return whether each turn is learned, by the keys of a row that list this as 0 and 1.
 
-    Raises BadRow for marks with two meanings.
+    Raises BadRowError for marks with two meanings.
     """
     learned = {}
     for key, value in listed.items():
@@ -191,7 +194,7 @@ def are_learned(listed: Mapping[str, Any]) -> dict[str, list[bool]]:
         if None in verdicts:
             continue
         if name in _AMBIGUOUS:
-            raise BadRow(f"{shorten(key)} of a row is ambiguous", "write 'loss_mask'")
+            raise BadRowError(f"{shorten(key)} of a row is ambiguous", "write 'loss_mask'")
         learned[key] = [verdict is not (name in _MASKED) for verdict in verdicts]
     return learned
 
@@ -220,14 +223,14 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _switch(name: str, value: Any) -> bool:
-    """Return an option that templates compare with true or false. Raises BadRow."""
+    """Return an option that templates compare with true or false. Raises BadRowError."""
     if (verdict := _verdict(value)) is None:
-        raise BadRow(f"'{name}' is neither true nor false", json_text(value))
+        raise BadRowError(f"'{name}' is neither true nor false", json_text(value))
     return verdict
 
 
 def _options_in(value: Any, key: str) -> Mapping[str, Any]:
-    """Return an object of options, which may be JSON text. Raises BadRow for other text."""
+    """Return an object of options, which may be JSON text. Raises BadRowError for other text."""
     if isinstance(value, str) and value.strip():
         value = parse_json(value, f"'{key}' is text that is not JSON")
     return value if isinstance(value, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Checks the messages of a row, as OpenAI's files and its relatives have them; raises BadRow."""
+"""Checks the messages of a row in OpenAI's format and its relatives; raises BadRowError."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from mlxtune.core.data.conversation import Conversation, Message
-from mlxtune.core.data.problems import MARKED, BadRow, json_type
+from mlxtune.core.data.problems import MARKED, BadRowError, json_type
 from mlxtune.core.data.sources.keys import (
     EMPTY,
     MEDIA,
@@ -80,7 +80,7 @@ def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
 
     `tools` may also be the JSON text of a list, as in LLaMA-Factory's files, or bare `functions`,
     as in OpenAI's older files. `system` is put before the messages, as in Anthropic's files. Raises
-    BadRow.
+    BadRowError.
     """
     messages = parse_messages(_marked(content))
     if content.get("system") is not None:
@@ -100,15 +100,15 @@ def _options(content: Mapping[str, Any]) -> dict[str, Any]:
 def parse_messages(messages: Any) -> tuple[Message, ...]:
     """Check and convert the messages of a row.
 
-    Raises BadRow if a message is not valid, or if no assistant turn is trained on.
+    Raises BadRowError if a message is not valid, or if no assistant turn is trained on.
     """
     if not isinstance(messages, list):
-        raise BadRow("'messages' is not a list", json_type(messages))
+        raise BadRowError("'messages' is not a list", json_type(messages))
     turns = _whole_turns(messages)
     parsed = _in_order_of_calls([_parse_message(where, message) for where, message in turns])
     if not any(message.role == "assistant" and message.trained for message in parsed):
         untrained = any(message.role == "assistant" for message in parsed)
-        raise BadRow(MARKED["turns"] if untrained else "no assistant turn")
+        raise BadRowError(MARKED["turns"] if untrained else "no assistant turn")
     return parsed
 
 
@@ -130,7 +130,10 @@ def _in_order_of_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def turn_marks(content: Mapping[str, Any]) -> dict[str, list[bool]]:
-    """Return whether each turn is learned, by the keys of a row that list this. Raises BadRow."""
+    """Return whether each turn is learned, by the keys of a row that list this.
+
+    Raises BadRowError.
+    """
     return are_learned(
         {k: v for k, v in content.items() if isinstance(v, list) and v and lists_marks(k)}
     )
@@ -154,8 +157,8 @@ def _whole_turns(messages: Iterable[Any]) -> list[tuple[str, Any]]:
     them, are one turn.
     """
     turns: list[tuple[str, Any]] = []
-    for position, message in enumerate(messages, start=1):
-        where = f"message {position}"
+    for message_number, message in enumerate(messages, start=1):
+        where = f"message {message_number}"
         if _is_empty_system(message):
             continue
         if not isinstance(message, dict) or not _calls_alone(message):
@@ -169,7 +172,7 @@ def _whole_turns(messages: Iterable[Any]) -> list[tuple[str, Any]]:
         if turns and role_of(turns[-1][1]) == "assistant":
             before, earlier = turns.pop()
             if is_learned(marks_of(earlier), before) != is_learned(marks_of(calls), where):
-                raise BadRow("a turn whose calls are marked differently", where)
+                raise BadRowError("a turn whose calls are marked differently", where)
             listed = earlier.get("tool_calls") or []
             listed = listed if isinstance(listed, list) else [listed]
             calls |= {"content": "", **earlier, "tool_calls": listed + calls["tool_calls"]}
@@ -188,12 +191,12 @@ def _marked(content: Mapping[str, Any]) -> Any:
         indices = range(len(messages)) if len(learned) == len(messages) else answers
         if len(indices) != len(learned):
             fit = f"{shorten(key)} has {len(learned)}, for {len(messages)} messages"
-            raise BadRow("marks of a row that fit neither its messages nor its answers", fit)
+            raise BadRowError("marks of a row that fit neither its messages nor its answers", fit)
         hidden = {index for index, learns in zip(indices, learned, strict=True) if not learns}
         for index in hidden.intersection(answers):
             where, own = f"message {index + 1}", marks_of(messages[index])
             if own and is_learned(own, where):
-                raise BadRow("marks of a turn that contradict each other", f"{where}: {key}")
+                raise BadRowError("marks of a turn that contradict each other", f"{where}: {key}")
             messages = [*messages[:index], messages[index] | {"weight": 0}, *messages[index + 1 :]]
     return messages
 
@@ -213,10 +216,10 @@ def _calls_alone(message: Mapping[str, Any]) -> bool:
 
 def _parse_message(where: str, message: Any) -> Message:
     if not isinstance(message, dict):
-        raise BadRow("a message is not an object", f"{where} is {json_type(message)}")
+        raise BadRowError("a message is not an object", f"{where} is {json_type(message)}")
     if (role := role_of(message)) is None:
         use = role_options(message)
-        raise BadRow("a message has no role", where + f": use {use}" * bool(use))
+        raise BadRowError("a message has no role", where + f": use {use}" * bool(use))
     if role not in ROLES:
         raise unknown_role(message["role"], _READ_ROLES, where)
     check_is_text(message, where)
@@ -239,7 +242,7 @@ def _parse_message(where: str, message: Any) -> Message:
         return replace(answer, removed=tuple(sorted(removed))) if removed else answer
     if not isinstance(content, str):
         problem = _other_content(fields) or json_type(content)
-        raise BadRow("content is not text", f"{where}: {problem}")
+        raise BadRowError("content is not text", f"{where}: {problem}")
     # No turn but the assistant's is learned, so a mark that asks for it is not followed.
     removed |= {key for key, value in message.items() if value and is_mark(key)}
     return Message(role, content, fields=fields, removed=tuple(sorted(removed)))
@@ -268,10 +271,10 @@ def role_options(message: Mapping[str, Any]) -> str:
 
 
 def check_is_text(content: Mapping[str, Any], where: str = "") -> None:
-    """Raise BadRow for a row, a message or a part with images, audio or video."""
+    """Raise BadRowError for a row, a message or a part with images, audio or video."""
     for key, value in content.items():
         if is_media(key) and value not in (*EMPTY, False):
-            raise BadRow(MEDIA, f"{where}: " * bool(where) + shorten(key))
+            raise BadRowError(MEDIA, f"{where}: " * bool(where) + shorten(key))
 
 
 def marks_of(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,41 +290,41 @@ def role_of(message: Any) -> str | None:
     return _SAME_ROLES.get(letters(role), role.lower())
 
 
-def unknown_role(role: str, known: Sequence[str], where: str) -> BadRow:
+def unknown_role(role: str, known: Sequence[str], where: str) -> BadRowError:
     close = difflib.get_close_matches(role[:60].lower(), known, n=1)
     if (meant := SHAREGPT_ROLES.get(role.lower())) is not None:
-        return BadRow("unknown role", f"{where}: {shorten(role)}; write {meant!r}")
+        return BadRowError("unknown role", f"{where}: {shorten(role)}; write {meant!r}")
     hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-    return BadRow("unknown role", f"{where}: {shorten(role)}; {hint}")
+    return BadRowError("unknown role", f"{where}: {shorten(role)}; {hint}")
 
 
 def _joined(parts: list[Any], where: str) -> str:
-    """Return the text of parts. Raises BadRow for bare texts, which may be alternatives."""
+    """Return the text of parts. Raises BadRowError for bare texts, which may be alternatives."""
     if sum(isinstance(part, str) for part in parts) > 1:
         raise several_texts(parts, where)
     return "".join([_part(part, where) for part in parts])
 
 
-def several_texts(texts: list[Any], where: str) -> BadRow:
+def several_texts(texts: list[Any], where: str) -> BadRowError:
     remedy = "write one; two answers to compare are 'chosen' and 'rejected' of --objective dpo"
-    return BadRow("several texts where one is expected", f"{where} has {len(texts)}: {remedy}")
+    return BadRowError("several texts where one is expected", f"{where} has {len(texts)}: {remedy}")
 
 
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind.startswith(_NO_TEXT):
-        raise BadRow(MEDIA, f"{where}: {shorten(kind)}")
+        raise BadRowError(MEDIA, f"{where}: {shorten(kind)}")
     if isinstance(part, dict):
         check_is_text(part, where)
         if kind is None and "text" not in part:
-            raise BadRow("content has a part that is not text", f"{where}: {quoted(part)}")
+            raise BadRowError("content has a part that is not text", f"{where}: {quoted(part)}")
     if isinstance(part, dict) and kind in _TEXT_PARTS:
         part = part.get("text")
     if not isinstance(part, str):
         of = f" of type {shorten(kind)}" if isinstance(kind, str) and isinstance(part, dict) else ""
         remedy = f": {_OTHER_PARTS[kind]}" if of and kind in _OTHER_PARTS else ""
         detail = f"{where}: {json_type(part)}{of}{remedy}"
-        raise BadRow("content has a part that is not text", detail)
+        raise BadRowError("content has a part that is not text", detail)
     return part
 
 
@@ -347,13 +350,13 @@ def _parse_answer(fields: dict[str, Any], trained: bool, where: str) -> Message:
     content = fields.get("content")
     if content is None:
         advice = _other_content(fields)
-        raise BadRow("empty answer", f"{where} has no content" + f": {advice}" * bool(advice))
+        raise BadRowError("empty answer", f"{where} has no content" + f": {advice}" * bool(advice))
     if not isinstance(content, str):
-        raise BadRow("content is not text", f"{where}: {json_type(content)}")
+        raise BadRowError("content is not text", f"{where}: {json_type(content)}")
     thought, answer = thinking_and_answer(content)
     thinking = thinking or thought
     if not calls and not thinking and (not answer or answer.isspace()):
-        raise BadRow("empty answer", where)
+        raise BadRowError("empty answer", where)
     return Message("assistant", content, calls, thinking, trained, fields)
 
 
@@ -361,7 +364,7 @@ def _thinking_field(fields: Mapping[str, Any], where: str) -> str:
     for name in THINKING_FIELDS:
         thought = fields.get(name, "")
         if not isinstance(thought, str):
-            raise BadRow("thinking is not text", f"{where}: {json_type(thought)}")
+            raise BadRowError("thinking is not text", f"{where}: {json_type(thought)}")
         if thought := thought.strip():
             return thought
     return ""
@@ -388,20 +391,23 @@ def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     if isinstance(text, list) and text:
         text = _joined(text, "'system'")
     if not isinstance(text, str):
-        raise BadRow("'system' is not text", json_type(text))
+        raise BadRowError("'system' is not text", json_type(text))
     present = {message.content for message in messages if message.role == "system"}
     if not text or text in present:
         return ()
     if present:
-        raise BadRow("'system' differs from the system message")
+        raise BadRowError("'system' differs from the system message")
     return (Message("system", text, fields={"role": "system", "content": text}),)
 
 
 def supervised_turns(conversation: Conversation, turns: str) -> list[int]:
-    """Return the positions of the assistant turns that carry loss. Raises BadRow if none does."""
+    """Return the indices of the assistant turns that carry loss.
+
+    Raises BadRowError if none does.
+    """
     messages = conversation.messages
     selected = [i for i, message in enumerate(messages) if message.role == "assistant"]
     selected = [i for i in (selected if turns == "all" else selected[-1:]) if messages[i].trained]
     if not selected:
-        raise BadRow(MARKED["last turn"])
+        raise BadRowError(MARKED["last turn"])
     return selected

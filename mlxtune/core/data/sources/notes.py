@@ -102,17 +102,17 @@ def notes_on(row: Conversation | Document, text: str) -> Iterator[Note]:
             yield RENDERED_CHAT, match[1]
         return
     called: set[str] = set()
-    for position, message in enumerate(row.messages, start=1):
+    for number, message in enumerate(row.messages, start=1):
         called.update(call_ids(message))
         result = result_id(message) if message.role == "tool" else None
         if called and result is not None and result not in called:
-            yield UNMATCHED_RESULT, f"message {position}: {shorten(result)}"
+            yield UNMATCHED_RESULT, f"message {number}: {shorten(result)}"
         if message.role == "user" and not message.content.strip():
-            yield EMPTY_PROMPT, f"message {position}"
+            yield EMPTY_PROMPT, f"message {number}"
         if message.role == "user" and (match := _TURN.match(message.content)):
-            yield RENDERED_CHAT, f"message {position}: {match[1]}"
+            yield RENDERED_CHAT, f"message {number}: {match[1]}"
         if message.role == "assistant":
-            yield from _on_answer(row, message, f"message {position}")
+            yield from _on_answer(row, message, f"message {number}")
     if row.messages[-1].role != "assistant":
         yield UNANSWERED, f"message {len(row.messages)}"
 
@@ -194,9 +194,9 @@ def notes_on_keys(row: Row, template: str) -> dict[str, str]:
         for name in part.options:
             if not reads_variable(template, name):
                 notes[unread_key("the template's options", name)] = ""
-        for position, message in enumerate(part.messages, start=1):
+        for number, message in enumerate(part.messages, start=1):
             if message.trained and (tag := _thinking_tag(message)) and tag not in template:
-                notes.setdefault(UNKNOWN_TAGS, f"message {position}: {tag}")
+                notes.setdefault(UNKNOWN_TAGS, f"message {number}: {tag}")
             removed = (("a message", key) for key in message.removed)
             fields = {k: v for k, v in message.fields.items() if v not in EMPTY}
             unread = unread_in_message(message.role, fields.keys(), message.tool_calls, template)
@@ -205,7 +205,7 @@ def notes_on_keys(row: Row, template: str) -> dict[str, str]:
                 if is_metadata(key) and not holds:
                     metadata.add(key)
                     continue
-                notes.setdefault(unread_key(level, key, holds), f"message {position}")
+                notes.setdefault(unread_key(level, key, holds), f"message {number}")
     if metadata:
         notes[UNREAD_METADATA] = quoted(metadata)
     return notes

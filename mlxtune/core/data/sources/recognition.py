@@ -15,7 +15,7 @@ from mlxtune.core.data.conversation import Conversation, Row
 from mlxtune.core.data.problems import (
     DOUBTFUL_NULLS,
     TABLE_ENDINGS,
-    BadRow,
+    BadRowError,
     SkippedRows,
     shown,
     where,
@@ -75,7 +75,7 @@ def read_rows(
     is_table = path.name.lower().endswith(TABLE_ENDINGS)
     for row, content in read_objects(path, texts=format == "text", split_at=split_at):
         try:
-            if isinstance(content, BadRow):
+            if isinstance(content, BadRowError):
                 raise content
             absent = {n: key for n, key in absent.items() if not _has_key(content, n, key)}
             renamed = _in_our_keys(content, fields, objective, name)
@@ -97,11 +97,11 @@ def read_rows(
                 name, since, file_format = recognized, row, formats[recognized]
             try:
                 converted = file_format.read(row, renamed)
-            except BadRow as problem:
+            except BadRowError as problem:
                 raise _in_their_words(problem, content, renamed) from problem
             if has_nulls(content) and may_be_filled(content):
                 converted = with_notes(converted, ((DOUBTFUL_NULLS, ""),))
-        except BadRow as problem:
+        except BadRowError as problem:
             skipped.add(row, problem)
             bad += 1
             bare += isinstance(content, dict) and _is_message(content)
@@ -135,10 +135,10 @@ def _has_key(content: JsonObject, name: str, key: str) -> bool:
 def _in_our_keys(
     content: JsonObject, fields: Mapping[str, str], objective: str, file_format: str
 ) -> JsonObject:
-    """Return a row with our keys that fits an objective. Raises BadRow."""
+    """Return a row with our keys that fits an objective. Raises BadRowError."""
     formats = formats_of(objective)
     if _is_message(content) and "text" not in fields:
-        raise BadRow("a message, not a row", 'wrap all of a chat: {"messages": […]}')
+        raise BadRowError("a message, not a row", 'wrap all of a chat: {"messages": […]}')
     if formats is not PROMPTS:
         _check_is_row(content)
     renamed = _in_our_layout(_rename_row(content, fields), formats)
@@ -148,7 +148,7 @@ def _in_our_keys(
             return answered  # other keys have any meaning
     try:
         check_kind(renamed, objective)
-    except BadRow as problem:
+    except BadRowError as problem:
         raise _in_their_words(problem, content, renamed) from problem
     return _with_our_keys(renamed, formats, file_format)
 
@@ -186,7 +186,7 @@ def _without_placeholder(row: Row) -> Row:
 
 
 def _check_is_row(content: JsonObject) -> None:
-    """Raise BadRow for a table's columns: equally many cells each, in lists or by their numbers."""
+    """Raise BadRowError for a table's columns: lists or numbered cells, as many in each column."""
     first, *others = (*content.values(), None)
     if isinstance(first, dict) and len(others) > 1:
         numbered = bool(first) and all(map(str.isdigit, first))
@@ -203,7 +203,7 @@ def _check_is_row(content: JsonObject) -> None:
         )
     if are_columns:
         write = 'as pandas\' to_json(orient="records", lines=True) does'
-        raise BadRow("columns, not a row", f"write a row per line, {write}")
+        raise BadRowError("columns, not a row", f"write a row per line, {write}")
 
 
 def _is_message(content: JsonObject) -> bool:
@@ -213,7 +213,7 @@ def _is_message(content: JsonObject) -> bool:
     return role_of(content) in ROLES or {"from", "value"} <= content.keys()
 
 
-def _in_their_words(problem: BadRow, content: JsonObject, renamed: JsonObject) -> BadRow:
+def _in_their_words(problem: BadRowError, content: JsonObject, renamed: JsonObject) -> BadRowError:
     """Return a problem with the keys of the file in place of our names for them."""
     kind, detail = problem.kind, problem.detail
     for name in renamed.keys() - content.keys():
@@ -221,7 +221,7 @@ def _in_their_words(problem: BadRow, content: JsonObject, renamed: JsonObject) -
         keys = [key for key in content.keys() - renamed.keys() if content[key] is value]
         if len(keys) == 1:
             kind, detail = (text.replace(f"'{name}'", shorten(keys[0])) for text in (kind, detail))
-    return BadRow(kind, detail)
+    return BadRowError(kind, detail)
 
 
 def _with_our_keys(
@@ -229,7 +229,7 @@ def _with_our_keys(
 ) -> JsonObject:
     """Return a row of unknown format with our keys, if its keys have only one reading.
 
-    Raises BadRow for several readings; --field chooses one of them.
+    Raises BadRowError for several readings; --field chooses one of them.
     """
     if formats is PAIRS:
         return _with_prompt(content)
@@ -258,13 +258,13 @@ def _with_our_keys(
         left = repr(contexts[0])
         use = f"{readings[0]} without {left}, or write {left} into {prompts[0]!r}"
     kind = f"two readings of {', '.join(map(repr, (*prompts, *contexts, *answers)))}"
-    raise BadRow(kind, f"use {use}")
+    raise BadRowError(kind, f"use {use}")
 
 
 def _with_prompt(content: JsonObject) -> JsonObject:
     """Return a pair of texts whose prompt, followed by any `input`, is under the key `prompt`.
 
-    Raises BadRow for further text whose place is unknown.
+    Raises BadRowError for further text whose place is unknown.
     """
     candidates = [key for key in ASKS if isinstance(text := content.get(key), str) and text.strip()]
     if not candidates or not all(
@@ -275,7 +275,7 @@ def _with_prompt(content: JsonObject) -> JsonObject:
     if others or len(candidates) > 2 or (len(candidates) == 2 and candidates[1] != "input"):
         keys = list(map(repr, (*candidates, *others)))
         both = f"{keys[0]} alone, or all together"
-        raise BadRow(
+        raise BadRowError(
             f"two readings of {', '.join(keys)}", f"{both}: put the whole prompt into 'prompt'"
         )
     renamed = {key: value for key, value in content.items() if key not in candidates}
@@ -285,7 +285,7 @@ def _with_prompt(content: JsonObject) -> JsonObject:
 def _empty_key(content: JsonObject, formats: Mapping[str, Format]) -> str | None:
     """Return the key whose empty value alone makes a row's format unknown, if there is one."""
     for key in (name for name, value in content.items() if value is None):
-        with suppress(BadRow):
+        with suppress(BadRowError):
             if recognize(_with_our_keys({**content, key: ""}, formats, ""), formats):
                 return key
     return None

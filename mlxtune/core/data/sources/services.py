@@ -3,7 +3,7 @@
 from typing import Any
 
 from mlxtune.core.data.conversation import Conversation, to_json
-from mlxtune.core.data.problems import BadRow, json_type
+from mlxtune.core.data.problems import BadRowError, json_type
 from mlxtune.core.data.sources.conversions import JsonObject
 from mlxtune.core.data.sources.keys import letters
 from mlxtune.core.data.sources.messages import parse_conversation
@@ -32,7 +32,7 @@ def from_chatgpt(row: int, content: JsonObject) -> Conversation:
     """Convert a conversation of a ChatGPT export, without its other branches."""
     nodes, key = content["mapping"], content["current_node"]
     if not isinstance(nodes, dict):
-        raise BadRow("'mapping' is not an object", json_type(nodes))
+        raise BadRowError("'mapping' is not an object", json_type(nodes))
     messages = []
     for _ in nodes:  # the parents of damaged nodes could form a circle
         node = nodes.get(key) if isinstance(key, str) else None
@@ -41,7 +41,7 @@ def from_chatgpt(row: int, content: JsonObject) -> Conversation:
         if isinstance(message := node.get("message"), dict):
             messages += [message]
         if len(messages) > _MAX_TURNS:
-            raise BadRow("a ChatGPT conversation with too many turns", f"over {_MAX_TURNS:,}")
+            raise BadRowError("a ChatGPT conversation with too many turns", f"over {_MAX_TURNS:,}")
         key = node.get("parent")
     turns = list(filter(None, map(_from_node, reversed(messages))))
     return parse_conversation(row, {**content, "messages": turns})
@@ -58,7 +58,7 @@ def _from_node(message: JsonObject) -> JsonObject | None:
     if hidden or parts == [""] or body.get("content_type") in _ASIDE:
         return None
     if author.get("role") == "tool" or message.get("recipient") not in (None, "all"):
-        raise BadRow("a ChatGPT conversation with tools", "its export does not declare them")
+        raise BadRowError("a ChatGPT conversation with tools", "its export does not declare them")
     if isinstance(parts, list):
         parts = [
             part | {"type": part.get("content_type")}
@@ -89,8 +89,8 @@ def as_sharegpt(content: JsonObject) -> JsonObject:
     if not isinstance(messages, list):
         return content
     turns = [
-        _from_claude(each, f"message {position}") if isinstance(each, dict) else each
-        for position, each in enumerate(messages, start=1)
+        _from_claude(each, f"message {number}") if isinstance(each, dict) else each
+        for number, each in enumerate(messages, start=1)
     ]
     others = {key: value for key, value in content.items() if key not in _OF_CLAUDE}
     return others | {"conversations": turns}
@@ -102,7 +102,9 @@ def _from_claude(message: JsonObject, where: str) -> JsonObject:
     for part in parts if isinstance(parts, list) else [parts]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("tool_use", "tool_result"):
-            raise BadRow("a Claude conversation with tools", f"{where}: its export has no tools")
+            raise BadRowError(
+                "a Claude conversation with tools", f"{where}: its export has no tools"
+            )
         if kind == "thinking":
             thoughts += [str(part.get("thinking", ""))]
         else:
@@ -117,12 +119,12 @@ def from_gemini(row: int, content: JsonObject) -> Conversation:
     """Convert Gemini's `contents`, whose messages have `parts`, and its system instruction."""
     entries = content["contents"]
     if not isinstance(entries, list):
-        raise BadRow("'contents' is not a list", json_type(entries))
+        raise BadRowError("'contents' is not a list", json_type(entries))
     messages = [
         message
-        for position, entry in enumerate(entries, start=1)
+        for number, entry in enumerate(entries, start=1)
         for message in (
-            _from_gemini(entry, f"message {position}") if isinstance(entry, dict) else [entry]
+            _from_gemini(entry, f"message {number}") if isinstance(entry, dict) else [entry]
         )
     ]
     tools = _gemini_tools(content.get("tools"))
@@ -172,7 +174,7 @@ def _is_object(value: Any) -> bool:
 
 def _gemini_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(call, dict):
-        raise BadRow("a functionCall is not an object", f"{where}: {json_type(call)}")
+        raise BadRowError("a functionCall is not an object", f"{where}: {json_type(call)}")
     function = {"name": call.get("name"), "arguments": call.get("args") or {}}
     others = {key: call[key] for key in call.keys() - {"name", "args"}}
     return {"type": "function", "function": function, **others}
@@ -180,7 +182,7 @@ def _gemini_call(call: Any, where: str) -> dict[str, Any]:
 
 def _gemini_result(result: Any, where: str) -> dict[str, Any]:
     if not isinstance(result, dict):
-        raise BadRow("a functionResponse is not an object", f"{where}: {json_type(result)}")
+        raise BadRowError("a functionResponse is not an object", f"{where}: {json_type(result)}")
     response = result.get("response")
     content = response if isinstance(response, str) else to_json(response)
     others = {key: result[key] for key in result.keys() - {"response", "id"}}

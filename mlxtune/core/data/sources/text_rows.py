@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from mlxtune.core.data.problems import TABLE_ENDINGS, UTF8_BOM, BadRow, open_data
+from mlxtune.core.data.problems import TABLE_ENDINGS, UTF8_BOM, BadRowError, open_data
 from mlxtune.core.data.sources.datafiles import TEXT_ENDINGS, needs, reading
 from mlxtune.errors import DataError, one_line, shorten
 
@@ -31,7 +31,7 @@ _WHATSAPP = re.compile(
 _HEADING = re.compile(r" {0,3}#{1,6}([ \t]|$)")
 _FENCE = re.compile(r" {0,3}(```|~~~)")
 # The number of a row, and its object or the reason why it has none.
-NumberedRow = tuple[int, dict[str, Any] | BadRow]
+NumberedRow = tuple[int, dict[str, Any] | BadRowError]
 
 
 def encoding_of(path: Path) -> str:
@@ -127,7 +127,7 @@ def _table_rows(path: Path) -> Iterator[NumberedRow]:
             try:
                 cells = next(reader, None)
             except csv.Error as error:
-                yield number, BadRow("not valid CSV", one_line(error))
+                yield number, BadRowError("not valid CSV", one_line(error))
                 continue
             if cells is None:
                 return
@@ -191,11 +191,11 @@ def _cells(line: str, delimiter: str, *, spaced: bool = False) -> Sequence[str]:
         return [line]
 
 
-def _row_of_cells(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] | BadRow:
+def _row_of_cells(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] | BadRowError:
     values = list(cells)
     if len(values) > len(names) and any(values[len(names) :]):
         detail = f"{len(values)} cells, {len(names)} columns: quote values that contain a separator"
-        return BadRow("more cells than columns", detail)
+        return BadRowError("more cells than columns", detail)
     row: dict[str, Any] = {
         name: value or None for name, value in zip(names, values, strict=False) if name
     }
@@ -203,7 +203,7 @@ def _row_of_cells(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] 
         for value in filter(None, row.values()):
             value.encode("utf-8")
     except UnicodeEncodeError:
-        return BadRow("not UTF-8", "save it as CSV UTF-8")
+        return BadRowError("not UTF-8", "save it as CSV UTF-8")
     return row
 
 
@@ -257,10 +257,10 @@ def _marked(lines: Iterable[str], split_at: str | None) -> Iterator[tuple[str, b
         yield line, split_at == "heading" and not fence and _HEADING.match(line) is not None
 
 
-def _document(lines: Sequence[str]) -> dict[str, Any] | BadRow:
+def _document(lines: Sequence[str]) -> dict[str, Any] | BadRowError:
     text = "".join(lines).rstrip()
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return BadRow("not UTF-8", "save it in UTF-8")
+        return BadRowError("not UTF-8", "save it in UTF-8")
     return {"text": text.replace("\r\n", "\n")}

@@ -1,4 +1,4 @@
-"""Checks tools and tool calls, which are objects, or such objects as JSON text; raises BadRow."""
+"""Checks tools and tool calls, as objects or as their JSON text; raises BadRowError."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from mlxtune.core.data.conversation import function_name
-from mlxtune.core.data.problems import BadRow, json_type, parse_json
+from mlxtune.core.data.problems import BadRowError, json_type, parse_json
 
 # Text with a number that may be longer or larger than a float.
 _LONG_NUMBER = re.compile(r"[\d.]{17}|\d[eE][+-]?\d{3}")
@@ -16,7 +16,10 @@ _OF_BARE_CALL = {"name", "id", "type"}
 
 
 def parse_tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    """Check and convert `tools`: a list of objects, or such a list as JSON text. Raises BadRow."""
+    """Check and convert `tools`: a list of objects, or such a list as JSON text.
+
+    Raises BadRowError.
+    """
     if isinstance(tools, str):
         tools = parsed_text(tools, "tools")
     return objects_in(tools, "tools")
@@ -27,7 +30,7 @@ def objects_in(value: Any, key: str) -> tuple[dict[str, Any], ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise BadRow(f"'{key}' is not a list of objects")
+        raise BadRowError(f"'{key}' is not a list of objects")
     return tuple(value)
 
 
@@ -44,7 +47,7 @@ def calls_in(value: Any, where: str) -> list[dict[str, Any]]:
     calls = value if isinstance(value, list) else [value]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise BadRow("a function_call has no name", where)
+            raise BadRowError("a function_call has no name", where)
     return [{"type": "function", "function": call} for call in calls]
 
 
@@ -52,10 +55,10 @@ def plain_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a call with its arguments parsed from JSON text, if they are text.
 
     OpenAI's files have JSON text; templates expect an object, and mlx_lm.server parses the text.
-    Text stays if a number in it is one that no float equals. Raises BadRow for arguments that are
-    no object: templates render them in different ways.
+    Text stays if a number in it is one that no float equals. Raises BadRowError for arguments that
+    are no object: templates render them in different ways.
     """
-    if function_name(call) is None:  # rendering raises BadRow
+    if function_name(call) is None:  # rendering raises BadRowError
         return call
     nested = isinstance(call.get("function"), dict)
     function = call["function"] if nested else call
@@ -70,7 +73,7 @@ def plain_call(call: dict[str, Any], where: str) -> dict[str, Any]:
         raise _bad_arguments(where, problem)
     try:
         parsed = parse_json(arguments, has_constants=False)
-    except BadRow as problem:
+    except BadRowError as problem:
         raise _bad_arguments(where, str(problem)) from problem
     if not isinstance(parsed, dict):
         raise _bad_arguments(where, f"{json_type(parsed)} as JSON text")
@@ -81,7 +84,10 @@ def plain_call(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def with_objects(calls: Iterable[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return calls without arguments that stay text, as `plain_call` leaves them. Raises BadRow."""
+    """Return calls without arguments that stay text, as `plain_call` leaves them.
+
+    Raises BadRowError.
+    """
     converted = []
     for call in calls:
         function = call["function"] if isinstance(call.get("function"), dict) else call
@@ -94,13 +100,13 @@ def with_objects(calls: Iterable[dict[str, Any]], where: str) -> list[dict[str, 
 
 
 def check_numbers(arguments: dict[str, Any], where: str) -> None:
-    """Raise BadRow for a number that JSON cannot write, such as Infinity."""
+    """Raise BadRowError for a number that JSON cannot write, such as Infinity."""
     try:
         json.dumps(arguments, allow_nan=False)
     except ValueError as error:
         kind = "a tool call with a number that JSON lacks"
-        raise BadRow(kind, f"{where}: Infinity or beyond 1e308: write it as text") from error
-    except RecursionError:  # rendering raises BadRow
+        raise BadRowError(kind, f"{where}: Infinity or beyond 1e308: write it as text") from error
+    except RecursionError:  # rendering raises BadRowError
         return
 
 
@@ -121,6 +127,6 @@ def _changes_numbers(text: str) -> bool:
     return bool(changed)
 
 
-def _bad_arguments(where: str, problem: str) -> BadRow:
+def _bad_arguments(where: str, problem: str) -> BadRowError:
     kind = "a tool call whose arguments are not an object"
-    return BadRow(kind, f"{where}: 'arguments' is {problem}: write an object, {{}} if empty")
+    return BadRowError(kind, f"{where}: 'arguments' is {problem}: write an object, {{}} if empty")

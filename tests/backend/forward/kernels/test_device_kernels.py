@@ -14,13 +14,13 @@ from mlxtune.backend.forward.kernels.device_kernels import (
     CUDA,
     METAL,
     PLAIN,
-    Case,
     Choice,
     Chooser,
     Function,
     KernelSource,
     Language,
     Trial,
+    TrialInputs,
     choose,
 )
 from tests.backend.forward.kernels.kernel_compilers import FakeDevice
@@ -39,8 +39,8 @@ def in_float32(x: mx.array) -> mx.array:
     return x.astype(mx.float32) ** 2
 
 
-def case() -> Case:
-    return Case([mx.linspace(-1, 2, 16)], [mx.linspace(1, 3, 16)])
+def case() -> TrialInputs:
+    return TrialInputs([mx.linspace(-1, 2, 16)], [mx.linspace(1, 3, 16)])
 
 
 def trial(**forms: Function) -> Callable[[], Trial]:
@@ -132,7 +132,7 @@ def test_problem_is_known_before_the_first_use(monkeypatch: pytest.MonkeyPatch) 
 
 def test_constants_follow_the_primals_and_keep_their_dtype() -> None:
     rows = mx.array([2, 0, 2])
-    found = Case([mx.ones((3, 2))], [mx.ones((3, 2))], [rows]).astype(mx.bfloat16)
+    found = TrialInputs([mx.ones((3, 2))], [mx.ones((3, 2))], [rows]).astype(mx.bfloat16)
     values, gradient = found.run(lambda x, rows: x[rows])
     assert found.constants[0].dtype == rows.dtype
     assert (values.dtype, gradient.dtype) == (mx.bfloat16, mx.bfloat16)

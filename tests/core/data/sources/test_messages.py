@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.conversation import Conversation, Message
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import BadRowError
 from mlxtune.core.data.sources.messages import parse_conversation, parse_messages
 
 USER = {"role": "user", "content": "Hi"}
@@ -27,8 +27,8 @@ def parse(message: Any) -> Message:
     return parse_messages([message, ANSWER])[0]
 
 
-def refused(*messages: Any, **keys: Any) -> BadRow:
-    with pytest.raises(BadRow) as raised:
+def refused(*messages: Any, **keys: Any) -> BadRowError:
+    with pytest.raises(BadRowError) as raised:
         parse_conversation(1, {"messages": list(messages), **keys})
     return raised.value
 
@@ -254,7 +254,7 @@ def test_row_is_a_conversation_or_a_bad_row_for_any_content(
     before = json.dumps([messages, rest])
     try:
         conversation = parse_conversation(3, {"messages": messages, **rest})
-    except BadRow as problem:
+    except BadRowError as problem:
         assert problem.kind.isprintable()
         assert str(problem).isprintable()
     else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.data.problems import BadRow, SkippedRows
+from mlxtune.core.data.problems import BadRowError, SkippedRows
 from mlxtune.core.data.sources.messages import parse_conversation
 from tests.core.data.sources.test_messages import ANSWER, USER, refused
 
@@ -97,7 +97,7 @@ BAD_ROWS: list[tuple[str, Any, dict[str, Any], str, str]] = [
 def test_bad_row_is_refused_with_its_reason(
     messages: Any, keys: dict[str, Any], kind: str, detail: str
 ) -> None:
-    with pytest.raises(BadRow) as raised:
+    with pytest.raises(BadRowError) as raised:
         parse_conversation(1, {"messages": messages, **keys})
 
     problem = raised.value
@@ -122,9 +122,9 @@ def test_first_two_rows_of_a_kind_are_shown_and_the_others_counted() -> None:
     skipped = SkippedRows(Path("chat.jsonl"))
     for row in range(1, 15):
         if row % 2:
-            skipped.add(row, BadRow("empty answer", f"message {row}"))
+            skipped.add(row, BadRowError("empty answer", f"message {row}"))
         else:
-            skipped.add(row, BadRow("no assistant turn"))
+            skipped.add(row, BadRowError("no assistant turn"))
 
     warnings = list(skipped.warnings())
 
@@ -141,8 +141,8 @@ def test_first_two_rows_of_a_kind_are_shown_and_the_others_counted() -> None:
 
 def test_first_names_the_first_row_in_the_file() -> None:
     skipped = SkippedRows(Path("chat.jsonl"))
-    skipped.add(9, BadRow("empty answer", "message 2"))
-    skipped.add(4, BadRow("no assistant turn"))
-    skipped.add(10, BadRow("empty answer", "message 4"))
+    skipped.add(9, BadRowError("empty answer", "message 2"))
+    skipped.add(4, BadRowError("no assistant turn"))
+    skipped.add(10, BadRowError("empty answer", "message 4"))
 
     assert skipped.first() == "chat.jsonl:4: no assistant turn"

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import BadRowError
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.errors import DataError
 from tests.core.data.datafiles import GOOD, ROW, read
@@ -89,7 +89,7 @@ def test_bad_line_is_a_row_with_its_reason(
 
     assert [row for row, _ in rows] == [1, 3, 4]
     problem = rows[1][1]
-    assert isinstance(problem, BadRow)
+    assert isinstance(problem, BadRowError)
     assert problem.kind == kind
     assert detail in str(problem)
 
@@ -310,7 +310,7 @@ def test_each_row_is_an_object_or_a_reason_for_any_bytes(
             return
 
     for _, row in rows:
-        assert isinstance(row, dict | BadRow)
+        assert isinstance(row, dict | BadRowError)
     if content.removeprefix(BOM).lstrip().startswith(b"["):
         assert len(rows) == len(json.loads(content.removeprefix(BOM)))
     else:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.problems import BadRow, where
+from mlxtune.core.data.problems import BadRowError, where
 from mlxtune.core.data.sources import text_rows
 from mlxtune.core.data.sources.datafiles import find_data_files
 from mlxtune.core.data.sources.rows import read_objects
@@ -20,7 +20,8 @@ from mlxtune.errors import DataError
 
 def rows_of(path: Path) -> list[tuple[int, Any]]:
     return [
-        (number, str(row) if isinstance(row, BadRow) else row) for number, row in read_objects(path)
+        (number, str(row) if isinstance(row, BadRowError) else row)
+        for number, row in read_objects(path)
     ]
 
 

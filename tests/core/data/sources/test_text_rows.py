@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.problems import BadRow, SkippedRows, where
+from mlxtune.core.data.problems import BadRowError, SkippedRows, where
 from mlxtune.core.data.sources import rows
 from mlxtune.core.data.sources.datafiles import find_data_files
 from mlxtune.core.data.sources.recognition import read_rows
@@ -35,7 +35,7 @@ def file(folder: Path, content: bytes | str, name: str) -> Path:
 
 def read(path: Path, **options: Any) -> list[tuple[int, Any]]:
     every = read_objects(path, **options)
-    return [(number, str(row) if isinstance(row, BadRow) else row) for number, row in every]
+    return [(number, str(row) if isinstance(row, BadRowError) else row) for number, row in every]
 
 
 # Encodings

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import BadRowError
 from mlxtune.core.data.sources.messages import parse_conversation
 from tests.core.data.renderers import answers, assistant, chatml, converse, render
 from tests.core.data.sources.test_messages import ANSWER, CALL, USER, parse, refused
@@ -86,7 +86,7 @@ def test_number_that_json_lacks_is_a_reason(text: bool) -> None:
     arguments = '{"a": 1e400}' if text else {"a": float("inf")}
     said = assistant("", tool_calls=[{"name": "f", "arguments": arguments}])
 
-    with pytest.raises(BadRow, match="a tool call with a number that JSON lacks"):
+    with pytest.raises(BadRowError, match="a tool call with a number that JSON lacks"):
         render(chatml, converse(("user", "Hi"), said))
 
 

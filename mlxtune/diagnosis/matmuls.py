@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.device.default_device import has_metal, on_cpu
-from mlxtune.diagnosis.checks import PRODUCTS, ProofCheck, check_product, failed_check
+from mlxtune.diagnosis.checks import MATMULS, ProofCheck, check_matmul, failed_check
 from mlxtune.diagnosis.kernel_proof import on_the_cpu
 from mlxtune.errors import one_line
 
@@ -68,7 +68,7 @@ _CPU_EXPERTS = Sizes((Size(64, 256, 128),), (Size(64, 64, 64),))
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """A kind of product, such as one with a quantised matrix.
 
     `group_size` is the unit of its odd sizes. `bits` is 0 if the matrix is not quantised. With
@@ -116,7 +116,7 @@ class Product:
                         worst[dtype] = check
         yield from worst.values()
 
-    def _draw(self, size: Size, transposed: bool) -> "ProductFactors":
+    def _draw(self, size: Size, transposed: bool) -> "MatmulFactors":
         """Draw factors that all dtypes, and TF32, hold exactly; the product of them is NumPy's."""
         rng = np.random.default_rng(0)
         shape = (size.columns, size.inner) if transposed else (size.inner, size.columns)
@@ -138,26 +138,26 @@ class Product:
         expected = [rows[owners == i] @ each for i, each in enumerate(matrices)]
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
         norms = norms * np.linalg.norm(matrices, axis=1)[owners]
-        return ProductFactors(x, w, scales, owners, transposed, np.concatenate(expected), norms)
+        return MatmulFactors(x, w, scales, owners, transposed, np.concatenate(expected), norms)
 
-    def _compare(self, size: Size, factors: "ProductFactors", dtype: str) -> ProofCheck:
+    def _compare(self, size: Size, factors: "MatmulFactors", dtype: str) -> ProofCheck:
         name = f"{self.name}, {dtype}"
         try:
             result = self._compute(factors, getattr(mx, dtype))
         except Exception as error:  # noqa: BLE001
             # Any error fails the check of this product.
-            return failed_check(PRODUCTS, name, one_line(error))
+            return failed_check(MATMULS, name, one_line(error))
         bound = factors.bound(dtype, size.inner, quantized=self.bits > 0)
         # Unlike Python's max, NumPy's keeps a NaN.
         ratio = float((np.abs(result - factors.expected) / bound).max())
-        return check_product(name, ratio, *size)
+        return check_matmul(name, ratio, *size)
 
-    def _compute(self, factors: "ProductFactors", dtype: mx.Dtype) -> Matrix:
+    def _compute(self, factors: "MatmulFactors", dtype: mx.Dtype) -> Matrix:
         """Return the product on this device, in float32."""
         x, transposed = factors.x.astype(dtype), factors.transposed
         if not self.bits:
             w = factors.w.astype(dtype)
-            product = x @ (w.T if transposed else w)
+            matmul = x @ (w.T if transposed else w)
         else:
             w, (scale, bias) = factors.w, (each.astype(dtype) for each in factors.scales)
             how: dict[str, Any] = {"group_size": self.group_size, "bits": self.bits}
@@ -165,13 +165,13 @@ class Product:
             if self.experts:
                 owners = mx.array(factors.owners.astype(np.uint32))
                 how |= {"rhs_indices": owners, "sorted_indices": True}
-                product = mx.gather_qmm(x[:, None], w, scale, bias, **how)[:, 0]
+                matmul = mx.gather_qmm(x[:, None], w, scale, bias, **how)[:, 0]
             else:
-                product = mx.quantized_matmul(x, w, scale, bias, **how)
-        return np.array(product.astype(mx.float32))
+                matmul = mx.quantized_matmul(x, w, scale, bias, **how)
+        return np.array(matmul.astype(mx.float32))
 
 
-class ProductFactors(NamedTuple):
+class MatmulFactors(NamedTuple):
     """The factors of a product; the product as NumPy computes it, and each result's largest sum."""
 
     x: mx.array
@@ -203,14 +203,14 @@ def _severity(check: ProofCheck) -> float:
 
 
 # Add an entry for each new kind of product.
-KINDS: tuple[Product, ...] = (
-    Product("products", 32),
-    *(Product(f"{bits} bits, group {n}", n, bits) for bits in (4, 8) for n in (32, 64)),
-    Product("experts of 4 bits", 32, bits=4, experts=8),
+KINDS: tuple[Matmul, ...] = (
+    Matmul("products", 32),
+    *(Matmul(f"{bits} bits, group {n}", n, bits) for bits in (4, 8) for n in (32, 64)),
+    Matmul("experts of 4 bits", 32, bits=4, experts=8),
 )
 
 
-def product_checks() -> Iterator[ProofCheck]:
+def matmul_checks() -> Iterator[ProofCheck]:
     """Yield a check of each kind of product in each dtype."""
-    for product in KINDS:
-        yield from product.check()
+    for matmul in KINDS:
+        yield from matmul.check()

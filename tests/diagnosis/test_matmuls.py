@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtune.diagnosis import kernel_proof, products
+from mlxtune.diagnosis import kernel_proof, matmuls
 from mlxtune.diagnosis.kernel_proof import kernel_checks
-from mlxtune.diagnosis.products import Product, Size, Sizes, product_checks
+from mlxtune.diagnosis.matmuls import Matmul, Size, Sizes, matmul_checks
 from tests.slow import slow
 
 # The sizes of a real model, or as far above the small models' as a test has time for.
@@ -20,37 +20,37 @@ GPU = Sizes((Size(1024, 256, 128), Size(16, 256, 128)), (Size(300, 256, 128), Si
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "on_cpu", lambda: True)
+    monkeypatch.setattr(matmuls, "on_cpu", lambda: True)
 
 
 def failed() -> set[str]:
-    return {check.name for check in product_checks() if check.passed is False}
+    return {check.name for check in matmul_checks() if check.passed is False}
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the checks' GPU sizes, narrowed, and compute them on this machine's CPU."""
-    monkeypatch.setattr(products, "on_cpu", lambda: False)
-    monkeypatch.setattr(products, "has_metal", lambda: True)
-    monkeypatch.setattr(products, "_GPU", GPU)
-    monkeypatch.setattr(products, "_GPU_EXPERTS", GPU)
-    monkeypatch.setattr(products, "_SPLIT", Size(40, 480, 96))
+    monkeypatch.setattr(matmuls, "on_cpu", lambda: False)
+    monkeypatch.setattr(matmuls, "has_metal", lambda: True)
+    monkeypatch.setattr(matmuls, "_GPU", GPU)
+    monkeypatch.setattr(matmuls, "_GPU_EXPERTS", GPU)
+    monkeypatch.setattr(matmuls, "_SPLIT", Size(40, 480, 96))
     # Elsewhere than on the CPU, sums are in float32.
     _in_float32(monkeypatch, "quantized_matmul")
     _in_float32(monkeypatch, "gather_qmm")
 
 
 def _in_float32(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    product = getattr(mx, name)
+    matmul = getattr(mx, name)
 
     def precise(x: mx.array, w: mx.array, *scales: mx.array, **how: Any) -> mx.array:
         exact = (scale.astype(mx.float32) for scale in scales)
-        return product(x.astype(mx.float32), w, *exact, **how).astype(x.dtype)
+        return matmul(x.astype(mx.float32), w, *exact, **how).astype(x.dtype)
 
     monkeypatch.setattr(mx, name, precise)
 
 
 def test_products_of_the_cpu_are_right() -> None:
-    found = list(product_checks())
+    found = list(matmul_checks())
     assert [check for check in found if check.passed is not True] == []
     assert {check.name for check in found} >= {
         "products, bfloat16",
@@ -62,11 +62,11 @@ def test_products_of_the_cpu_are_right() -> None:
 @pytest.mark.slow
 def test_real_sizes_reach_the_kernels_that_were_wrong() -> None:
     """The conditions are those of MLX's sources, and of the issues."""
-    gpu, experts = products._GPU, products._GPU_EXPERTS
+    gpu, experts = matmuls._GPU, matmuls._GPU_EXPERTS
     assert any(size >= (1024, 2048, 2048) for size in gpu.even)
-    more = [inner + 32 for _, inner, _ in (*gpu.odd, *experts.odd, products._SPLIT)]
+    more = [inner + 32 for _, inner, _ in (*gpu.odd, *experts.odd, matmuls._SPLIT)]
     assert all(inner % 64 for inner in more)
-    rows, inner, columns = products._SPLIT
+    rows, inner, columns = matmuls._SPLIT
     assert inner + 32 >= 3 * max(rows, columns + 32)
     assert any(size.tokens == 1 and size.inner >= 1024 for size in gpu.odd)
 
@@ -75,14 +75,14 @@ def test_real_sizes_reach_the_kernels_that_were_wrong() -> None:
 def test_right_products_of_a_gpu_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu(monkeypatch)
     assert failed() == set()
-    assert {check.name.rpartition(", ")[2] for check in product_checks()} == set(products.DTYPES)
+    assert {check.name.rpartition(", ")[2] for check in matmul_checks()} == set(matmuls.DTYPES)
 
 
 def test_cuda_compiles_quantized_products_in_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu(monkeypatch)
-    monkeypatch.setattr(products, "has_metal", lambda: False)
-    dtypes = {kind.name: kind.dtypes for kind in products.KINDS}
-    assert dtypes.pop("products") == products.DTYPES
+    monkeypatch.setattr(matmuls, "has_metal", lambda: False)
+    dtypes = {kind.name: kind.dtypes for kind in matmuls.KINDS}
+    assert dtypes.pop("products") == matmuls.DTYPES
     assert set(dtypes.values()) == {("bfloat16",)}
 
 
@@ -129,7 +129,7 @@ def test_tail_of_the_inner_size_that_is_read_wrongly_is_found(
         return result * 1.19
 
     wrong(monkeypatch, "gather_qmm", defect)
-    assert failed() == {f"experts of 4 bits, {dtype}" for dtype in products.DTYPES}
+    assert failed() == {f"experts of 4 bits, {dtype}" for dtype in matmuls.DTYPES}
 
 
 @pytest.mark.slow
@@ -151,12 +151,12 @@ def test_product_that_is_wrong_from_1024_rows_only_is_found(
 
 @pytest.mark.parametrize("dtype", ["float32", slow("float16"), "bfloat16"])
 def test_one_wrong_number_fails(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    monkeypatch.setattr(products, "KINDS", products.KINDS[:1])
+    monkeypatch.setattr(matmuls, "KINDS", matmuls.KINDS[:1])
     for value in (40.0, np.nan, np.inf):
-        right = Product._compute
+        right = Matmul._compute
 
         def planted(
-            self: Product, factors: Any, kind: mx.Dtype, value: float = value, right: Any = right
+            self: Matmul, factors: Any, kind: mx.Dtype, value: float = value, right: Any = right
         ) -> Any:
             found = right(self, factors, kind)
             if kind == getattr(mx, dtype):
@@ -164,7 +164,7 @@ def test_one_wrong_number_fails(monkeypatch: pytest.MonkeyPatch, dtype: str) -> 
             return found
 
         with monkeypatch.context() as context:
-            context.setattr(Product, "_compute", planted)
+            context.setattr(Matmul, "_compute", planted)
             assert failed() == {f"products, {dtype}"}
 
 
@@ -173,7 +173,7 @@ def test_product_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("NYI")
 
     monkeypatch.setattr(mx, "gather_qmm", raising)
-    (check,) = (check for check in product_checks() if check.passed is False)
+    (check,) = (check for check in matmul_checks() if check.passed is False)
     assert (check.name, check.found) == ("experts of 4 bits, float32", "NYI")
 
 

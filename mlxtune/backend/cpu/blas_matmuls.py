@@ -122,10 +122,10 @@ def backward(cotangent: mx.array, weight: Weight) -> mx.array:
     if weight.size <= _MAX_SIZE:
         multiply(rows, in_float32(weight), outs)
         return made
-    product = np.empty_like(outs)
+    matmul = np.empty_like(outs)
     for at in _blocks(weight):
-        multiply(rows[:, at], in_float32(weight[at]), product)
-        outs += product
+        multiply(rows[:, at], in_float32(weight[at]), matmul)
+        outs += matmul
     return made
 
 
@@ -138,7 +138,7 @@ def add_update(y: mx.array, x: mx.array, a: mx.array, b: mx.array, scale: float)
     """Add scale * (x A) B to y (..., out), in place; A is (in, r), B (r, out)."""
     low = matrix(x) @ view(a)
     low *= np.float32(scale)
-    in_blocks(numba_kernels.add_product_, matrix(y), low, view(b))
+    in_blocks(numba_kernels.add_matmul_, matrix(y), low, view(b))
 
 
 def update_gradients(
@@ -149,7 +149,7 @@ def update_gradients(
     d_x = backward(cotangent, weight)
     d_low = d @ up.T
     d_low *= np.float32(scale)
-    in_blocks(numba_kernels.add_product_, matrix(d_x), d_low, np.ascontiguousarray(down.T))
+    in_blocks(numba_kernels.add_matmul_, matrix(d_x), d_low, np.ascontiguousarray(down.T))
     low = rows @ down
     low *= np.float32(scale)
     return d_x, mx.array(rows.T @ d_low), mx.array(low.T @ d)
@@ -226,7 +226,7 @@ class _HeadSoftmax(_OnlineSoftmax):
         super().__init__(len(hidden))
         self._hidden = hidden
         self.expected = np.zeros(hidden.shape if expects else (0, 0), dtype=np.float32)
-        self._logits, self._product = np.empty(0, np.float32), np.empty_like(hidden)
+        self._logits, self._matmul = np.empty(0, np.float32), np.empty_like(hidden)
 
     def take_block(self, block: Floats) -> None:
         """Add a block (v, H) of the head's weight."""
@@ -241,7 +241,7 @@ class _HeadSoftmax(_OnlineSoftmax):
         # At the first block, `expected` and the correction are 0.
         if (self.correction != 1).any():
             self.expected *= self.correction[:, None]
-        self.expected += np.matmul(z, block, out=self._product)
+        self.expected += np.matmul(z, block, out=self._matmul)
 
     def add(self, other: Self) -> None:
         """Merge the sums of another `_HeadSoftmax` over the same hidden states."""
