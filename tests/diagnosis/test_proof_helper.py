@@ -97,8 +97,8 @@ def test_dropout_of_each_execution_matches_the_plain_step(folder: Path) -> None:
     variant = next(each for each in proof_helper.step_variants() if each.dropout)
     assert variant.execution.recompute
     examples = random_examples(3)
-    with_dropout, _ = proof_helper._computed(folder, examples, way, "auto")
-    without, _ = proof_helper._computed(folder, examples, replace(way, dropout=0.0), "auto")
+    with_dropout, _ = proof_helper._computed(folder, examples, variant, "auto")
+    without, _ = proof_helper._computed(folder, examples, replace(variant, dropout=0.0), "auto")
     assert abs(with_dropout[0] - without[0]) > 1e-4
 
 
