@@ -66,19 +66,19 @@ def as_called(message: str) -> str:
     return message if MlxTuneError.names_flags else in_keywords(message)
 
 
-def _keyword(found: re.Match[str]) -> str:
-    if found["command"]:
-        return found[0]
-    name, word, rest = found["name"].replace("-", "_"), found["word"], found.string[found.end() :]
+def _keyword(match: re.Match[str]) -> str:
+    if match["command"]:
+        return match[0]
+    name, word, rest = match["name"].replace("-", "_"), match["word"], match.string[match.end() :]
     # Flags of a command line are arguments of a call.
     comma = "," if rest.startswith(" --") else ""
-    if found["number"]:
-        return f"{name}={found['number'].replace(',', '')}{comma}"
+    if match["number"]:
+        return f"{name}={match['number'].replace(',', '')}{comma}"
     switch = re.fullmatch(SWITCHES, name) is not None
     # --json of `bench` takes a file.
     if word and (name == "json" or not switch) and _is_value(word, rest):
         return f"{name}={_quoted(''.join(shlex.split(word)))}{comma}"
-    if switch and _SETTING.search(found.string[: found.start()]):
+    if switch and _SETTING.search(match.string[: match.start()]):
         name += "=True"
     return f"{name} {word}" if word else name + comma
 
@@ -94,10 +94,10 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _collected(found: re.Match[str]) -> str:
+def _collected(match: re.Match[str]) -> str:
     """Return one keyword in place of a repeated one."""
-    name = found["name"]
-    values = [json.loads(each) for each in re.findall(_TEXT, found[0])]
+    name = match["name"]
+    values = [json.loads(each) for each in re.findall(_TEXT, match[0])]
     if name != "field":
         return f"{name}=[{', '.join(map(_quoted, values))}]"
     pairs = (value.partition("=") for value in values)

@@ -213,10 +213,10 @@ def open_trackio(run: TrackedRun) -> Tracker:
         )
     # The names and steps that a resumed run has already recorded.
     logs = trackio.SQLiteStorage.get_logs(project, name) if run.step else []
-    known = {(name, int(row["step"])) for row in logs for name in row}
+    logged = {(name, int(row["step"])) for row in logs for name in row}
 
     def log(values: Mapping[str, float], step: int) -> None:
-        if new := {name: value for name, value in values.items() if (name, step) not in known}:
+        if new := {name: value for name, value in values.items() if (name, step) not in logged}:
             opened.log(new, step=step)
 
     def finish(result: Mapping[str, Value], _: bool) -> None:

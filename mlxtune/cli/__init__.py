@@ -56,8 +56,12 @@ class _OrderedGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command. For another tool's command, raises UsageError with a suggestion."""
-        if args and args[0] not in self.commands and (known := COMMAND_EQUIVALENTS.get(args[0])):
-            raise click.UsageError(f"no command {args[0]}: use {known}", ctx)
+        if (
+            args
+            and args[0] not in self.commands
+            and (equivalent := COMMAND_EQUIVALENTS.get(args[0]))
+        ):
+            raise click.UsageError(f"no command {args[0]}: use {equivalent}", ctx)
         return super().resolve_command(ctx, args)
 
 

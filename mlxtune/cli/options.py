@@ -98,8 +98,8 @@ class Command(click.Command):
 
     def _check_given_once(self, ctx: click.Context, args: list[str]) -> None:
         """Raise UsageError for options that take one value and have several, and name them all."""
-        _, _, given = self.make_parser(ctx).parse_args([*args])
-        times = Counter(each for each in given if isinstance(each, click.Option))
+        _, _, parameters = self.make_parser(ctx).parse_args([*args])
+        times = Counter(each for each in parameters if isinstance(each, click.Option))
         problems = [
             f"{each.opts[0]} is given {'twice' if count == 2 else f'{count} times'}: keep one"
             for each, count in times.items()

@@ -95,12 +95,12 @@ class _Conversation:
 
     def send(self, text: str) -> None:
         """Send a message and print the answer; if there is no answer, forget the message."""
-        asked = {
+        histories = {
             on: [*messages, {"role": "user", "content": text}]
             for on, messages in self.messages.items()
         }
         try:
-            prompts = {on: self._prompt(messages) for on, messages in asked.items()}
+            prompts = {on: self._prompt(messages) for on, messages in histories.items()}
         except DataError as problem:
             _note(f"{problem}; the message was dropped")
             return
@@ -119,7 +119,7 @@ class _Conversation:
         if any(answer.finish_reason == "length" for answer in answers.values()):
             _note("the answer was cut at --max-new-tokens")
         for on, answer in answers.items():
-            self.messages[on] = [*asked[on], {"role": "assistant", "content": answer.text}]
+            self.messages[on] = [*histories[on], {"role": "assistant", "content": answer.text}]
 
     def _prompt(self, messages: list[dict[str, Any]]) -> Prompt:
         """Return the prompt for the next answer. Raises DataError."""

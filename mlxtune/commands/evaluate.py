@@ -51,13 +51,13 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    config, given = options.config, options.given
+    config, names = options.config, options.given
     if config.reward:
         # The adapter's own objective does not matter.
         config = replace(config, objective=REWARDED[0])
-        given |= {field.name for field in fields(ObjectiveConfig)}
+        names |= {field.name for field in fields(ObjectiveConfig)}
     with closing(RunConsole(quiet=config.quiet)) as console:
-        use = UseSession(config, console, given)
+        use = UseSession(config, console, names)
         objective = Objective.of(use.config)
         others = other_adapters(use, objective)
         reading = use.config.data_config(data=_data_files(config))
@@ -69,7 +69,7 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
             flags = " ".join(f"--reward {shlex.quote(each)}" for each in trained)
             console.say("Rewards", f"trained with {flags}: give them for a verdict by rewards")
         elif not objective.is_sft:
-            source = "" if "objective" in given else ", as in training"
+            source = "" if "objective" in names else ", as in training"
             console.say("Objective", f"{objective.description}{source}")
         if changed := run_text.changed_options(config, use.config, READING_OPTIONS):
             console.say("Reading", f"{changed}, as in training")
@@ -147,8 +147,8 @@ def judged_rows(
     """Return the rows to evaluate, without those that the adapters were trained on."""
     adapters = [other for other in (use.adapter, *others) if other is not None]
     trained = [trained_rows_of(adapter, rows, use.console.warn) for adapter in adapters]
-    known = np.unique(np.concatenate([NO_ROWS, *trained]))
-    judged = JudgedRows.of(rows, known, text_hash=session.reader.text_hash)
+    trained_rows = np.unique(np.concatenate([NO_ROWS, *trained]))
+    judged = JudgedRows.of(rows, trained_rows, text_hash=session.reader.text_hash)
     unknown = not all(map(len, trained))
     return replace(judged, unknown_rows=unknown, against=use.config.against)
 

@@ -60,8 +60,8 @@ def _merge(config: ExportConfig, source: verified_output.Source, folder: Path) -
     if converter is not None:
         merged_gguf.check_convertible(model["model_type"], "--merge")
     if converter is None or (config.quantize and quantizer is None):
-        asked = (config.output_path, config.quantize)
-        console.warn(merged_gguf.ollama_advice(*asked, converted=converter is not None))
+        output = (config.output_path, config.quantize)
+        console.warn(merged_gguf.ollama_advice(*output, converted=converter is not None))
     quantized = is_quantized(model) or source.base_options.quantize is not None
     merged = folder if converter is None else folder / "merged"
     make_folder(merged)

@@ -201,21 +201,21 @@ def _conversation(
     """
     keys = {letters(key): key for key in reversed([*row]) if row[key] is not None}
     messages = row.get("messages")
-    asked = next((keys[name] for name in _PROMPTS if name in keys), None)
-    empty = next((key for key in row if row[key] is None and letters(key) in _PROMPTS), asked)
-    if not messages and empty is not None and not str(row[asked or empty] or "").strip():
+    prompt_key = next((keys[name] for name in _PROMPTS if name in keys), None)
+    empty = next((key for key in row if row[key] is None and letters(key) in _PROMPTS), prompt_key)
+    if not messages and empty is not None and not str(row[prompt_key or empty] or "").strip():
         raise DataError(f"{place}: {shorten(empty)} is empty: write a prompt, or remove the row")
-    if messages is None and asked is None:
+    if messages is None and prompt_key is None:
         present = ", ".join(map(shorten, [*row][:5])) or "none"
         raise DataError(f"{place}: no 'prompt' or 'messages' (its keys: {present}): rename one")
-    text = messages if asked is None or messages is not None else row[asked]
+    text = messages if prompt_key is None or messages is not None else row[prompt_key]
     if isinstance(messages := text, list):
         while messages and role_of(messages[-1]) == "assistant":
             messages = messages[:-1]
         shown: dict[str, Any] = {"messages": messages}
     else:
         text = str(text)
-        if letters(str(asked)) == "instruction" and "input" in keys:
+        if letters(str(prompt_key)) == "instruction" and "input" in keys:
             text += f"\n{row[keys['input']]}"
         shown = {"prompt": text}
         messages = [{"role": "user", "content": text}]

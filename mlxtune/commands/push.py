@@ -99,12 +99,12 @@ def write_package(
             f"the base model is known only by its local name {base}: pass --base-model owner/name, "
             "so that others can find the model"
         )
-    known = (
+    option_names = (
         *("base", "prompt", "objective", "rank", "alpha", "rslora", "init", "target_ranks"),
         *("chat_template", "trained_rows"),
     )
     own = source.adapter.settings.get("mlxtune", {})
-    settings = {"mlxtune": {name: own[name] for name in known if name in own}}
+    settings = {"mlxtune": {name: own[name] for name in option_names if name in own}}
     adapter = replace(source.adapter, model=base, settings=settings)
     make_folder(folder / MLX_LM)
     mlx_lm.write_mlx_lm(adapter, folder / MLX_LM / ADAPTER)

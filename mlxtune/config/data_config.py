@@ -109,8 +109,8 @@ class _Source(CheckedConfig):
     quiet: bool = RUN.option(False, "Print warnings and errors only.", PLACES)
 
     def contradictions(self) -> Iterator[str]:
-        template, known = self.template, self.template in TEMPLATES or is_jinja(self.template)
-        if not known and not template.endswith(".jinja"):
+        template, exists = self.template, self.template in TEMPLATES or is_jinja(self.template)
+        if not exists and not template.endswith(".jinja"):
             yield (
                 f"--template must be one of {', '.join(TEMPLATES)} or FILE.jinja, "
                 f"not {shorten(template)}"

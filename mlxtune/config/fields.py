@@ -79,8 +79,8 @@ def check_names(config: type, options: Mapping[str, Any]) -> None:
 
 def _elsewhere(name: str, own: Mapping[str, Option]) -> str:
     """Return the end of a message on another tool's option: which config has our equivalent."""
-    known = EQUIVALENTS.get(name)
-    ours = [our.partition("=")[0] for our in known.ours] if known else []
+    equivalent = EQUIVALENTS.get(name)
+    ours = [our.partition("=")[0] for our in equivalent.ours] if equivalent else []
     if any(option in own for option in ours):
         return ""
     places = [

@@ -237,17 +237,17 @@ def answer(
     `own` has the command's options, and `flags` its options without a value. `value` is the given
     value, or None to leave it out.
     """
-    known = EQUIVALENTS.get(name)
-    if known is None:
+    equivalent = EQUIVALENTS.get(name)
+    if equivalent is None:
         return None
-    if not known.ours:
-        return f": {known.differs}"
-    for ours in known.ours:
+    if not equivalent.ours:
+        return f": {equivalent.differs}"
+    for ours in equivalent.ours:
         option, fixed, text = ours.partition("=")
         if option in own:
             shown = text if fixed else (None if option in flags else _shown(value))
             return f": use {write(option, shown)}" + (
-                f" ({known.differs})" if known.differs else ""
+                f" ({equivalent.differs})" if equivalent.differs else ""
             )
     return None
 

@@ -234,10 +234,10 @@ class GenerateConfig(AnswerConfig):
 
     def contradictions(self) -> Iterator[str]:
         sources = {"prompt": self.prompt, "messages": self.messages, "data": self.data}
-        given = [f"--{name}" for name, value in sources.items() if value is not None]
-        if len(given) > 1:
-            every = "both" if len(given) == 2 else "all"
-            yield f"{' and '.join(given)} are {every} given: keep one"
+        flags = [f"--{name}" for name, value in sources.items() if value is not None]
+        if len(flags) > 1:
+            every = "both" if len(flags) == 2 else "all"
+            yield f"{' and '.join(flags)} are {every} given: keep one"
         if self.data is not None and self.output is None:
             yield "--data needs a file for its answers: give --output answers.jsonl"
         elif self.data is not None and not str(self.output).endswith(".jsonl"):
@@ -331,8 +331,8 @@ class ImportConfig(CheckedConfig):
     quiet: bool = same_option(UseConfig, "quiet")
 
     def contradictions(self) -> Iterator[str]:
-        given, files = as_path(self.output), self._main_files()
-        if given.suffix in _WEIGHTS and given.name not in files:
+        output, files = as_path(self.output), self._main_files()
+        if output.suffix in _WEIGHTS and output.name not in files:
             yield (
                 f"--output {self.output}: the file written is {' or '.join(files)}: "
                 "name a folder, or this file in it"

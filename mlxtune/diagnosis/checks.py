@@ -106,28 +106,28 @@ class MachineProof:
 
 
 def compare(
-    name: str, dtype: str, found: Step, expected: Step, packing_problem: str = ""
+    name: str, dtype: str, step: Step, expected: Step, packing_problem: str = ""
 ) -> ProofCheck:
     """Compare a step's gradients, and in float32 its loss, with the plain path's in float32."""
     if dtype == "float32":
-        loss = abs(found[0] / expected[0] - 1)
-        return check_gradients(name, loss, _largest_difference(found[1], expected[1]))
-    return check_dtype(name, *_cosine_and_ratio(found[1], expected[1]), packing_problem)
+        loss = abs(step[0] / expected[0] - 1)
+        return check_gradients(name, loss, _largest_difference(step[1], expected[1]))
+    return check_dtype(name, *_cosine_and_ratio(step[1], expected[1]), packing_problem)
 
 
-def _largest_difference(found: Gradients, expected: Gradients) -> float:
+def _largest_difference(gradients: Gradients, expected: Gradients) -> float:
     """Return the largest difference, relative to the largest expected entry."""
     largest = max(np.abs(value).max() for value in expected.values())
     # Unlike NumPy's max, Python's may ignore a NaN.
-    apart = np.max([np.abs(found[name] - value).max() for name, value in expected.items()])
+    apart = np.max([np.abs(gradients[name] - value).max() for name, value in expected.items()])
     return float(apart / largest)
 
 
-def _cosine_and_ratio(found: Gradients, expected: Gradients) -> tuple[float, float]:
+def _cosine_and_ratio(gradients: Gradients, expected: Gradients) -> tuple[float, float]:
     """Return the lowest cosine of a matrix's two gradients, and the norm ratio farthest from 1."""
     cosines, ratios = [], []
     for name, value in expected.items():
-        other = found[name]
+        other = gradients[name]
         norm, wanted = float(np.linalg.norm(other)), float(np.linalg.norm(value))
         with np.errstate(invalid="ignore"):
             cosines.append(np.divide((other * value).sum(dtype=np.float64), norm * wanted))
@@ -188,16 +188,16 @@ def check_matmul(name: str, ratio: float, tokens: int, inner: int, columns: int)
 
 
 def check_bytes(
-    name: str, expected: str, found: str, *, promised: bool, stopped_after: int | None = None
+    name: str, expected: str, digest: str, *, promised: bool, stopped_after: int | None = None
 ) -> ProofCheck:
     """Judge whether two adapters with these SHA-256 hashes are the same.
 
     Different hashes fail only if equal bytes are `promised`. `stopped_after` is the step after
     which the run was stopped and resumed.
     """
-    equal = expected == found
+    equal = expected == digest
     where = "" if stopped_after is None else f", from step {stopped_after}"
-    hashes = {"expected_sha256": expected, "found_sha256": found}
+    hashes = {"expected_sha256": expected, "found_sha256": digest}
     return ProofCheck(
         kind=BYTES,
         name=name,
@@ -222,8 +222,8 @@ def check_memory(name: str, predicted: int, measured: int, margin: float) -> Pro
 
 def check_speed(name: str, tokens_per_s: float) -> ProofCheck:
     """Report the speed of steps without judging it: other programs may slow them down."""
-    found = f"{tokens_per_s:,.0f} tokens per second"
-    return ProofCheck(SPEED, name, "–", found, None, {"tokens_per_s": tokens_per_s})
+    speed = f"{tokens_per_s:,.0f} tokens per second"
+    return ProofCheck(SPEED, name, "–", speed, None, {"tokens_per_s": tokens_per_s})
 
 
 def check_peer(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
@@ -264,8 +264,8 @@ def check_cache(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
     ratio = benchmark["cache_ratio"]
     if ratio is None:
         return []
-    name, found = "limited, beside a large cache", f"{ratio:.2f}x the speed"
-    return [ProofCheck(CACHE, name, "–", found, None, {"ratio": ratio})]
+    name, speedup = "limited, beside a large cache", f"{ratio:.2f}x the speed"
+    return [ProofCheck(CACHE, name, "–", speedup, None, {"ratio": ratio})]
 
 
 def failed_check(kind: str, name: str, error: str) -> ProofCheck:
@@ -275,8 +275,8 @@ def failed_check(kind: str, name: str, error: str) -> ProofCheck:
 
 def unfinished_check(kind: str, name: str, error: str) -> ProofCheck:
     """Return a check that ran out of time, perhaps on a busy machine: it has not failed."""
-    found = f"{error}: run this command again while nothing else runs"
-    return ProofCheck(kind, name, _END, found, passed=None)
+    problem = f"{error}: run this command again while nothing else runs"
+    return ProofCheck(kind, name, _END, problem, passed=None)
 
 
 def _finite(value: float) -> float | None:

@@ -111,8 +111,8 @@ class Matmul:
                 factors = self._draw(size, transposed)
                 for dtype in self.dtypes:
                     check = self._compare(size, factors, dtype)
-                    known = worst.get(dtype)
-                    if known is None or _severity(check) > _severity(known):
+                    previous = worst.get(dtype)
+                    if previous is None or _severity(check) > _severity(previous):
                         worst[dtype] = check
         yield from worst.values()
 

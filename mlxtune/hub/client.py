@@ -121,11 +121,11 @@ def _reason(error: Exception, kind: str, here: str) -> str:
 
 def _refusal(error: errors.HfHubHTTPError, kind: str, here: str) -> str:
     code = error.response.status_code
-    known = huggingface_hub.get_token() is not None
-    if code == 401 and known and not isinstance(error, errors.RepositoryNotFoundError):
+    has_token = huggingface_hub.get_token() is not None
+    if code == 401 and has_token and not isinstance(error, errors.RepositoryNotFoundError):
         return f"the hub refuses the token: {_LOG_IN} to a valid one"
     if isinstance(error, errors.RepositoryNotFoundError):
-        readers = "one that this token may not read" if known else f"a private one: {_LOG_IN}"
+        readers = "one that this token may not read" if has_token else f"a private one: {_LOG_IN}"
         return f"{here}no such {kind} on the hub, or {readers}"
     answer = one_line(error.server_message or "")
     if code in (401, 403):

@@ -302,8 +302,8 @@ def choose(
             if name.config
             else "has several configurations"
         )
-        known, example = sorted(splits), replace(name, config=min(splits))
-        raise DataError(f"{name}: {problem} ({join_few(known, 20)}): name one, as {example}")
+        names, example = sorted(splits), replace(name, config=min(splits))
+        raise DataError(f"{name}: {problem} ({join_few(names, 20)}): name one, as {example}")
     by_split = splits[config]
     validation = [each for each in VALIDATION if each in by_split][:1]
     if name.split is not None:
@@ -313,9 +313,9 @@ def choose(
     else:
         wanted = [TRAIN, *validation]
     if wanted[0] not in by_split:
-        known, example = sorted(by_split), replace(name, split=min(by_split))
+        names, example = sorted(by_split), replace(name, split=min(by_split))
         raise DataError(
-            f"{name} has no split {shorten(wanted[0])} ({join_few(known, 20)}): name one, as "
+            f"{name} has no split {shorten(wanted[0])} ({join_few(names, 20)}): name one, as "
             f"{example}"
         )
     return config, {split: by_split[split] for split in wanted}

@@ -90,8 +90,8 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             return {}
         headers = {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
         if self.command == "OPTIONS":
-            asked = self.headers.get("Access-Control-Request-Headers", "")
-            named = asked if re.fullmatch(r"[\w, -]{0,1000}", asked) else ""
+            requested = self.headers.get("Access-Control-Request-Headers", "")
+            named = requested if re.fullmatch(r"[\w, -]{0,1000}", requested) else ""
             headers["Access-Control-Allow-Headers"] = named or "authorization, content-type"
             headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
         return headers
@@ -192,10 +192,10 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             raise RefusedRequestError(HTTPStatus.FORBIDDEN, message)
 
     def _check_key(self) -> None:
-        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        given = given.strip() if scheme.lower() == "bearer" else ""
+        scheme, _, sent = self.headers.get("Authorization", "").partition(" ")
+        sent = sent.strip() if scheme.lower() == "bearer" else ""
         key = self.server.key
-        if key is not None and not hmac.compare_digest(given.encode("latin-1"), key.encode()):
+        if key is not None and not hmac.compare_digest(sent.encode("latin-1"), key.encode()):
             message = "the key is missing or wrong: send the server's --api-key after Bearer"
             raise RefusedRequestError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
 
@@ -245,10 +245,12 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             ) from error
         if model is None:
             names = ", ".join(each.name for each in self.server.models)
-            asked = f"no model {name!r:.100}" if name is not None else "the request names no model"
+            problem = (
+                f"no model {name!r:.100}" if name is not None else "the request names no model"
+            )
             raise RefusedRequestError(
                 HTTPStatus.NOT_FOUND if name is not None else HTTPStatus.BAD_REQUEST,
-                f"{asked}: choose one of {names}",
+                f"{problem}: choose one of {names}",
                 param="model",
                 code="model_not_found",
             )
@@ -283,8 +285,8 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             raise RefusedRequestError(HTTPStatus.BAD_REQUEST, str(error), param) from error
         except MlxTuneError as error:
             raise RefusedRequestError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error
-        asked = AskedMessages(messages, prompt)
-        return AskedRequest("chat", "", asked, tools, None, model, prompt, stops_of(body))
+        conversation = AskedMessages(messages, prompt)
+        return AskedRequest("chat", "", conversation, tools, None, model, prompt, stops_of(body))
 
     # What mlx-lm's handler asks of us
 
@@ -334,7 +336,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         return {"token": text, "logprob": logprob, "bytes": list(spelled)}
 
     def _described(self, model: ServedModel) -> dict[str, Any]:
-        known = {"id": model.name, "object": "model", "created": self.created}
+        entry = {"id": model.name, "object": "model", "created": self.created}
         adapter = model.session.adapter
         described = trained_on(adapter) if adapter else {"model": self.server.models.folder.name}
-        return known | {"owned_by": "mlxtune", "trained_on" if adapter else "base": described}
+        return entry | {"owned_by": "mlxtune", "trained_on" if adapter else "base": described}

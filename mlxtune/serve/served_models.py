@@ -144,10 +144,10 @@ class ServedModels:
         options = model.session.config.data_config(turns="last")
         if isinstance(thinking, bool):
             options = replace(options, thinking="on" if thinking else "off")
-        if (known := self._readers.get(options)) is None:
+        if (cached := self._readers.get(options)) is None:
             reader = Reader(options, self.folder)
-            known = self._readers[options] = (reader, _tokenizer_of(reader, self.folder, options))
-        return known
+            cached = self._readers[options] = (reader, _tokenizer_of(reader, self.folder, options))
+        return cached
 
     def tokenizer(self, model: ServedModel) -> TokenizerWrapper:
         with self._lock:
@@ -304,11 +304,11 @@ def _name_of(path: str) -> str:
 
 def _tokenizer_of(reader: Reader, folder: Path, options: DataConfig) -> TokenizerWrapper:
     """Return mlx-lm's tokenizer, which takes rendered prompts and ends answers as `reader` does."""
-    known, end = reader.tokenizer, reader.unknown_end
+    own, end = reader.tokenizer, reader.unknown_end
     loaded: TokenizerWrapper = load_with_mlx_lm(
         folder, tokenizer_config_extra={"trust_remote_code": options.trust_remote_code}
     )
-    loaded.eos_token_ids = known.eos_ids | ({end} - {None})
+    loaded.eos_token_ids = own.eos_ids | ({end} - {None})
     loaded.has_chat_template = True
     loaded.apply_chat_template = _ids_of
     return loaded

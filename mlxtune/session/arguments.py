@@ -65,17 +65,17 @@ def resolve_options(config: C) -> ResolvedOptions[C]:
     its base model is the default of `model_path`.
     Raises ModelError if training cannot continue from the adapter.
     """
-    given = given_options(config)
+    names = given_options(config)
     path = getattr(config, "init_adapter", None)
     if path is None:
-        return ResolvedOptions(config, given)
+        return ResolvedOptions(config, names)
     # These imports load mlx, which --help must not do.
     from mlxtune.backend.adapters.adapter_file import AdapterFile
     from mlxtune.backend.adapters.initialize import with_adapter
     from mlxtune.session.trained_model import base_name
 
     initial = AdapterFile.find(path, "--init-adapter")
-    options = with_adapter({name: getattr(config, name) for name in given}, initial)
+    options = with_adapter({name: getattr(config, name) for name in names}, initial)
     training: Any = config
     if not training.model_path:
         named, relative_to = initial.info.model, initial.origin.working_directory
@@ -116,12 +116,12 @@ def takes_resolved(
 
         @wraps(function)
         def call(
-            config: C | ResolvedOptions[C] | None = None, /, *more: Any, **given: Any
+            config: C | ResolvedOptions[C] | None = None, /, *more: Any, **keywords: Any
         ) -> Result:
-            passed = {name: given.pop(name) for name in own & given.keys()}
+            passed = {name: keywords.pop(name) for name in own & keywords.keys()}
             if isinstance(config, ResolvedOptions):
-                return function(config, *more, **passed, **given)
-            resolved = resolve_options(_config_of(kind, function.__name__, config, given))
+                return function(config, *more, **passed, **keywords)
+            resolved = resolve_options(_config_of(kind, function.__name__, config, keywords))
             return function(resolved, *more, **passed)
 
         either = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -134,16 +134,16 @@ def takes_resolved(
     return decorate
 
 
-def _config_of(kind: type[C], name: str, config: C | None, given: Mapping[str, Any]) -> C:
+def _config_of(kind: type[C], name: str, config: C | None, options: Mapping[str, Any]) -> C:
     """Return the config that a caller of the function `name` gave, whole or as keywords."""
     if isinstance(config, str | os.PathLike):
         required = [option for option, each in options_of(kind).items() if each.required]
         keywords = ", ".join(f"{option}=…" for option in required)
         raise ConfigError([f"name the options: {name}({keywords})"])
     if config is None:
-        return kind(**with_rows(given))
-    if given:
-        names = ", ".join(given)
+        return kind(**with_rows(options))
+    if options:
+        names = ", ".join(options)
         raise ConfigError([f"{names}: give all options in the config, or all as keywords"])
     return config
 

@@ -112,16 +112,16 @@ def answer_rows(
     `against` are the answers of another adapter to the same rows.
     """
     tokenizer = reader.tokenizer
-    asked = _asked(rows, reader.turn_ends)
-    if not asked:
+    turns = _last_turns(rows, reader.turn_ends)
+    if not turns:
         console.warn(f"nothing is generated: {_NOTHING_TO_ANSWER}")
-    generate = partial(_answers, loaded, tokenizer, asked, max_new_tokens, console)
+    generate = partial(_answers, loaded, tokenizer, turns, max_new_tokens, console)
     base = generate(with_adapter=False)
     adapted = None if loaded.adapted is None else generate(with_adapter=True)
     exact = match == "exact"
     same = operator.eq if exact else matcher(match, console.warn)
     samples = []
-    for number, (i, turn) in enumerate(asked):
+    for number, (i, turn) in enumerate(turns):
         path, row = rows.source(i)
         expected = text_of(tokenizer.token_bytes(turn.answer)).removesuffix(turn.prompt.end_text)
         answer = base[number] if adapted is None else adapted[number]
@@ -143,7 +143,7 @@ def answer_rows(
     return Generated(len(samples), count_exact(samples), samples, by_rule)
 
 
-def _asked(rows: CorpusRows, ends: TurnEnds) -> list[tuple[int, LastTurn]]:
+def _last_turns(rows: CorpusRows, ends: TurnEnds) -> list[tuple[int, LastTurn]]:
     """Return the rows that have a prompt and a whole answer, by their places, with the turn."""
     return [(i, turn) for i, row in enumerate(rows) if (turn := last_turn(row, ends)) is not None]
 
@@ -151,7 +151,7 @@ def _asked(rows: CorpusRows, ends: TurnEnds) -> list[tuple[int, LastTurn]]:
 def _answers(
     loaded: LoadedModel,
     tokenizer: ModelTokenizer,
-    asked: Sequence[tuple[int, LastTurn]],
+    turns: Sequence[tuple[int, LastTurn]],
     max_new_tokens: int,
     console: RunConsole,
     *,
@@ -162,7 +162,7 @@ def _answers(
         _show(console, "answering", with_adapter),
         Sampling(max_new_tokens=max_new_tokens),
     )
-    prompts = [turn.prompt for _, turn in asked]
+    prompts = [turn.prompt for _, turn in turns]
     return answers(loaded.base.model, tokenizer, prompts, sampling, loaded.base.vocab_size, show)
 
 
@@ -201,8 +201,8 @@ def losses_and_answers(
     (sums,) = _sums(loaded, rows, (True,), console, SINGLE_PROCESS, objective)
     texts = None
     if config.generate:
-        asked, longest = _asked(rows, reader.turn_ends), config.max_new_tokens
-        texts = _answers(loaded, reader.tokenizer, asked, longest, console, with_adapter=True)
+        turns, longest = _last_turns(rows, reader.turn_ends), config.max_new_tokens
+        texts = _answers(loaded, reader.tokenizer, turns, longest, console, with_adapter=True)
     return OtherAdapter(sums, texts)
 
 
@@ -297,8 +297,8 @@ def _write_evaluation(run: Path, evaluation: Evaluation) -> None:
     """Write a run's evaluation, and put its hash into the result. Raises OutputError."""
     write_json(run / EVALUATION, evaluation.as_dict())
     with suppress(OSError, ValueError, MlxTuneError):  # only `mlxtune verify` needs the hash
-        found = {**read_json(run / RESULT), EVALUATION_HASH: file_hash(run / EVALUATION)}
-        write_json(run / RESULT, found)
+        result = {**read_json(run / RESULT), EVALUATION_HASH: file_hash(run / EVALUATION)}
+        write_json(run / RESULT, result)
 
 
 def _before_training(session: RunSession, measure: Callable[[LoadedModel], Any]) -> Any:

@@ -85,8 +85,8 @@ class Reader:
             if (built_in := self._built_in) is None:
                 return Encoder(self._refuse_conversation, tokenizer)
             render, end = TEMPLATES[built_in], END_OF_TURN[built_in]
-            known = _is_token(tokenizer, end)
-            always = {} if known else {NO_END_OF_TURN: f"{end}: use {self._fitting_templates()}"}
+            is_token = _is_token(tokenizer, end)
+            always = {} if is_token else {NO_END_OF_TURN: f"{end}: use {self._fitting_templates()}"}
             return Encoder(
                 lambda row: render(row, self._turns),
                 tokenizer,
@@ -164,9 +164,9 @@ class Reader:
     @cached_property
     def _turn_end(self) -> Prompt | None:
         """A short prompt with the template's end of an answer, or None if it has no end."""
-        asked = {"messages": [{"role": "user", "content": "Hi"}]}
+        row = {"messages": [{"role": "user", "content": "Hi"}]}
         with suppress(DataError, ModelError):
-            return prompt_of(self.encoder, asked, str(self._folder)) if self.has_template else None
+            return prompt_of(self.encoder, row, str(self._folder)) if self.has_template else None
         return None
 
     @property
@@ -220,12 +220,12 @@ class Reader:
         """Return --template options for templates that end turns with a token of the tokenizer."""
         tokenizer = self.tokenizer
         first = {end: name for name, end in reversed(END_OF_TURN.items())}
-        known = [name for end, name in reversed(first.items()) if _is_token(tokenizer, end)]
+        fitting = [name for end, name in reversed(first.items()) if _is_token(tokenizer, end)]
         ends = f" that ends answers with {tokenizer.end_tokens[0]}" if tokenizer.end_tokens else ""
         # Other tools stop at the tokenizer's own end token alone.
-        own = any(END_OF_TURN[name] in tokenizer.end_tokens for name in known)
+        own = any(END_OF_TURN[name] in tokenizer.end_tokens for name in fitting)
         plain = [PLAIN] if tokenizer.end_tokens and not own else []
-        named = [*plain, *known, f"FILE.jinja{ends}"]
+        named = [*plain, *fitting, f"FILE.jinja{ends}"]
         return " or ".join(f"--template {name}" for name in named)
 
     def describe(self) -> str:

@@ -70,25 +70,25 @@ _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
 
 
 def find_run(
-    folder: str, given: Mapping[str, Any]
+    folder: str, changes: Mapping[str, Any]
 ) -> tuple[ResolvedOptions[TrainConfig], ResumePoint]:
-    """Return the options of the run in a folder, changed by `given`, and the run's checkpoint.
+    """Return the options of the run in a folder, with `changes`, and the run's checkpoint.
 
     If `folder` is empty, looks where the given options would put the checkpoints.
 
     Raises ConfigError or OutputError.
     """
-    check_names(TrainConfig, given)
-    find = partial(_find_point, folder, given)
+    check_names(TrainConfig, changes)
+    find = partial(_find_point, folder, changes)
     run, point = from_worker_0(find) if launched_several() else find()
-    return ResolvedOptions.recorded(run_config(run, point.checkpoint, given)), point
+    return ResolvedOptions.recorded(run_config(run, point.checkpoint, changes)), point
 
 
-def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoint]:
+def _find_point(folder: str, changes: Mapping[str, Any]) -> tuple[Path, ResumePoint]:
     if folder:
         run = run_folder_at(as_path(folder))
     else:
-        paths = {name: given[name] for name in ("output", "checkpoint_dir") if name in given}
+        paths = {name: changes[name] for name in ("output", "checkpoint_dir") if name in changes}
         run = TrainConfig(model_path="any", data=("any",), **paths).checkpoint_path
     point = find_resume_point(run)
     if point is None:
@@ -96,22 +96,25 @@ def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoin
             f"{run} holds no checkpoint to resume from: name the folder of a run after --resume, "
             "or start the run again if it was stopped before its first checkpoint"
         )
-    check_asked_again(run, point.checkpoint, given)
+    check_asked_again(run, point.checkpoint, changes)
     return run, point
 
 
 def check_asked_again(
-    run: Path, checkpoint: Checkpoint, given: Mapping[str, Any], names: Sequence[str] = _ASKED_AGAIN
+    run: Path,
+    checkpoint: Checkpoint,
+    changes: Mapping[str, Any],
+    names: Sequence[str] = _ASKED_AGAIN,
 ) -> None:
     """Raise ConfigError if another user's run chooses downloads, trackers or code to run.
 
     Such options are used only if the caller gives them again.
     """
     stored = get_mapping(checkpoint.metadata, "config")
-    asked = []
+    arguments = []
     for name in names:
         value = stored.get(name)
-        if not value or name in given:
+        if not value or name in changes:
             continue
         values = value if isinstance(value, list) else [value]
         if name == "reward":
@@ -124,13 +127,13 @@ def check_asked_again(
                 if isinstance(each, str) and _is_remote(name, each, checkpoint)
             ]
         # The text is quoted, so that it can be copied into a shell.
-        asked += [f"{flag(name)} {shlex.quote(str(each)[:200])}" for each in values[:5]]
-    if asked and not is_own(run):
+        arguments += [f"{flag(name)} {shlex.quote(str(each)[:200])}" for each in values[:5]]
+    if arguments and not is_own(run):
         none = " (or --track '' for none)" if stored.get("track") and "track" in names else ""
         raise ConfigError(
             [
                 f"{run} was not made by you on this machine, so some options have to be "
-                f"given again if you want them: {' '.join(asked)}{none}"
+                f"given again if you want them: {' '.join(arguments)}{none}"
             ]
         )
 
@@ -142,8 +145,8 @@ def _is_remote(option: str, value: str, checkpoint: Checkpoint) -> bool:
     return data_value(there, option).name is not None
 
 
-def run_config(run: Path, checkpoint: Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
-    """Return the options that a run had at a checkpoint, changed by `given`.
+def run_config(run: Path, checkpoint: Checkpoint, changes: Mapping[str, Any]) -> TrainConfig:
+    """Return the options that a run had at a checkpoint, with `changes`.
 
     Raises ConfigError.
     """
@@ -156,13 +159,13 @@ def run_config(run: Path, checkpoint: Checkpoint, given: Mapping[str, Any]) -> T
     stored = {name: value for name, value in stored.items() if OPTIONS[name].inherited}
     problems = [
         problem
-        for name, value in given.items()
+        for name, value in changes.items()
         if (problem := _difference(name, value, stored.get(name, fields[name].default)))
     ]
     if problems:
         raise ConfigError(problems)
-    if given.get("init_adapter") is not None:
-        check_initial(str(given["init_adapter"]), metadata)
+    if changes.get("init_adapter") is not None:
+        check_initial(str(changes["init_adapter"]), metadata)
     working_directory = str(metadata.get("working_directory", ""))
     if "\0" in working_directory or any(
         _has_null(value) for name, value in stored.items() if OPTIONS[name].path
@@ -173,10 +176,10 @@ def run_config(run: Path, checkpoint: Checkpoint, given: Mapping[str, Any]) -> T
         TrainConfig(**stored)
     except ConfigError as error:
         raise ConfigError([f"{metadata_path}: {'; '.join(error.problems)}"]) from error
-    config = TrainConfig(**stored | dict(given))
+    config = TrainConfig(**stored | dict(changes))
     output = config.output_path.resolve()
     own_folders = (run.resolve(), run.parent.resolve())
-    if "output" not in given and not any(
+    if "output" not in changes and not any(
         same_place(output.parent, own_folder) for own_folder in own_folders
     ):
         raise ConfigError(
@@ -203,9 +206,9 @@ def _difference(name: str, value: Any, stored: Any) -> str | None:
         return f"{flag(name)} can only be raised (the run has {_shown(stored, option)})"
     if value == stored:
         return None
-    given, ours = _shown(value, option), _shown(stored, option)
+    shown, ours = _shown(value, option), _shown(stored, option)
     return (
-        f"{flag(name)} {given}: the run has {ours}, and its result depends on it: leave it out, or "
+        f"{flag(name)} {shown}: the run has {ours}, and its result depends on it: leave it out, or "
         "start a new run with --init-adapter"
     )
 

@@ -98,9 +98,9 @@ class TrainingSession(Session[T]):
     `command` is the equivalent command if --auto chose the other options.
     """
 
-    def __init__(self, config: T, console: RunConsole, given: Collection[str]) -> None:
+    def __init__(self, config: T, console: RunConsole, option_names: Collection[str]) -> None:
         super().__init__(config, console)
-        self.given, self.command = given, ""
+        self.given, self.command = option_names, ""
         self._has_base = True
 
     def with_options(self, config: T, command: str) -> Self:

@@ -159,10 +159,10 @@ class UseSession(Generic[U]):
     `with_recorded_options`. Raises ModelError.
     """
 
-    def __init__(self, config: U, console: RunConsole, given: Collection[str] = ()) -> None:
+    def __init__(self, config: U, console: RunConsole, option_names: Collection[str] = ()) -> None:
         self.console = console
         self.adapter = None if config.adapter is None else AdapterFile.find(config.adapter)
-        self.config = with_recorded_options(config, self.adapter, given)
+        self.config = with_recorded_options(config, self.adapter, option_names)
         self.folder = model_folder(self.config)
         _base_options(self.config, self.adapter, self.folder)
         if self.adapter is not None and self.config.template == "auto":
@@ -177,11 +177,13 @@ class UseSession(Generic[U]):
         return load_model(self.config, self.adapter, self.folder, self.console)
 
 
-def with_recorded_options(config: U, adapter: AdapterFile | None, given: Collection[str] = ()) -> U:
+def with_recorded_options(
+    config: U, adapter: AdapterFile | None, option_names: Collection[str] = ()
+) -> U:
     """Return the options with the adapter's base model, prompt options and objective.
 
     An option takes precedence: a model and any prompt option. An evaluation also reads its rows as
-    training did; its options in `given` take precedence, one by one. Raises ModelError.
+    training did; its options in `option_names` take precedence, one by one. Raises ModelError.
     """
     if adapter is None:
         return config
@@ -189,10 +191,10 @@ def with_recorded_options(config: U, adapter: AdapterFile | None, given: Collect
     if config.model_path is None:
         changes["model_path"] = str(find_base(config, adapter))
     if isinstance(config, EvalConfig):
-        changes |= _recorded(adapter, "prompt", set(_PROMPT_OPTIONS) - set(given))
-        changes |= _recorded(adapter, "reading", set(READING_OPTIONS) - set(given))
-        if "objective" not in given:
-            changes |= _recorded(adapter, "objective", _OBJECTIVE_DEFAULTS.keys() - given)
+        changes |= _recorded(adapter, "prompt", set(_PROMPT_OPTIONS) - set(option_names))
+        changes |= _recorded(adapter, "reading", set(READING_OPTIONS) - set(option_names))
+        if "objective" not in option_names:
+            changes |= _recorded(adapter, "objective", _OBJECTIVE_DEFAULTS.keys() - option_names)
     elif not _prompt_options(config):
         changes |= _recorded(adapter, "prompt", _PROMPT_OPTIONS)
     try:
@@ -204,10 +206,10 @@ def with_recorded_options(config: U, adapter: AdapterFile | None, given: Collect
 def _recorded(adapter: AdapterFile, record: str, names: Collection[str]) -> dict[str, Any]:
     """Return the values that the adapter's config records for `names`. Raises ModelError."""
     recorded = adapter.info.mlxtune.get(record)
-    known = {} if recorded is None else recorded
-    if not isinstance(known, Mapping):
+    options = {} if recorded is None else recorded
+    if not isinstance(options, Mapping):
         raise ModelError(f"{adapter.path}: its config is damaged: {record} is not an object")
-    values = {name: known[name] for name in names if name in known}
+    values = {name: options[name] for name in names if name in options}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 

@@ -187,8 +187,8 @@ def prompts_for(source: Source) -> list[list[int]]:
     encoder = reader.encoder
     prompts = []
     for text in _PROMPTS:
-        asked = {"messages": [{"role": "user", "content": text}]}
-        prompt = prompt_of(encoder, asked, f"{source.folder}: a prompt of the proof")
+        row = {"messages": [{"role": "user", "content": text}]}
+        prompt = prompt_of(encoder, row, f"{source.folder}: a prompt of the proof")
         prompts.append(list(prompt.ids))
     if not all(prompts):
         raise ModelError(f"{source.folder}: its tokenizer gives no tokens for text")
@@ -268,8 +268,8 @@ def _trained_reader(source: Source) -> tuple[UseConfig, Reader] | None:
 
 def warn_of_end(source: Source) -> None:
     """Warn if the tool that an adapter is exported to does not stop at the end of a turn."""
-    if (found := _trained_reader(source)) is not None:
-        for kind, detail in found[1].unknown_end_note.items():
+    if (trained := _trained_reader(source)) is not None:
+        for kind, detail in trained[1].unknown_end_note.items():
             source.console.warn(f"{kind} ({detail}): {advice_on(kind)}")
 
 
@@ -278,9 +278,9 @@ def _write_template(source: Source, folder: Path) -> None:
 
     Raises OutputError.
     """
-    if (found := _trained_reader(source)) is None:
+    if (loaded := _trained_reader(source)) is None:
         return
-    trained, reader = found
+    trained, reader = loaded
     _write_end(source, reader, folder)
     if trained.merge_system:
         source.console.warn("no template merges system messages: generate with --merge-system")

@@ -400,11 +400,11 @@ def python_usage(model_path: str, adapter: str) -> str:
 
 def before_and_after(row: str, sample: Sample) -> Iterator[tuple[str, str]]:
     """Yield a row's last user message and the answers without and with the adapter, by heading."""
-    asked = [
+    questions = [
         message["content"] for message in json.loads(row)["messages"] if message["role"] == "user"
     ]
     for stage, text in (
-        ("Question", asked[-1]),
+        ("Question", questions[-1]),
         ("Before", sample.base),
         ("After", sample.adapted or ""),
     ):

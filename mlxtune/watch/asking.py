@@ -68,20 +68,20 @@ class Asker:
         with self._lock:
             if self._question is not None and self._question.status:
                 raise OutputError("another question is being answered: wait for its answers")
-            self._question = asked = Question(run, question)
+            self._question = new = Question(run, question)
         self.on_change()
-        threading.Thread(target=self._answer, args=(asked, options), daemon=True).start()
+        threading.Thread(target=self._answer, args=(new, options), daemon=True).start()
 
     def question_of(self, run: Path) -> Question | None:
         """Return the last question, if it was for this run's model."""
-        asked = self._question
-        return asked if asked is not None and asked.run == run else None
+        question = self._question
+        return question if question is not None and question.run == run else None
 
     def cancel(self) -> None:
         """Stop the current answer by ending the process."""
-        asked = self._question
-        if asked is not None and asked.status:
-            asked.problem = "stopped"
+        question = self._question
+        if question is not None and question.status:
+            question.problem = "stopped"
             self.close()
 
     def close(self) -> None:
@@ -93,45 +93,45 @@ class Asker:
         if process is not None:
             end(process)
 
-    def _answer(self, asked: Question, options: dict[str, Any]) -> None:
+    def _answer(self, question: Question, options: dict[str, Any]) -> None:
         try:
-            process = self._process_of(asked.run, options)
+            process = self._process_of(question.run, options)
         except OSError as problem:
-            asked.problem, asked.status = f"no process could be started: {problem}", ""
+            question.problem, question.status = f"no process could be started: {problem}", ""
             self.on_change()
             return
-        limit = threading.Timer(self._seconds, self._give_up, (asked,))
+        limit = threading.Timer(self._seconds, self._give_up, (question,))
         limit.daemon = True
         limit.start()
         try:
             assert process.stdin is not None
             assert process.stdout is not None
             # `cancel` may have been called before the process started.
-            if asked.problem:
-                raise OSError(asked.problem)
-            process.stdin.write(json.dumps(asked.text).encode() + b"\n")
+            if question.problem:
+                raise OSError(question.problem)
+            process.stdin.write(json.dumps(question.text).encode() + b"\n")
             process.stdin.flush()
-            while asked.status:
+            while question.status:
                 line = parse_json(process.stdout.readline(RECORD.bytes), RECORD, "the answer")
-                self._add(asked, line)
+                self._add(question, line)
         except (OSError, ValueError):
             # `cancel` or the time limit ended the process and set the problem, or the process ended
             # unexpectedly, for example for lack of memory.
-            asked.problem = asked.problem or "the process that answers has ended"
+            question.problem = question.problem or "the process that answers has ended"
             self.close()
         finally:
             limit.cancel()
-            asked.status = ""
+            question.status = ""
             self._let_go_later()
             self.on_change()
 
-    def _add(self, asked: Question, line: dict[str, Any]) -> None:
+    def _add(self, question: Question, line: dict[str, Any]) -> None:
         """Add a line of the process to the question's answers and state."""
-        asked.base += line.get("base", "")
-        asked.adapter += line.get("adapter", "")
-        asked.notes += line.get("notes", [])
-        asked.problem = line.get("problem", asked.problem)
-        asked.status = line.get("status", asked.status)
+        question.base += line.get("base", "")
+        question.adapter += line.get("adapter", "")
+        question.notes += line.get("notes", [])
+        question.problem = line.get("problem", question.problem)
+        question.status = line.get("status", question.status)
         self.on_change()
 
     def _process_of(self, run: Path, options: dict[str, Any]) -> Process:
@@ -154,8 +154,8 @@ class Asker:
             self._process, self._of = process, run
         return process
 
-    def _give_up(self, asked: Question) -> None:
-        asked.problem = f"the answers were not complete within {self._seconds:.0f} seconds"
+    def _give_up(self, question: Question) -> None:
+        question.problem = f"the answers were not complete within {self._seconds:.0f} seconds"
         self.close()
 
     def _let_go_later(self) -> None:

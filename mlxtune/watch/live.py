@@ -198,10 +198,10 @@ class Live:
             if time.monotonic() >= view.due:
                 self._look(view, selected)
             parts = dict(view.parts)
-        asked = (
+        question = (
             self._asker.question_of(next(iter(selected.values()))) if len(selected) == 1 else None
         )
-        return {**parts, "answers": render_answers(asked)}
+        return {**parts, "answers": render_answers(question)}
 
     def _look(self, view: _View, runs: Mapping[str, Path]) -> None:
         """Read the runs of a view if their files have changed."""

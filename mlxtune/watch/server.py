@@ -137,13 +137,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             values = parse_json(self.rfile.read(int(size)), _BODY, "the request")
-            known = isinstance(values, dict) and self.server.site.act(target[0], values)
+            done = isinstance(values, dict) and self.server.site.act(target[0], values)
         except MlxTuneError as error:
             self._answer(HTTPStatus.CONFLICT, str(error))
         except ValueError:
             self.send_error(HTTPStatus.BAD_REQUEST)
         else:
-            self._answer(HTTPStatus.OK if known else HTTPStatus.NOT_FOUND, "")
+            self._answer(HTTPStatus.OK if done else HTTPStatus.NOT_FOUND, "")
 
     def _place(self) -> tuple[str, dict[str, str]] | None:
         """Return the path after the token, and the query; None for a request that is refused."""
@@ -211,21 +211,21 @@ def show(folder: str) -> None:
 def start_server(live: Live, folder: Path) -> PageServer:
     """Return a server at the folder's last address, or at a new one if the port is in use."""
     path, key = user_cache() / _ADDRESSES, str(folder.resolve())
-    known: dict[str, Any] = {}
+    addresses: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        known = read_json(path)
+        addresses = read_json(path)
     server = None
     with suppress(OSError, OverflowError, TypeError, ValueError):
-        port, token = known[key] if key in known else (0, secrets.token_urlsafe(24))
+        port, token = addresses[key] if key in addresses else (0, secrets.token_urlsafe(24))
         server = PageServer(live, str(token), int(port))
     if server is None:
         server = PageServer(live, secrets.token_urlsafe(24))
-    known.pop(key, None)
-    known[key] = [server.server_address[1], server.token]
+    addresses.pop(key, None)
+    addresses[key] = [server.server_address[1], server.token]
     # If this fails, open pages will not find the next server.
     with suppress(OutputError):
         make_folder(path.parent)
-        write_json(path, dict(list(known.items())[-_MAX_ADDRESSES:]), private=True)
+        write_json(path, dict(list(addresses.items())[-_MAX_ADDRESSES:]), private=True)
     return server
 
 

@@ -95,16 +95,16 @@ def check_known(weights: Path, kept: Iterable[Path]) -> None:
     It would, unless a file in `kept` has the adapter's bytes. A config with no adapter beside it
     counts as an adapter of another format, unless mlxtune wrote the config.
     """
-    path, known = weights, False
+    path, is_ours = weights, False
     if os.path.lexists(weights):
         digest = _hash_of(weights)
-        known = digest is not None and any(_hash_of(each) == digest for each in kept)
+        is_ours = digest is not None and any(_hash_of(each) == digest for each in kept)
     elif os.path.lexists(path := weights.with_name(ADAPTER_CONFIG)):
         with suppress(OSError, ValueError):
-            known = "mlxtune" in read_json(path, CONFIG_LIMITS)
+            is_ours = "mlxtune" in read_json(path, CONFIG_LIMITS)
     else:
         return
-    if not known:
+    if not is_ours:
         raise OutputError(
             f"{path} is in no checkpoint of a run in this folder, and would be lost: choose "
             "another --output, or replace the file with --overwrite"

@@ -139,5 +139,5 @@ def _matmul_roundoff() -> float:
 
 def coarsest(*dtypes: str) -> str:
     """Return the coarsest floating-point dtype among these names; float32 if there is none."""
-    known = [name for name in dtypes if name in _UNIT_ROUNDOFF]
-    return max(known, key=_UNIT_ROUNDOFF.__getitem__, default="float32")
+    floats = [name for name in dtypes if name in _UNIT_ROUNDOFF]
+    return max(floats, key=_UNIT_ROUNDOFF.__getitem__, default="float32")

@@ -143,7 +143,7 @@ def round_projections(
     base: BaseModel,
     merged: Merged,
     storage: Storage,
-    given: Calibration,
+    calibration: Calibration,
     on_predicted: Callable[[float], None] = lambda seconds: None,
 ) -> tuple[Storage, int]:
     """Return a storage format with the merged projections, rounded by GPTQ.
@@ -153,7 +153,7 @@ def round_projections(
     of a merged weight is freed once it is rounded. `on_predicted` gets the predicted seconds, once
     a layer is rounded.
     """
-    work = {name: _work(module, len(given.real)) for name, (module, _) in merged.items()}
+    work = {name: _work(module, len(calibration.real)) for name, (module, _) in merged.items()}
     started = time.monotonic()
 
     def on_progress(done: Sequence[str]) -> None:
@@ -161,11 +161,11 @@ def round_projections(
         if before < sum(work.values()) / base.num_layers <= after:
             on_predicted((time.monotonic() - started) * sum(work.values()) / after)
 
-    rounding = _Rounding(merged, storage, given, on_progress)
+    rounding = _Rounding(merged, storage, calibration, on_progress)
     stand_ins = [(name, _Projection(rounding, name)) for name in merged]
     base.model.eval()
     base.model.update_modules(tree_unflatten(stand_ins))
-    base.model(TokenArrays(base.model).array(given.ids))
+    base.model(TokenArrays(base.model).array(calibration.ids))
     # Projections that the model does not call.
     for name in sorted(merged):
         rounding.made[name] = layer_like(*merged.pop(name), storage)
@@ -207,10 +207,10 @@ class _Rounding:
         self,
         merged: Merged,
         storage: Storage,
-        given: Calibration,
+        calibration: Calibration,
         on_progress: Callable[[Sequence[str]], None],
     ) -> None:
-        self.merged, self._storage, self._given = merged, storage, given
+        self.merged, self._storage, self._calibration = merged, storage, calibration
         self._on_progress = on_progress
         self.made: dict[str, nn.Module] = {}
         self.nearest = 0
@@ -250,7 +250,11 @@ class _Rounding:
     def _real(self, x: mx.array) -> mx.array:
         """Return a projection's inputs (T, in) without padding."""
         inputs = x.reshape(-1, x.shape[-1])
-        return inputs[mx.array(self._given.real)] if len(inputs) == self._given.ids.size else inputs
+        return (
+            inputs[mx.array(self._calibration.real)]
+            if len(inputs) == self._calibration.ids.size
+            else inputs
+        )
 
 
 def _work(module: nn.Module, tokens: int) -> int:

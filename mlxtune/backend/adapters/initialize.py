@@ -75,14 +75,14 @@ def _other_targets(adapter: AdapterFile, model: nn.Module) -> Iterator[str]:
     """Yield a problem if LoRA is on other projections of a model than in an adapter made for it."""
     theirs, ours = set(adapter.module_names()), set(adapted_modules(model))
     of_this_model = theirs <= {name for name, _ in model.named_modules()}
-    targets, given = (
+    targets, wanted = (
         sorted(
             {layer_path[1] for layer_path in map(layer_and_path, names) if layer_path is not None}
         )
         for names in (theirs, ours)
     )
-    if of_this_model and targets != given:
-        yield f"its targets are {', '.join(targets)}, but --targets gives {', '.join(given)}"
+    if of_this_model and targets != wanted:
+        yield f"its targets are {', '.join(targets)}, but --targets gives {', '.join(wanted)}"
 
 
 def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
@@ -99,10 +99,10 @@ def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
     return problems
 
 
-def with_adapter(given: Mapping[str, Any], adapter: AdapterFile) -> dict[str, Any]:
+def with_adapter(options: Mapping[str, Any], adapter: AdapterFile) -> dict[str, Any]:
     """Return a run's options, with defaults for LoRA from the adapter that it starts from.
 
-    The defaults are the adapter's rank, alpha, targets, layers and kind. Options in `given` take
+    The defaults are the adapter's rank, alpha, targets, layers and kind. Those in `options` take
     precedence, and `initialize` reports contradictions. With `rslora`, the scale is expressed as
     alpha / √rank. Raises ModelError if training cannot continue from the adapter.
     """
@@ -115,13 +115,13 @@ def with_adapter(given: Mapping[str, Any], adapter: AdapterFile) -> dict[str, An
             )
         layer_paths.append(layer_path)
     last = 1 + max(layer for layer, _ in layer_paths)
-    rslora = bool(given["rslora"]) if "rslora" in given else None
+    rslora = bool(options["rslora"]) if "rslora" in options else None
     return {
         **training_options(info, rslora),
         "targets": sorted({path for _, path in layer_paths}),
         # mlx-lm takes a num_layers above the model's number of layers as all layers.
         "num_layers": info.num_layers if (info.num_layers or last) < last else None,
-        **given,
+        **options,
     }
 
 

@@ -160,9 +160,9 @@ class KernelLayers:
         """Return the outputs of a layer, with a backward pass that replays any kept products."""
         kept = KeptMatmuls(BackwardReads.of(layer)) if self._keep_matmuls else None
 
-        def forward(*given: mx.array) -> list[mx.array]:
+        def forward(*arguments: mx.array) -> list[mx.array]:
             with kept.running(replays=False) if kept else nullcontext():
-                return _detached(function(*_detached(given)))
+                return _detached(function(*_detached(arguments)))
 
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
             # MLX passes a single array without a list, as for a layer with no trained parameters.

@@ -37,14 +37,14 @@ class _BackboneSlot:
     """
 
     def __init__(
-        self, backbone: nn.Module, given: mx.array | None = None, positions: int | None = None
+        self, backbone: nn.Module, hidden: mx.array | None = None, positions: int | None = None
     ) -> None:
-        self._backbone, self._given, self._positions = backbone, given, positions
+        self._backbone, self._hidden, self._positions = backbone, hidden, positions
         self.hidden: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if self._given is not None:
-            return self._given
+        if self._hidden is not None:
+            return self._hidden
         self.hidden = self._backbone(*args, **options)
         return self.hidden if self._positions is None else self.hidden[:, : self._positions]
 

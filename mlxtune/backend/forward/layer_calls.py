@@ -100,8 +100,9 @@ class Layerwise:
 class LayerCall:
     """A call of a layer as a pure function of arrays, for gradients.
 
-    `run` takes `inputs`: the arrays `given` to the layer, then its `trained` parameters, whose
-    paths are `names`. `result` turns the arrays that `run` returns into the layer's return value.
+    `run` takes `inputs`: the `arrays` in the layer's arguments, then its `trained` parameters,
+    whose paths are `names`. `result` turns the arrays that `run` returns into the layer's return
+    value.
     """
 
     def __init__(
@@ -112,9 +113,9 @@ class LayerCall:
         args: Any,
         options: Any,
     ) -> None:
-        self.given = _floating((args, options))
+        self.arrays = _floating((args, options))
         self.names = parameters.names
-        self.inputs: list[mx.array] = [*self.given, *parameters.values().values()]
+        self.inputs: list[mx.array] = [*self.arrays, *parameters.values().values()]
         self._layer, self._args, self._options = layer, args, options
         self._parameters = parameters
         self._dropout, self._keys, self._layout = dropout, replace(dropout), packed.layout()
@@ -124,7 +125,7 @@ class LayerCall:
         """Run the layer on arrays like `inputs`; return the arrays in its output."""
         # Another forward pass may have set other dropout keys since construction.
         self._dropout.set(self._keys.keys, self._keys.positions)
-        trained = dict(zip(self.names, inputs[len(self.given) :], strict=True))
+        trained = dict(zip(self.names, inputs[len(self.arrays) :], strict=True))
         args, options = _filled((self._args, self._options), inputs)
         with packed.laid_out(self._layout), self._parameters.replaced(trained):
             output = self._layer(*args, **options)

@@ -134,7 +134,7 @@ class _Repacking:
 
     def __init__(self, layout: packed.Layout) -> None:
         self._layout = layout
-        self._known: list[tuple[mx.array, mx.array]] = []
+        self._packed_arrays: list[tuple[mx.array, mx.array]] = []
 
     def pad(self, packed: Any) -> Any:
         """Return an array of the sequence with its examples side by side; other values
@@ -144,7 +144,7 @@ class _Repacking:
         if not isinstance(packed, mx.array) or packed.ndim != 3 or packed.shape[:2] != (1, length):
             return packed
         beside = self._gather(packed)
-        self._known.append((beside, packed))
+        self._packed_arrays.append((beside, packed))
         return beside
 
     def _gather(self, packed: mx.array) -> mx.array:
@@ -175,8 +175,8 @@ class _Repacking:
         An array that `pad` gathered from the sequence maps back to its source, so that MLX does not
         compute the gathered form if nothing else needs it.
         """
-        for known, source in self._known:
-            if known is padded:
+        for unpacked, source in self._packed_arrays:
+            if unpacked is padded:
                 return source
         rows = self._layout.padded_indices
         if not isinstance(padded, mx.array) or padded.ndim != 3 or padded.shape[:2] != rows.shape:

@@ -77,9 +77,9 @@ def measure(
 
 
 def _measured(
-    pipeline: InstructPipeline, shapes: ModelShapes, found: MemoryCorrection
+    pipeline: InstructPipeline, shapes: ModelShapes, correction: MemoryCorrection
 ) -> MemoryCorrection:
-    """Measure the pipeline's mode; return `found` with the mode's factors added."""
+    """Measure the pipeline's mode; return `correction` with the mode's factors added."""
     execution = pipeline.forward.execution
     operations = pipeline.forward.operations
     lengths = _LAZY if operations.lazy else _EAGER
@@ -96,19 +96,19 @@ def _measured(
     working = [operations.memory.in_layer(shapes, execution, load) for load in loads]
     peaks = _peaks(pipeline, many, inputs_of_each)
     if execution.recompute:
-        known = [many * Factors().of(entries, size) for entries in kept_of_each]
-        return replace(found, again=_fitted(working, peaks - known, size))
+        estimates = [many * Factors().of(entries, size) for entries in kept_of_each]
+        return replace(correction, again=_fitted(working, peaks - estimates, size))
     if many == layers:
         whole = [
             Entries(one.fixed, one.tokens + many * each.tokens, one.scores + many * each.scores)
             for one, each in zip(working, kept_of_each, strict=True)
         ]
         of_all = _fitted(whole, peaks, size)
-        return replace(found, kept=replace(of_all, fixed=None), working=of_all)
+        return replace(correction, kept=replace(of_all, fixed=None), working=of_all)
     differences = (peaks - _peaks(pipeline, layers, inputs_of_each)) / (many - layers)
     of_kept = replace(_fitted(kept_of_each, differences, size, _PRIOR_OF_DIFFERENCE), fixed=None)
     left = peaks - [many * of_kept.of(entries, size) for entries in kept_of_each]
-    return replace(found, kept=of_kept, working=_fitted(working, left, size))
+    return replace(correction, kept=of_kept, working=_fitted(working, left, size))
 
 
 def _covering(layers: Sequence[nn.Module]) -> int:

@@ -100,14 +100,14 @@ def _layers(base: BaseModel, sizes: Sequence[Sequence[_StoredMatrix]]) -> dict[s
     ]
     # A layer of experts gathers its inputs, or their gradients, for each expert.
     gathered = [sum(m.gathered for m in layer) for layer in sizes]
-    given = [sum(m.width for m in layer if m.experts > 1) for layer in sizes]
+    routed = [sum(m.width for m in layer if m.experts > 1) for layer in sizes]
     return {
         "matmuls": sum(matmuls),
         "layer_matmuls": max(map(sum, zip(matmuls, gathered, strict=True))),
         "widest_matmul": max(m.width for layer in sizes for m in layer),
         "updated": max(sum(m.outputs for m in layer if m.rank) for layer in sizes),
         "gathered": sum(gathered),
-        "layer_gathered": max(map(sum, zip(gathered, given, strict=True))),
+        "layer_gathered": max(map(sum, zip(gathered, routed, strict=True))),
         "mixed": sum(mixed),
         "layer_mixed": max(mixed),
         "looped": sum(map(_looped, last)),

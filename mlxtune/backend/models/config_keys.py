@@ -132,11 +132,11 @@ def _sources_of_part(part: Mapping[str, Any], architecture: str) -> tuple[frozen
 
 
 def _with_rope_keys(config: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
-    renamed, given = dict(config), config.get("rope_parameters")
-    if not isinstance(given, Mapping) or "rope_parameters" in keys:
+    renamed, rope = dict(config), config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or "rope_parameters" in keys:
         return renamed
-    layers = {name: each for name, each in given.items() if isinstance(each, Mapping)}
-    whole = layers.get("full_attention", given)
+    layers = {name: each for name, each in rope.items() if isinstance(each, Mapping)}
+    whole = layers.get("full_attention", rope)
     sliding = layers.get("sliding_attention", {})
     values: dict[str, Any] = {
         **dict.fromkeys(_THETA, whole.get("rope_theta")),
@@ -154,11 +154,11 @@ def _scaled(rope: Mapping[str, Any]) -> bool:
     return rope.get("rope_type", rope.get("type", "default")) != "default"
 
 
-def _unread_in_rope(given: Any, keys: frozenset[str]) -> dict[str, Any]:
+def _unread_in_rope(rope: Any, keys: frozenset[str]) -> dict[str, Any]:
     """Return the entries of `rope_parameters` that a class without this key reads nowhere else."""
-    if not isinstance(given, Mapping):
-        return {"rope_parameters": given}
-    layers = [each for each in given.values() if isinstance(each, Mapping)] or [given]
+    if not isinstance(rope, Mapping):
+        return {"rope_parameters": rope}
+    layers = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]
     thetas = {layer.get("rope_theta") for layer in layers}
     partial = {layer.get("partial_rotary_factor", 1) for layer in layers} - {1, None}
     kinds = [layer.get("rope_type", layer.get("type")) for layer in layers if _scaled(layer)]

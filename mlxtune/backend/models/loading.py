@@ -198,8 +198,8 @@ def load_lazily(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, dic
             raise ModelError(f"{folder / 'config.json'}: {problem}") from error
         # Other errors are mlx-lm's own, such as the name of a variable.
         problem = one_line(error) if isinstance(error, ValueError) else ""
-        if known := incomplete(folder, config, problem):
-            raise ModelError(known) from error
+        if reason := incomplete(folder, config, problem):
+            raise ModelError(reason) from error
         raise _broken(folder, error) from error
 
 

@@ -161,9 +161,9 @@ def _unknown_formats(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unknown_format(where: str, values: Mapping[str, Any]) -> Iterator[str]:
-    for name, known in FORMATS.items():
-        if name in values and values[name] not in known:
-            yield f"{where} has {name} {values[name]!r:.40}, not {', '.join(map(str, known))}"
+    for name, formats in FORMATS.items():
+        if name in values and values[name] not in formats:
+            yield f"{where} has {name} {values[name]!r:.40}, not {', '.join(map(str, formats))}"
 
 
 def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:

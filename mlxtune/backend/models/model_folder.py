@@ -268,8 +268,10 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
         others = _other_weights(folder) or "download it again"
         raise ModelError(f"{folder} has no weights (model*.safetensors): {others}")
     if problem := next(weight_problems(headers, config), None):
-        known = incomplete(folder, config, problem)
-        raise ModelError(known or f"{folder}: its weights are broken: {problem}: download it again")
+        reason = incomplete(folder, config, problem)
+        raise ModelError(
+            reason or f"{folder}: its weights are broken: {problem}: download it again"
+        )
     for name, count in counts(config, LAYERS):
         if count > tensors:
             raise ModelError(
@@ -334,10 +336,10 @@ def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
         if NOT_TEXT.search(name) or not _LOADED.fullmatch(name):
             continue
         stem, _, kind = name.rpartition(".")
-        known = (*_FLOATS, "U8") if kind == "scales" else (*_FLOATS, "U32", "U8")
+        dtypes = (*_FLOATS, "U8") if kind == "scales" else (*_FLOATS, "U32", "U8")
         scaled = info.dtype in _SCALED and any(stem + scale in tensors for scale in _SCALES)
-        if info.dtype not in known and not scaled:
-            yield f"{name:.100} is {info.dtype}, not one of {', '.join(known)}"
+        if info.dtype not in dtypes and not scaled:
+            yield f"{name:.100} is {info.dtype}, not one of {', '.join(dtypes)}"
         elif quantized and kind == "scales" and f"{stem}.weight" in tensors:
             yield from _scales_problems(stem, tensors)
 

@@ -20,7 +20,7 @@ class Replacements:
 
     def __init__(self, functions: Mapping[int, Any], kinds: Mapping[type, type]) -> None:
         self.functions, self.kinds = functions, kinds
-        self._known: dict[type, type | None] = {}
+        self._replacements: dict[type, type | None] = {}
 
     def apply(self, model: nn.Module) -> Callable[[], None]:
         """Make a model's modules use the replacements; return a function that undoes the change."""
@@ -42,10 +42,10 @@ class Replacements:
 
     def _subclass(self, kind: type) -> type | None:
         """Return a subclass that uses the replacements; None if none applies."""
-        if kind not in self._known:
+        if kind not in self._replacements:
             methods = self.kinds.get(kind)
-            self._known[kind] = self._with_functions(methods or kind) or methods
-        return self._known[kind]
+            self._replacements[kind] = self._with_functions(methods or kind) or methods
+        return self._replacements[kind]
 
     def _with_functions(self, kind: type) -> type | None:
         methods: dict[str, Any] = {}

@@ -44,14 +44,16 @@ class TokenArrays:
 def _rows(model: nn.Module) -> int:
     """Return the number of rows of a model's embedding; 0 if no embedding is found."""
     # Of several modules with one name, the outermost counts.
-    found = {
+    embeddings = {
         path.rpartition(".")[2]: module
         for path, module in sorted(model.named_modules(), key=lambda each: -each[0].count("."))
         if isinstance(module.get("weight"), mx.array)
     }
-    module = next((found[name] for name in EMBEDDINGS if name in found), None)
+    module = next((embeddings[name] for name in EMBEDDINGS if name in embeddings), None)
     if module is None:
-        return max((each.weight.shape[0] for each in found.values() if _looks_up(each)), default=0)
+        return max(
+            (each.weight.shape[0] for each in embeddings.values() if _looks_up(each)), default=0
+        )
     shard = getattr(module, "vocabulary", None)
     return int(module.weight.shape[0] if shard is None else shard.size * shard.group.size())
 

@@ -97,8 +97,8 @@ class StepGradients:
         self._use_known_loss()
 
     def _use_known_loss(self) -> None:
-        if (known := self.step_loss.known_loss) is not None:
-            self.loss = mx.array(known)
+        if (loss := self.step_loss.known_loss) is not None:
+            self.loss = mx.array(loss)
 
     def set_update(self, update: OptimizerUpdate) -> None:
         """Set the update, which the graph computes with the sums in one wait for the device."""

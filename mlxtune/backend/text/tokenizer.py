@@ -102,12 +102,12 @@ class SentencePieceTokenizer:
         control = filter(self._processor.is_control, range(len(self._processor)))
         self._ids_of_control = {self._processor.id_to_piece(token): token for token in control}
         self._control = re.compile(f"({'|'.join(map(re.escape, self._ids_of_control)) or '(?!)'})")
-        known = [token for token in (*eos_ids, eos_id) if 0 <= token < len(self._processor)]
+        end_ids = [token for token in (*eos_ids, eos_id) if 0 <= token < len(self._processor)]
         # The file does not mark the symbols around Gemma's turns as control tokens.
         symbols = filter(self._is_symbol, range(len(self._processor)))
-        self.control_ids = frozenset([*self._ids_of_control.values(), *known, *symbols])
+        self.control_ids = frozenset([*self._ids_of_control.values(), *end_ids, *symbols])
         self.control_tokens = tuple(map(self._processor.id_to_piece, sorted(self.control_ids)))
-        self.end_tokens = tuple(dict.fromkeys(map(self._processor.id_to_piece, known)))
+        self.end_tokens = tuple(dict.fromkeys(map(self._processor.id_to_piece, end_ids)))
         self.special_tokens: dict[str, Any] = {}
         if self.bos_id is not None:
             self.special_tokens["bos_token"] = self._processor.id_to_piece(self.bos_id)

@@ -124,9 +124,9 @@ class Heartbeat:
         selector.unregister(connection)
         del waiting[connection]
         worker = int.from_bytes(received[TOKEN_SIZE:], "big")
-        known = hmac.compare_digest(received[:TOKEN_SIZE], self._token)
+        authentic = hmac.compare_digest(received[:TOKEN_SIZE], self._token)
         new = worker > 0 and all(worker != peer.worker for peer in self._peers)
-        if known and new and len(received) == size:
+        if authentic and new and len(received) == size:
             self._peers.append(_Peer(worker, connection))
         else:
             connection.close()

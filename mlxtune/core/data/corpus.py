@@ -318,14 +318,14 @@ class CorpusRows:
 
         With `text_hash`, the hashes of the answers' texts count too.
         """
-        known = np.isin(self.identities, identities)
+        excluded = np.isin(self.identities, identities)
         if len(identities):
             near = []
             if text_hash is not None:
                 near = [self.hash_answers(text_hash), self._hash_without_start(text_hash)]
             for indices, hashes in (self.answers, *near):
-                known[indices[np.isin(hashes, identities)]] = True
-        return self.only(np.flatnonzero(~known))
+                excluded[indices[np.isin(hashes, identities)]] = True
+        return self.only(np.flatnonzero(~excluded))
 
     def only(self, indices: npt.NDArray[np.int64]) -> CorpusRows:
         """Return the rows at the given indices of this selection."""

@@ -152,11 +152,11 @@ def _note_leaks(files: Sequence[EncodedFile], rows: RunRows, text_hash: HashOf |
 
 def _first_equal(values: npt.NDArray[Any], among: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Return the first index in `among` of each value, or -1."""
-    known, first = np.unique(among, return_index=True)
-    if not len(known):
+    distinct, first = np.unique(among, return_index=True)
+    if not len(distinct):
         return np.full(len(values), -1)
-    indices = np.searchsorted(known, values).clip(max=len(known) - 1)
-    return np.where(known[indices] == values, first[indices], -1)
+    indices = np.searchsorted(distinct, values).clip(max=len(distinct) - 1)
+    return np.where(distinct[indices] == values, first[indices], -1)
 
 
 def _note_opposites(files: Sequence[EncodedFile], corpus: Corpus) -> None:

@@ -223,8 +223,8 @@ class InspectedExamples:
 
         Preference rows are shown whole.
         """
-        found = (finding for finding in findings if finding.level != "note")
-        named = {(place.path, place.row) for finding in found for place in finding.places}
+        problems = (finding for finding in findings if finding.level != "note")
+        named = {(place.path, place.row) for finding in problems for place in finding.places}
         rows = {row for _, row in named}
         selected = [i for row in rows for i in self.of_row(row) if (self._path_of(i), row) in named]
         others = max(min(count - len(selected), len(self)), 0)

@@ -339,13 +339,13 @@ class ModelTemplate:
             end = ends[-1][1] if ends else 0
         if end:
             return end, ""
-        head, found, tail = rest.rstrip().rpartition(content or _TEST_CONTENT)
-        known = list(filter(None, self.end_tokens))[:4]
-        remedy = f": let the template end each answer with {known[0]}" if known else ""
-        if found and tail and not message.tool_calls:
-            return len(head + found + tail), f"{tail.lstrip()}{remedy}"
+        head, middle, tail = rest.rstrip().rpartition(content or _TEST_CONTENT)
+        end_tokens = list(filter(None, self.end_tokens))[:4]
+        remedy = f": let the template end each answer with {end_tokens[0]}" if end_tokens else ""
+        if middle and tail and not message.tool_calls:
+            return len(head + middle + tail), f"{tail.lstrip()}{remedy}"
         raise BadRowError(
-            "no end-of-turn token", f"looked for {', '.join(known) or 'none'}{remedy}"
+            "no end-of-turn token", f"looked for {', '.join(end_tokens) or 'none'}{remedy}"
         )
 
     def _requests_of_turn(self, chat: _Chat, index: int) -> tuple[TextRequest, TextRequest]:
@@ -373,8 +373,8 @@ class ModelTemplate:
             return None
         if self.thinking != "auto":
             return self.thinking == "on"
-        if isinstance(asked := conversation.options.get("enable_thinking"), bool):
-            return asked
+        if isinstance(enabled := conversation.options.get("enable_thinking"), bool):
+            return enabled
         return any(message.thinking for message in conversation.messages)
 
 

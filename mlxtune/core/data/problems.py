@@ -141,16 +141,16 @@ def unread_key(level: str, key: str, holds: str = "") -> str:
     return f"key {shorten(key)} of {level} is not read" + f" as {holds}" * bool(holds)
 
 
-def bounded(kind: str, known: Collection[str]) -> str:
+def bounded(kind: str, kinds: Collection[str]) -> str:
     """Return a kind of note, or a common kind for further keys, so that kinds stay few."""
-    if kind in known or not kind.endswith(_ENDS):
+    if kind in kinds or not kind.endswith(_ENDS):
         return kind
-    return kind if sum(each.endswith(_ENDS) for each in known) < _MAX_KEYS else FURTHER_KEYS
+    return kind if sum(each.endswith(_ENDS) for each in kinds) < _MAX_KEYS else FURTHER_KEYS
 
 
 def advice_on(kind: str) -> str:
     """Return the advice on a kind of note."""
-    return ADVICE[next((known for end, known in _UNREAD.items() if kind.endswith(end)), kind)]
+    return ADVICE[next((unread for end, unread in _UNREAD.items() if kind.endswith(end)), kind)]
 
 
 class BadRowError(ValueError):

@@ -148,8 +148,8 @@ def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Promp
         if role_of(messages[-1]) == "assistant":
             raise BadRow("the last message is the assistant's: end with the message to answer")
         answered = [*messages, {"role": "assistant", "content": _ANSWER}]
-        asked = {key: content[key] for key in content.keys() - turn_marks(content).keys()}
-        parsed = parse_conversation(1, {**asked, "messages": answered})
+        row = {key: content[key] for key in content.keys() - turn_marks(content).keys()}
+        parsed = parse_conversation(1, {**row, "messages": answered})
         return _before_answer(encoder, parsed)
     except BadRow as problem:
         raise DataError(f"{where}: {problem}") from problem

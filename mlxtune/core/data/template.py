@@ -93,10 +93,10 @@ def without_own_tags(conversation: Conversation, source: str) -> Conversation:
     """
 
     def inner(message: Message) -> Message:
-        found = _IN_TAGS.fullmatch(message.content) if message.role == "tool" else None
-        if found is None or f"<{found['tag']}>" not in source:
+        match = _IN_TAGS.fullmatch(message.content) if message.role == "tool" else None
+        if match is None or f"<{match['tag']}>" not in source:
             return message
-        text = found["text"].strip()
+        text = match["text"].strip()
         return replace(message, content=text, fields={**message.fields, "content": text})
 
     return replace(conversation, messages=tuple(map(inner, conversation.messages)))

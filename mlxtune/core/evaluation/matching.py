@@ -84,9 +84,9 @@ def _counts(samples: Sequence[Sample], holds: Same) -> tuple[int, int | None, in
     """Count the samples for which `holds` is true of a model's answer and the expected one."""
 
     def count(name: str) -> int | None:
-        given = [(getattr(sample, name), sample.expected) for sample in samples]
-        known = [pair for pair in given if pair[0] is not None]
-        return sum(holds(*pair) for pair in known) if known else None
+        pairs = [(getattr(sample, name), sample.expected) for sample in samples]
+        answered = [pair for pair in pairs if pair[0] is not None]
+        return sum(holds(*pair) for pair in answered) if answered else None
 
     return count("base") or 0, count("adapted"), count("against")
 
@@ -102,9 +102,11 @@ def _keys(samples: Sequence[Sample]) -> tuple[KeyMatches, ...]:
         expected.update(wanted.keys())
         for name, counter in right.items():
             answer = getattr(sample, name)
-            given = _json(answer) if answer is not None else _INVALID
-            if isinstance(given, dict):
-                pairs = ((key, given[key], value) for key, value in wanted.items() if key in given)
+            values = _json(answer) if answer is not None else _INVALID
+            if isinstance(values, dict):
+                pairs = (
+                    (key, values[key], value) for key, value in wanted.items() if key in values
+                )
                 counter.update(
                     key for key, own, value in pairs if canonical(own) == canonical(value)
                 )

@@ -107,29 +107,30 @@ def _reward_text(change: RewardChange, before: str) -> str:
     )
 
 
-def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> list[str]:
+def _preference_lines(evaluation: Evaluation, change: PreferenceDifference) -> list[str]:
     """Return the verdict with the changes in preferences and in the loss of the good answers."""
-    rows = pluralize(evaluation.rows, "pair" if found.pairs else "answer")
+    rows = pluralize(evaluation.rows, "pair" if change.pairs else "answer")
     if evaluation.left_out:
         rows += f" (without {pluralize(evaluation.left_out, 'row')} that training also used)"
-    before, after = f"{found.before:.0%}", f"{found.after:.0%}"
+    before, after = f"{change.before:.0%}", f"{change.after:.0%}"
     interval = (
-        f"{100 * (found.after - found.before):+.0f} points, {found.confidence:.0%} interval "
-        f"{100 * found.low:+.0f} to {100 * found.high:+.0f}"
+        f"{100 * (change.after - change.before):+.0f} points, {change.confidence:.0%} interval "
+        f"{100 * change.low:+.0f} to {100 * change.high:+.0f}"
     )
     what = f"it prefers the chosen answer in {after} of {rows}, {before} before ({interval})"
-    if not found.pairs:
+    if not change.pairs:
         what = f"good answers gained more than bad ones in {after} of pairs, on {rows} ({interval})"
     difference = evaluation.difference
     assert difference is not None
     margin = (
-        f"margin {found.margin_before:.3f} nats per token before, {found.margin_after:.3f} after; "
+        f"margin {change.margin_before:.3f} nats per token before, {change.margin_after:.3f} after;
+        "
     )
     return [
         _verdict_line(evaluation, what + _answers(evaluation)),
-        f"{margin if found.pairs else ''}loss of the "
-        f"{'chosen' if found.pairs else 'good'} answers changed by {difference.loss:+.4f} nats per "
-        "token",
+        f"{margin if change.pairs else ''}loss of the "
+        f"{'chosen' if change.pairs else 'good'} answers changed by {difference.loss:+.4f} nats "
+        "per token",
     ]
 
 

@@ -176,17 +176,17 @@ def model_hash(folder: Path, cache: Path | None) -> str:
     A file is not read again if it still has the size, times and inode that an earlier run recorded.
     Raises ModelError if a file cannot be read.
     """
-    known: dict[str, object] = {}
+    entries: dict[str, object] = {}
     if cache is not None:
         with suppress(OSError, ValueError):
-            known = read_json(cache / FILE)
+            entries = read_json(cache / FILE)
     digest, new = hashlib.sha256(), {}
     try:
         for path in sorted([folder / "config.json", *folder.glob("model*.safetensors")]):
             real = path.resolve()
             stat = real.stat()
             times = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-            entry = known.get(str(real))
+            entry = entries.get(str(real))
             if not isinstance(entry, list) or entry[:-1] != times:
                 entry = [*times, file_hash(real)]
                 new[str(real)] = entry
@@ -194,7 +194,7 @@ def model_hash(folder: Path, cache: Path | None) -> str:
     except OSError as error:
         raise ModelError(f"{folder} cannot be read: {error}") from error
     if cache is not None and new:
-        recent = dict(list((known | new).items())[-_KEPT:])
+        recent = dict(list((entries | new).items())[-_KEPT:])
         with suppress(OutputError):  # the next run then computes the hashes again
             make_folder(cache)
             write_json(cache / FILE, recent)

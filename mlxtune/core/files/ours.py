@@ -193,19 +193,21 @@ def is_shallow(folder: Path) -> bool:
     return True
 
 
-def others_in(folder: Path, known: Callable[[str], bool]) -> list[str]:
+def others_in(folder: Path, is_own_path: Callable[[str], bool]) -> list[str]:
     """Return the relative paths below a folder that are unknown or not ours. Raises OSError."""
-    return [name for name, path in contents(folder).items() if not (known(name) and is_ours(path))]
+    return [
+        name for name, path in contents(folder).items() if not (is_own_path(name) and is_ours(path))
+    ]
 
 
-def remove_folder(folder: Path, known: Callable[[str], bool]) -> None:
+def remove_folder(folder: Path, is_own_path: Callable[[str], bool]) -> None:
     """Remove a folder if every file in it is ours and has a known relative path.
 
     Raises ForeignFileError, and removes nothing, if there are other files. Raises OSError.
     """
     if not is_folder(folder):
         raise ForeignFileError(folder, "it is not a folder")
-    if others := others_in(folder, known):
+    if others := others_in(folder, is_own_path):
         raise ForeignFileError(folder / others[0], "mlxtune did not write it")
     discard(folder)
 

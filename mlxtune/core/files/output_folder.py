@@ -33,10 +33,10 @@ def new_folder(
     """
     check_writable(target, "--output")
     _check_apart(target, sources)
-    known = _check_free(target, manifest, overwrite)
+    fingerprints = _check_free(target, manifest, overwrite)
 
     def is_known(folder: Path) -> bool:
-        return is_folder(folder) and _fingerprints(folder) == known
+        return is_folder(folder) and _fingerprints(folder) == fingerprints
 
     # Two processes may write to one target, so each fills a separate folder next to it.
     with replaced_folder(target, "--output", beside(target), is_known) as folder:
@@ -137,9 +137,9 @@ def _check_free(target: Path, manifest: str, overwrite: bool) -> _Known:
             raise OutputError(
                 f"{target}: already exists: choose another --output, or add --overwrite"
             )
-        known = _fingerprints(target)
+        fingerprints = _fingerprints(target)
         _check_written(target, {**read_json(target / manifest)["files"], manifest: None})
-    return known
+    return fingerprints
 
 
 def _is_remembered(manifest: Path) -> bool:

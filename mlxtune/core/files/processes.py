@@ -320,8 +320,8 @@ class LimitedProcess:
             status = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             return "closed"
-        known = {-signal.SIGPROF: "time", limited_helper.OUT_OF_MEMORY: "memory"}
-        return known.get(status, f"exit status {status}")
+        reasons = {-signal.SIGPROF: "time", limited_helper.OUT_OF_MEMORY: "memory"}
+        return reasons.get(status, f"exit status {status}")
 
     def close(self) -> None:
         end(self._process)

@@ -98,9 +98,9 @@ def check_lines(checks: Sequence[Check]) -> Iterator[str]:
             yield f"{'':<{9 + width}}→ {check.remedy}"
 
 
-def _check(name: str, found: str, remedy: str = "", level: str = NOTE) -> Check:
+def _check(name: str, fact: str, remedy: str = "", level: str = NOTE) -> Check:
     """Return a check of the given level, or of level `ok` if there is no remedy."""
-    return Check(level if remedy else OK, name, found, remedy)
+    return Check(level if remedy else OK, name, fact, remedy)
 
 
 def _system(m: Machine) -> Iterator[Check]:
@@ -127,23 +127,23 @@ def _packages(m: Machine) -> Iterator[Check]:
     wanted = ("", *(_EXTRAS[name] for name in m.libraries if name in _EXTRAS))
     required = {package.name: package for package in m.packages if package.extra in wanted}
     shown = (required[name] for name in _SHOWN if name in required)
-    found = ", ".join(f"{p.name} {p.installed}" for p in shown if p.installed)
-    yield Check(OK, "versions", found or "unknown: mlxtune is imported, but not installed")
+    fact = ", ".join(f"{p.name} {p.installed}" for p in shown if p.installed)
+    yield Check(OK, "versions", fact or "unknown: mlxtune is imported, but not installed")
     for name, package in required.items():
         if package.serves or name == _HEADERS:
             continue
         requirement, effect = f"{name}{package.needs}", _FOR_SPEED.get(name)
-        found = f"{package.installed or 'is missing'}, needed: {requirement}"
-        found += f": {effect}" if effect else ""
+        fact = f"{package.installed or 'is missing'}, needed: {requirement}"
+        fact += f": {effect}" if effect else ""
         stops = package.installed is None and not effect
-        yield Check(PROBLEM, name, found, pip("install", f"--upgrade '{requirement}'"), stops)
+        yield Check(PROBLEM, name, fact, pip("install", f"--upgrade '{requirement}'"), stops)
     if len(m.libraries) > 1:
         # The library installed last is in use; its version may differ from mlx's.
-        found = f"{' and '.join(m.libraries)} install MLX's library into the same file"
-        yield Check(PROBLEM, "mlx", found, _keep_one_library(m))
+        fact = f"{' and '.join(m.libraries)} install MLX's library into the same file"
+        yield Check(PROBLEM, "mlx", fact, _keep_one_library(m))
     if m.mlx_first:
-        found = "mlx was imported before mlxtune could load a fast BLAS"
-        yield Check(PROBLEM, "imports", found, "import mlxtune before mlx")
+        fact = "mlx was imported before mlxtune could load a fast BLAS"
+        yield Check(PROBLEM, "imports", fact, "import mlxtune before mlx")
     if extras := _extras(m):
         yield Check(OK, "extras", extras)
 
@@ -178,28 +178,28 @@ def _device(m: Machine) -> Iterator[Check]:
             remedy = f"{again}, or 'mlx[cuda13]' for a GPU"
             if not m.libraries:
                 remedy = INSTALL_LIBRARY
-        found = f"MLX does not start: {m.device_problem}"
-        yield Check(PROBLEM, "device", found, remedy, stops=True)
+        fact = f"MLX does not start: {m.device_problem}"
+        yield Check(PROBLEM, "device", fact, remedy, stops=True)
         return
-    found, remedy, level = f"{device.kind}: {device.name}", "", NOTE
+    fact, remedy, level = f"{device.kind}: {device.name}", "", NOTE
     if m.system == "Darwin" and device.kind != "Metal":
         remedy = "MLX sees no GPU: run outside a virtual machine, with the Mac's own Python"
         level = PROBLEM
     elif m.has_nvidia and device.kind == "CPU":
-        found += "; the NVIDIA GPU is not used"
+        fact += "; the NVIDIA GPU is not used"
         remove = pip("uninstall", "-y mlx-cpu")
         remedy = f"{remove}, then {installs_extra('cuda13')} (or cuda12)"
-    yield _check("device", found, remedy, level)
+    yield _check("device", fact, remedy, level)
 
 
 def _cuda_headers(m: Machine) -> Iterator[Check]:
     for header, remedy in m.missing_headers.items():
         if header == CRT:
-            found = f"{header} is missing: 4-bit bases do not train on Hopper GPUs (H100, H200)"
-            yield Check(NOTE, "CUDA headers", found, remedy)
+            fact = f"{header} is missing: 4-bit bases do not train on Hopper GPUs (H100, H200)"
+            yield Check(NOTE, "CUDA headers", fact, remedy)
         else:
-            found = f"{header} is missing: MLX cannot compile its kernels"
-            yield Check(PROBLEM, "CUDA headers", found, remedy, stops=True)
+            fact = f"{header} is missing: MLX cannot compile its kernels"
+            yield Check(PROBLEM, "CUDA headers", fact, remedy, stops=True)
 
 
 def _memory(m: Machine) -> Iterator[Check]:
@@ -219,52 +219,52 @@ def _memory(m: Machine) -> Iterator[Check]:
 
 
 def _limit(m: Machine, device: Device) -> Check:
-    found, remedy = f"by default {_gb(device.limit)}", ""
+    fact, remedy = f"by default {_gb(device.limit)}", ""
     if device.limit < m.default_limit:
-        found += f": {_gb(m.default_limit)}, capped at what the GPU may use"
+        fact += f": {_gb(m.default_limit)}, capped at what the GPU may use"
         more = (m.memory.total or 0) - 8 * GB
         if m.wired_limit_mb == 0 and more > device.limit:
             command = f"sudo sysctl iogpu.wired_limit_mb={more // 2**20}"
             remedy = f"for a larger model: {command} (until the next restart)"
-        return Check(OK, "memory limit", found, remedy)
+        return Check(OK, "memory limit", fact, remedy)
     if device.limit > device.capacity:
         fits = max(int(0.75 * device.capacity / GB), 1)
-        found += f", more than the {_gb(device.capacity)} of this machine"
-        return Check(NOTE, "memory limit", found, f"train and plan with --memory-limit {fits}")
-    found += f" of {_gb(device.capacity)}; --memory-limit changes it"
-    return Check(OK, "memory limit", found)
+        fact += f", more than the {_gb(device.capacity)} of this machine"
+        return Check(NOTE, "memory limit", fact, f"train and plan with --memory-limit {fits}")
+    fact += f" of {_gb(device.capacity)}; --memory-limit changes it"
+    return Check(OK, "memory limit", fact)
 
 
 def _speed(m: Machine) -> Iterator[Check]:
     device = m.device
     if device is None or device.gflops is None:
         return
-    found, remedy = f"{device.gflops:,.0f} GFLOP/s in float32", ""
+    fact, remedy = f"{device.gflops:,.0f} GFLOP/s in float32", ""
     if device.kind == "CPU" and device.blas:
-        found += f", {device.blas}"
+        fact += f", {device.blas}"
     elif device.kind == "CPU" and m.system == "Linux":
-        found += ", MLX's own reference BLAS"
+        fact += ", MLX's own reference BLAS"
         remedy = f"apt-get install libopenblas0, or {pip('install', 'mkl')}"
     if device.numpy_gflops:
-        found += f"; numpy reaches {device.numpy_gflops:,.0f}"
-    yield _check("speed", found, remedy, PROBLEM)
+        fact += f"; numpy reaches {device.numpy_gflops:,.0f}"
+    yield _check("speed", fact, remedy, PROBLEM)
 
 
 def _folders(m: Machine) -> Iterator[Check]:
     for name, folder in m.folders.items():
-        found, remedy, level = folder.path, "", NOTE
+        fact, remedy, level = folder.path, "", NOTE
         if folder.size is not None:
-            found += f": {_gb(folder.size)} stored"
+            fact += f": {_gb(folder.size)} stored"
         if folder.free is None or folder.problem:
-            found += f": {folder.problem}"
+            fact += f": {folder.problem}"
             remedy = _UNWRITABLE.get(name, "fix its permissions, or choose another --output")
         else:
-            found += f", {_gb(folder.free)} free"
+            fact += f", {_gb(folder.free)} free"
             if folder.free < _FULL:
                 remedy, level = "free space: there is no room for checkpoints", PROBLEM
             elif folder.free < _NEARLY_FULL:
                 remedy = "free space: a model of 4 billion parameters takes 8 GB"
-        yield _check(name, found, remedy, level)
+        yield _check(name, fact, remedy, level)
 
 
 def _power_and_network(m: Machine) -> Iterator[Check]:

@@ -327,4 +327,4 @@ def difference(own: Any, other: Any, name: str = "content") -> str | None:
         return None if Path(own).name == Path(other).name else name
     else:
         return None if own == other else name
-    return next((found for pair in pairs if (found := difference(*pair)) is not None), None)
+    return next((reason for pair in pairs if (reason := difference(*pair)) is not None), None)

@@ -104,8 +104,8 @@ def reward_keys(run: Run) -> dict[str, str]:
     A single reward has no sum.
     """
     every = dict.fromkeys(name for step in run.progress.steps.metrics for name in step)
-    found = (key for key in every if key.startswith(_REWARDS) and key.endswith(_MEAN))
-    keys = {key.removeprefix(_REWARDS).removesuffix(_MEAN): key for key in found}
+    means = (key for key in every if key.startswith(_REWARDS) and key.endswith(_MEAN))
+    keys = {key.removeprefix(_REWARDS).removesuffix(_MEAN): key for key in means}
     return {SUM: "reward", **keys} if len(keys) > 1 else keys
 
 
@@ -142,8 +142,8 @@ def metric_changes(run: Run) -> list[MetricChange]:
         for name, key in keys.items()
     ]
     changes += [_change(run, key, name, "answers") for key, name in _MEASURES.items()]
-    found = (change for change in changes if change is not None)
-    return [each for each in found if each.kind != "answers" or each.first or each.last]
+    complete = (change for change in changes if change is not None)
+    return [each for each in complete if each.kind != "answers" or each.first or each.last]
 
 
 def _change(
@@ -276,9 +276,9 @@ def groups_at(file: io.BufferedReader, start: int, keep: int = MEMBER_BYTES) -> 
 
 def step_of(content: bytes) -> int:
     """Return the step of a member, without reading its samples. Raises ValueError."""
-    if (found := _STEP.match(content)) is None:
+    if (match := _STEP.match(content)) is None:
         raise ValueError("is damaged: it has samples without a step")
-    return int(found[1])
+    return int(match[1])
 
 
 def places_in(file: io.BufferedReader, most: int | None = None) -> Iterator[tuple[int, int, int]]:

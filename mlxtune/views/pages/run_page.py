@@ -164,13 +164,13 @@ def _figures(evaluation: Evaluation) -> dict[str, str]:
         interval = "all rows alike" if change.is_alike else interval
         figures["loss with the adapter"] = loss_text(adapted.loss)
         figures[f"change, {interval}"] = signed_loss(change.loss)
-    if found := evaluation.preference:
+    if pref := evaluation.preference:
         figures = {
-            f"{'chosen answers preferred' if found.pairs else 'good above bad'} before": (
-                f"{found.before:.0%}"
+            f"{'chosen answers preferred' if pref.pairs else 'good above bad'} before": (
+                f"{pref.before:.0%}"
             ),
-            f"after, {found.confidence:.0%} interval of the change "
-            f"{100 * found.low:+.0f} to {100 * found.high:+.0f} points": f"{found.after:.0%}",
+            f"after, {pref.confidence:.0%} interval of the change "
+            f"{100 * pref.low:+.0f} to {100 * pref.high:+.0f} points": f"{pref.after:.0%}",
             **figures,
         }
     if generated := evaluation.generated:

@@ -87,8 +87,8 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
 def check_supported(model_type: str, option: str, otherwise: str) -> None:
     """Raise ModelError if a model type has no known GGUF names, or if gguf is not installed."""
     if model_type not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{option} supports {known}, not {model_type}: {otherwise}")
+        architectures = ", ".join(ARCHITECTURES)
+        raise ModelError(f"{option} supports {architectures}, not {model_type}: {otherwise}")
     if find_spec("gguf") is None:
         raise ModelError(f"{option} needs the gguf package: {installs_extra('gguf')}")
 

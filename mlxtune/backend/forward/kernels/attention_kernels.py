@@ -315,15 +315,15 @@ class AttentionKernels:
 
     def _turns_of(self, heads: Heads, length: int) -> mx.array:
         """Return cosines and sines, float32 (L, pairs, 2), for L >= `length` positions."""
-        known = self._turns.get(heads.frequencies)
-        if known is None or len(known) < length:
-            longest = max(length, 0 if known is None else 2 * len(known))
+        turns = self._turns.get(heads.frequencies)
+        if turns is None or len(turns) < length:
+            longest = max(length, 0 if turns is None else 2 * len(turns))
             # MLX multiplies in float32 too.
             positions = np.arange(longest, dtype=np.float32)
             angles = positions[:, None] * np.array(heads.frequencies, dtype=np.float32)
-            known = mx.array(np.stack([np.cos(angles), np.sin(angles)], axis=-1))
-            self._turns[heads.frequencies] = known
-        return known
+            turns = mx.array(np.stack([np.cos(angles), np.sin(angles)], axis=-1))
+            self._turns[heads.frequencies] = turns
+        return turns
 
     def _selected(
         self, x: mx.array, index: mx.array, width: int, shape: tuple[int, ...]

@@ -54,9 +54,9 @@ def by_blocks(
         d_outputs, *_, d_state = cotangents
         gradients = []
         for start, state in reversed(list(zip(starts, [first, *outputs[1:-1]], strict=True))):
-            given = [*block(whole, start), state]
+            block_inputs = [*block(whole, start), state]
             (d_y,) = block([d_outputs], start)
-            d_inputs = mx.vjp(lambda *x: list(compute(*x)), given, [d_y, d_state])[1]
+            d_inputs = mx.vjp(lambda *x: list(compute(*x)), block_inputs, [d_y, d_state])[1]
             # One block's gradients run together; otherwise some would wait for other blocks.
             *made, d_state = mx.depends(d_inputs, d_inputs)
             gradients.append(made)
@@ -103,22 +103,22 @@ class TimeMixing(nn.Module):
     """RWKV 7's time mixing by mlx-lm's loop over tokens: mlx-lm's Metal kernel has no gradient."""
 
     def _wkv7(self, *inputs: Any) -> tuple[mx.array, mx.array]:
-        *given, state = inputs
-        batch, length, heads, width = given[0].shape
+        *by_token, state = inputs
+        batch, length, heads, width = by_token[0].shape
         if length == 1:
             return super()._wkv7(*inputs)
         if state is None:
-            state = mx.zeros((batch, heads, width, width), given[0].dtype)
-        return by_blocks(_loop, given, state, max(BLOCK // batch, 1))
+            state = mx.zeros((batch, heads, width, width), by_token[0].dtype)
+        return by_blocks(_loop, by_token, state, max(BLOCK // batch, 1))
 
 
 def _loop(*inputs: mx.array) -> tuple[mx.array, mx.array]:
-    *given, state = inputs
+    *by_token, state = inputs
     outputs = []
-    for token in range(given[0].shape[1]):
-        y, state = rwkv7._wkv7_step_ops(*(x[:, token] for x in given), state)
+    for token in range(by_token[0].shape[1]):
+        y, state = rwkv7._wkv7_step_ops(*(x[:, token] for x in by_token), state)
         outputs.append(y)
-    return mx.stack(outputs, axis=1).astype(given[0].dtype), state
+    return mx.stack(outputs, axis=1).astype(by_token[0].dtype), state
 
 
 class DepthwiseConv1d(nn.Module):

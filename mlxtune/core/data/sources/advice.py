@@ -56,8 +56,8 @@ def missing_keys(
         answers = [fields.get(key, key) for key in each.keys[-2:] if renamed.get(key) is None]
         if len(answers) == 1:
             return BadRowError(f"no '{answers[0]}'", f"a pair needs both answers; {keys}")
-    known = (" + ".join(fields.get(k, k) for k in each.keys) for each in formats.values())
-    looked = f"looked for: {', '.join(known)}"
+    key_sets = (" + ".join(fields.get(k, k) for k in each.keys) for each in formats.values())
+    looked = f"looked for: {', '.join(key_sets)}"
     advice = _advice(content, formats, is_table=is_table)
     return BadRowError("no known format", f"{keys}; {looked}; {advice}")
 
@@ -98,8 +98,8 @@ def _inner(content: JsonObject, formats: Mapping[str, Format], outer: str = "") 
         if _holds_turns(value):
             return f"the turns are under {where}: {_TURNS}"
         deeper = isinstance(value, dict) and name.count(".") < _DEPTH
-        if deeper and (found := _inner(value, formats, name)):
-            return found
+        if deeper and (advice := _inner(value, formats, name)):
+            return advice
     return ""
 
 

@@ -89,16 +89,16 @@ class Format:
         check_row_is_learned(marks_of(content))
         check_is_text(content)
         converted = self.convert(row, content)
-        texts, known = _texts(converted), {*self.keys, *self.optional}
-        given = content.get("input") if "preferred_output" in self.keys else None
-        if given is None and not isinstance(converted, Document):
-            known |= turn_marks(content).keys()
+        texts, keys = _texts(converted), {*self.keys, *self.optional}
+        prompt = content.get("input") if "preferred_output" in self.keys else None
+        if prompt is None and not isinstance(converted, Document):
+            keys |= turn_marks(content).keys()
         classes = _classes(content) if isinstance(converted, Document) else []
-        unread = tuple(unread_keys(content, {*known, *classes}, texts))
+        unread = tuple(unread_keys(content, {*keys, *classes}, texts))
         unread += tuple([(CLASS_LABEL, shorten(key)) for key in classes])
-        if isinstance(given, Mapping):  # OpenAI's pairs, whose prompt is an object
-            known = {"messages", *_OPTIONAL, *turn_marks(given)}
-            unread += tuple(unread_keys(given, known, texts))
+        if isinstance(prompt, Mapping):  # OpenAI's pairs, whose prompt is an object
+            keys = {"messages", *_OPTIONAL, *turn_marks(prompt)}
+            unread += tuple(unread_keys(prompt, keys, texts))
         return with_notes(converted, unread)
 
     def fits(self, content: JsonObject) -> bool:
@@ -202,8 +202,8 @@ def pair_keys(content: JsonObject) -> dict[str, str]:
     if "rejected" in content or len(openai) > ("input" not in content):
         return {}
     candidates = {
-        name: [key for key in content if content[key] and known.fullmatch(letters(key))]
-        for name, known in _PAIR_KEYS.items()
+        name: [key for key in content if content[key] and pattern.fullmatch(letters(key))]
+        for name, pattern in _PAIR_KEYS.items()
     }
     return {name: keys[0] for name, keys in candidates.items() if len(keys) == 1}
 

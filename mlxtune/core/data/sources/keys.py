@@ -210,11 +210,11 @@ def is_thinking(key: str) -> bool:
     return key not in _MESSAGE and letters(key) in _THINKING
 
 
-def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def template_options(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables that keys of a row set for its template."""
-    options = {name: given[name] for name in TEMPLATE_OPTIONS if given.get(name) is not None}
+    options = {name: content[name] for name in TEMPLATE_OPTIONS if content.get(name) is not None}
     for key in OPTIONS_OBJECTS:
-        options |= _options_in(given.get(key), key)
+        options |= _options_in(content.get(key), key)
     return {
         name: _switch(name, value) if name in _SWITCHES else value
         for name, value in options.items()

@@ -290,11 +290,11 @@ def role_of(message: Any) -> str | None:
     return _SAME_ROLES.get(letters(role), role.lower())
 
 
-def unknown_role(role: str, known: Sequence[str], where: str) -> BadRowError:
-    close = difflib.get_close_matches(role[:60].lower(), known, n=1)
+def unknown_role(role: str, roles: Sequence[str], where: str) -> BadRowError:
+    close = difflib.get_close_matches(role[:60].lower(), roles, n=1)
     if (meant := SHAREGPT_ROLES.get(role.lower())) is not None:
         return BadRowError("unknown role", f"{where}: {shorten(role)}; write {meant!r}")
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(roles)}"
     return BadRowError("unknown role", f"{where}: {shorten(role)}; {hint}")
 
 

@@ -159,11 +159,13 @@ def _around(text: str, start: int) -> str:
 
 
 def unread_keys(
-    content: Mapping[str, Any], known: Collection[str], texts: Sequence[str]
+    content: Mapping[str, Any], read_keys: Collection[str], texts: Sequence[str]
 ) -> Iterator[Note]:
     """Yield a note for each key with a value that is not among the known keys."""
     unread = {
-        key: content[key] for key in sorted(content.keys() - {*known}) if content[key] not in EMPTY
+        key: content[key]
+        for key in sorted(content.keys() - {*read_keys})
+        if content[key] not in EMPTY
     }
     repeated = {
         key

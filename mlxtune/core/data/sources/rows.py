@@ -139,8 +139,8 @@ def _read_objects(
         return _archive_rows(path)
     if is_zipped(path):
         _check_gzip(path)
-    if is_text_file(path) and (found := text_rows(path, head, texts, split_at)) is not None:
-        return found
+    if is_text_file(path) and (rows := text_rows(path, head, texts, split_at)) is not None:
+        return rows
     return _array_rows(path) if has_elements(head) else _line_rows(path)
 
 

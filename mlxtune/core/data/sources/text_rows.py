@@ -251,9 +251,9 @@ def _marked(lines: Iterable[str], split_at: str | None) -> Iterator[tuple[str, b
             yield line, blank and bool(line.strip())
             blank = not line.strip()
             continue
-        if found := _FENCE.match(line):
+        if match := _FENCE.match(line):
             # In a block of code, `#` starts a comment.
-            fence = "" if fence == found[1] else fence or found[1]
+            fence = "" if fence == match[1] else fence or match[1]
         yield line, split_at == "heading" and not fence and _HEADING.match(line) is not None
 
 
