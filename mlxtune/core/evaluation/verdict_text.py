@@ -123,8 +123,8 @@ def _preference_lines(evaluation: Evaluation, change: PreferenceDifference) -> l
     difference = evaluation.difference
     assert difference is not None
     margin = (
-        f"margin {change.margin_before:.3f} nats per token before, {change.margin_after:.3f} after;
-        "
+        f"margin {change.margin_before:.3f} nats per token before, "
+        f"{change.margin_after:.3f} after; "
     )
     return [
         _verdict_line(evaluation, what + _answers(evaluation)),
