@@ -37,11 +37,11 @@ def compared(name: str) -> str:
     return plain.translate(str.maketrans("lio", "110"))
 
 
-def test_pypi_would_refuse_the_package_s_own_name() -> None:
+def test_pypi_would_refuse_the_name_mlxtune() -> None:
     assert compared("mlxtune") == compared("mlx-tune") == compared("MIX_tune")
 
 
-def test_distribution_has_no_other_project_s_name() -> None:
+def test_distribution_name_is_not_taken() -> None:
     assert PROJECT["name"] == DISTRIBUTION
     assert compared(DISTRIBUTION) not in set(map(compared, NEIGHBORS))
     assert re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", DISTRIBUTION), "the normal form of PEP 503"
@@ -113,7 +113,7 @@ def test_commands_of_messages_are_made_in_one_place() -> None:
     assert found == []
 
 
-def test_readme_s_second_paragraph_is_the_project_s_state() -> None:
+def test_second_readme_paragraph_is_the_project_state() -> None:
     badges = (ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")[1]
     classifiers = PROJECT["classifiers"]
     (stage,) = (each.split(" - ")[1] for each in classifiers if each.startswith("Development"))

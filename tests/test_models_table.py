@@ -47,7 +47,7 @@ def test_page_in_the_docs_shows_what_is_recorded() -> None:
 
 
 @pytest.mark.slow
-def test_models_with_experts_or_recurrences_get_no_kernels_and_dense_ones_do(
+def test_only_dense_models_get_kernels(
     tmp_path: Path,
 ) -> None:
     kernels = {

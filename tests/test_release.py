@@ -44,7 +44,7 @@ def read_yaml(path: Path) -> Any:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-def test_notes_are_the_version_s_section_alone(maker: ModuleType) -> None:
+def test_notes_are_only_the_section_of_the_version(maker: ModuleType) -> None:
     assert maker.release_notes("v0.2.0", "0.2.0", CHANGELOG) == "### Added\n\n- Fish.\n"
 
 
@@ -73,7 +73,7 @@ def test_changelog_has_one_section_of_the_current_version(maker: ModuleType) -> 
     assert maker.release_notes(f"v{version}", version, dated).startswith("### ")
 
 
-def test_citation_names_the_project_s_version_and_license() -> None:
+def test_citation_names_version_and_license() -> None:
     citation = read_yaml(ROOT / "CITATION.cff")
     assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
@@ -107,7 +107,7 @@ def test_release_publishes_only_what_was_checked_and_tried() -> None:
         assert not any(each.startswith("actions/checkout") for each in used)
 
 
-def test_issue_forms_ask_for_the_doctor_s_json() -> None:
+def test_issue_forms_ask_for_json_of_doctor() -> None:
     forms = [each for each in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if each.stem != "config"]
     assert len(forms) == 2
     for form in forms:

@@ -55,7 +55,7 @@ def test_seconds_of_a_step_are_spread_over_all_steps_of_all_runs() -> None:
         ([math.inf, 2.0], False),
     ],
 )
-def test_losses_agree_within_a_tolerance_that_is_tighter_before_the_first_update(
+def test_loss_tolerance_is_tighter_before_the_first_update(
     theirs: list[float], agree: bool
 ) -> None:
     assert agreement([2.0, 2.0], theirs, "float32").agree is agree

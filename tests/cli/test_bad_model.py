@@ -280,7 +280,7 @@ def test_folder_of_model_folders_error_names_one(train: Cli, tmp_path: Path) -> 
     assert train("--model-path", tmp_path).error == said
 
 
-def test_folder_of_the_hub_s_cache_names_its_revision(train: Cli, tmp_path: Path) -> None:
+def test_hub_cache_folder_names_its_revision(train: Cli, tmp_path: Path) -> None:
     revision = tmp_path / "cached" / "snapshots" / "abc"
     revision.mkdir(parents=True)
     (revision / "config.json").touch()

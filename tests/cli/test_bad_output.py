@@ -62,7 +62,7 @@ def test_output_never_replaces_what_the_run_reads(
     assert "--output" in outcome.error
 
 
-def test_output_in_the_model_s_own_folder_is_refused(train: Cli, broken: Path) -> None:
+def test_output_in_the_model_folder_is_refused(train: Cli, broken: Path) -> None:
     before = files_in(broken)
     outcome = train("--model-path", broken, "--output", broken)
     assert outcome.error == f"{broken} is the model's own folder: choose another --output"
@@ -127,9 +127,7 @@ def test_adapter_that_no_run_in_the_folder_keeps_is_not_replaced(
     assert train("--output", copy, "--max-steps", 1).code == 0
 
 
-def test_checkpoint_without_its_adapter_does_not_let_another_adapter_be_replaced(
-    train: Cli, own_run: Path
-) -> None:
+def test_checkpoint_without_adapter_protects_other_adapters(train: Cli, own_run: Path) -> None:
     adapter = own_run.parent / "adapters.safetensors"
     adapter.write_bytes(adapter.read_bytes()[:-4] + b"\0\0\0\1")
     (own_run / "best" / "adapters.safetensors").unlink()

@@ -186,7 +186,7 @@ cli.main()
 
 
 @pytest.mark.slow
-def test_signal_that_ends_a_process_has_it_save_first_and_exit_by_its_own_code(
+def test_terminating_signal_saves_first_and_sets_exit_code(
     long_run: list[object], output: Path
 ) -> None:
     outcome = signalled(long_run, "step 3/", signal.SIGTERM)

@@ -24,7 +24,7 @@ def test_loss_that_is_not_finite_stops_and_names_step_and_learning_rate(
     assert not output.exists()
 
 
-def test_last_good_checkpoint_stays_and_is_named_when_the_loss_is_not_finite(
+def test_last_good_checkpoint_is_named_if_loss_is_not_finite(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlxtune.backend.forward.forward import Forward
@@ -66,7 +66,7 @@ def test_adapter_that_is_not_finite_is_never_written(train: Cli, output: Path) -
     assert not list(output.parent.rglob("adapters.safetensors"))
 
 
-def test_step_that_is_not_finite_is_skipped_with_a_warning_that_names_its_rows(
+def test_non_finite_step_is_skipped_with_warning_naming_rows(
     train: Cli, chat: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlxtune.backend.forward.forward import Forward

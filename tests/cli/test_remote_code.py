@@ -88,7 +88,7 @@ def test_code_outside_of_the_folder_is_never_run(
     assert not marker.exists()
 
 
-def test_code_of_a_tokenizer_runs_only_when_it_is_trusted_and_nobody_is_asked(
+def test_tokenizer_code_runs_only_if_trusted_without_a_prompt(
     train: Cli, with_tokenizer_code: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(prompt: str = "") -> str:

@@ -109,7 +109,7 @@ def test_no_help_loads_anything_slow() -> None:
     assert process.stdout.count("Example: ") == len(COMMANDS)
 
 
-def test_help_of_the_group_shows_each_command_in_one_whole_line_of_80_columns(
+def test_group_help_fits_each_command_on_one_line(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

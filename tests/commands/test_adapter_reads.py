@@ -121,9 +121,7 @@ def test_import_reads_an_adapter_of_peft_once(home: Path, tmp_path: Path, reads:
     assert (reads[home / "peft", CONFIG], reads[home / "peft", PEFT_WEIGHTS]) == (1, 1)
 
 
-def test_verify_reads_each_header_once_for_its_config_and_once_for_its_shapes(
-    home: Path, reads: Reads
-) -> None:
+def test_verify_reads_checkpoint_headers_twice(home: Path, reads: Reads) -> None:
     assert verify(home / "out").ok
     headers = {folder: number for (folder, name), number in reads.items() if name == WEIGHTS}
     checkpoints = home / "out" / "checkpoints"

@@ -238,7 +238,7 @@ def test_answers_are_side_by_side_and_exact_matches_are_counted(judged: Cli, hom
     assert found["exact_match"]["adapted"] == same
 
 
-def test_answers_that_match_by_a_pattern_are_counted_with_and_without_the_adapter(
+def test_pattern_matches_are_counted_with_and_without_adapter(
     judged: Cli,
 ) -> None:
     outcome = judged("--generate", "--max-new-tokens", 12, "--match", "regex=^")

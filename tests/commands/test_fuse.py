@@ -288,9 +288,7 @@ def test_weights_for_images_are_kept_to_the_bit(tmp_path: Path, cli: Cli) -> Non
 
 
 @pytest.mark.slow
-def test_weights_for_images_that_fit_no_more_are_left_out_and_the_config_agrees(
-    cli: Cli, tmp_path: Path
-) -> None:
+def test_image_weights_that_no_longer_fit_leave_config_too(cli: Cli, tmp_path: Path) -> None:
     _, adapter = with_images(tmp_path, "model.language_model.")
     outcome = cli("fuse", "--adapter", adapter, "--output", tmp_path / "fused")
 

@@ -255,7 +255,7 @@ def test_run_stops_when_patience_is_over(worsening_run: Run) -> None:
     assert training.best_epoch == len(training.epoch_metrics) - 2
 
 
-def test_adapter_gives_the_best_validation_loss_when_it_is_loaded_by_mlx_lm(
+def test_adapter_loaded_by_mlx_lm_gives_best_validation_loss(
     worsening_run: Run, model: Path, gibberish: Path
 ) -> None:
     import mlx.core as mx

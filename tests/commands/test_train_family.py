@@ -47,7 +47,7 @@ def starting_from(start: Path, **given: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("member", slow_except(MEMBERS, "pissa"))
-def test_run_that_was_stopped_in_an_epoch_writes_what_it_would_have_written(
+def test_run_stopped_within_an_epoch_resumes_to_the_same_files(
     cli: Cli, model: Path, chat: Path, tmp_path: Path, member: str
 ) -> None:
     train(config(model, chat, tmp_path / "whole", **MEMBERS[member]))

@@ -62,7 +62,7 @@ def micro_batches(config: TrainConfig) -> list[int]:
     return [each["micro_batches"] for each in map(json.loads, lines) if each["kind"] == "step"]
 
 
-def test_run_killed_after_its_micro_batches_were_halved_resumes_to_the_same_bytes(
+def test_run_killed_after_halving_resumes_to_the_same_bytes(
     configured: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, stopped = configured("whole"), configured("stopped")

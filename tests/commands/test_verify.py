@@ -177,7 +177,7 @@ def test_unfinished_run_verifies_and_names_the_resume_command(run: Path) -> None
     assert any("--resume" in check.detail for check in found.checks)
 
 
-def test_run_that_ended_without_a_result_has_no_other_adapter_or_evaluation(run: Path) -> None:
+def test_run_without_result_has_no_other_adapter_or_evaluation(run: Path) -> None:
     adapter, about = run.parent / "adapters.safetensors", run / "run.json"
     (run / "result.json").unlink()
     assert "result.json, which a run writes before it, is not" in bad(run)["evaluation.json"]
@@ -264,7 +264,7 @@ def test_base_model_that_was_changed_or_moved_away_is_found(
 
 
 @pytest.mark.parametrize("first_only", [slow(False), True])
-def test_replay_trains_to_the_same_bytes_from_the_first_checkpoint_or_the_start(
+def test_replay_gives_same_bytes_from_checkpoint_or_start(
     cli: Cli, run: Path, first_only: bool
 ) -> None:
     if first_only:

@@ -89,7 +89,7 @@ def test_entry_without_counterpart_is_a_problem(entries: dict[str, Any], problem
     assert translate(entries).problems[0].startswith(problem)
 
 
-def test_file_is_mlx_lm_s_by_keys_that_only_it_has() -> None:
+def test_mlx_lm_file_is_recognized_by_its_own_keys() -> None:
     every = every_option()
 
     assert is_mlx_lm_file({"model": "m", "data": "d"}, every)
@@ -99,7 +99,7 @@ def test_file_is_mlx_lm_s_by_keys_that_only_it_has() -> None:
     assert not is_mlx_lm_file({"data": "d", "seed": 1}, every)
 
 
-def test_missing_entry_s_default_is_named() -> None:
+def test_default_of_missing_entry_is_named() -> None:
     (line,) = translate({"iters": 10, "num_layers": 4, "lora_parameters": {}}).lines[3:]
 
     assert line == (

@@ -56,7 +56,7 @@ def names_that_affect(affected: Affects) -> set[str]:
     return {name for name, each in OPTIONS.items() if each.affects is affected}
 
 
-def test_meaning_of_each_option_is_what_resume_cache_proof_and_reports_rely_on() -> None:
+def test_option_roles_match_their_use_in_resume_cache_and_reports() -> None:
     assert names_that_affect(Affects.LENGTH) == {"epochs", "max_steps"}
     assert names_that_affect(Affects.INPUT) == {
         *("model_path", "data", "val_data", "init_adapter", "reward")
@@ -92,7 +92,7 @@ def test_flag_of_an_option_is_its_name_with_hyphens() -> None:
 # Given options
 
 
-def test_given_options_are_the_constructor_s_arguments_by_position_and_name() -> None:
+def test_given_options_are_positional_and_keyword_arguments() -> None:
     assert given_options(TrainConfig("m", ("d",))) == {"model_path", "data"}
     assert given_options(config(rank=8)) == {"model_path", "data", "rank"}
 

@@ -310,9 +310,7 @@ def test_broken_download_continues_where_it_broke(hub: Hub) -> None:
     assert ranges[-2:] == ["bytes=20000-", "bytes=40000-"]
 
 
-def test_download_that_keeps_breaking_leaves_nothing_half_and_can_be_tried_again(
-    hub: Hub, sums: Dataset
-) -> None:
+def test_broken_download_leaves_no_partial_file_and_can_be_retried(hub: Hub, sums: Dataset) -> None:
     sums.revisions["main"] = {"a/train.jsonl": ROWS[:700], "b/train.jsonl": ROWS}
     whole = []
 

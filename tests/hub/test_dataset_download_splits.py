@@ -86,7 +86,7 @@ def test_own_files_are_split_as_the_card_says_or_by_their_names(
     assert own_splits(files, configs) == splits
 
 
-def test_name_without_a_split_is_training_and_validation_data_like_a_folder() -> None:
+def test_name_without_split_gives_train_and_validation_data() -> None:
     splits = {"default": {"train": ["a"], "validation": ["b"], "test": ["c"]}}
     assert chosen("o/n", splits) == ("default", {"train": ["a"], "validation": ["b"]})
     assert chosen("o/n:test", splits) == ("default", {"test": ["c"]})

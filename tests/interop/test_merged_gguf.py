@@ -218,7 +218,7 @@ def test_invalid_quantized_file_is_refused(
     assert not (tmp_path / "o").exists()
 
 
-def test_merged_export_without_a_quantizer_is_plain_and_ollama_can_round_it(
+def test_merged_export_without_quantizer_is_plain_for_ollama(
     cli: Cli, adapter: Path, tmp_path: Path, install: Callable[..., None]
 ) -> None:
     install()

@@ -189,7 +189,7 @@ def test_numbers_are_rewards_despite_side_effects(scorer: RewardScorer, folder: 
         assert reward.total == reward.values["check.reward"] + 2 * reward.values["length:4"]  # type: ignore[operator]
 
 
-def test_anything_else_has_no_reward_and_a_problem_that_names_row_and_function(
+def test_other_results_have_a_problem_naming_row_and_function(
     scorer: RewardScorer, folder: Path
 ) -> None:
     names = [name for done in WHY for name in (done, "fine")]

@@ -55,7 +55,7 @@ def described(config: TrainConfig, *, loudly: bool = False) -> tuple[str, int, b
     return config.model_path, config.rank, loudly
 
 
-def test_fields_of_the_config_are_keywords_beside_the_function_s_own() -> None:
+def test_config_fields_are_keywords_of_the_function() -> None:
     assert described(model_path="m", data="d", rank=3, loudly=True) == ("m", 3, True)
     assert described(TrainConfig("m", data=("d",)), loudly=True) == ("m", 8, True)
     with pytest.raises(ConfigError, match=r"unknown option 'learning_rate': use lr=0\.1"):

@@ -39,7 +39,7 @@ def evaluation(home: Path, **options: Any) -> Any:
     return evaluate(config)
 
 
-def test_preferences_are_compared_with_the_adapter_that_training_began_with(home: Path) -> None:
+def test_preferences_are_compared_with_the_initial_adapter(home: Path) -> None:
     found = evaluation(home, adapter=str(home / "second"))
     alone = evaluation(home, adapter=str(home / "first"))
     assert alone.start is None

@@ -79,7 +79,7 @@ def test_start_of_a_run_opens_each_input_once(
     assert {name: calls[name] for name in OPENED} == OPENED
 
 
-def test_start_of_a_run_chooses_its_plan_once_for_the_model_and_once_as_measured(
+def test_plan_is_chosen_at_most_twice(
     model: Path, chat: Path, tmp_path: Path, calls: Calls
 ) -> None:
     """A larger limit and longer examples are further questions, which this run does not raise."""
@@ -100,9 +100,7 @@ def test_inspection_and_evaluation_fetch_data_once(model: Path, rows: str, calls
     assert calls["fetch"] == 2
 
 
-def test_session_of_auto_shares_what_is_open_and_leaves_the_first_unchanged(
-    model: Path, chat: Path
-) -> None:
+def test_auto_session_shares_resources_and_leaves_first_unchanged(model: Path, chat: Path) -> None:
     options = TrainConfig(str(model), (str(chat),), auto=True)
     first = TrainingSession(options, RunConsole(quiet=True), ())
     chosen = with_auto_options(first)

@@ -160,11 +160,11 @@ def tried(values: dict[str, float | None], storages: list[Storage] = STORAGES) -
     return found
 
 
-def test_storage_of_the_base_is_kept_where_it_loses_at_most_three_hundredths() -> None:
+def test_base_storage_is_kept_if_it_loses_at_most_3_percent() -> None:
     assert tried({"as the base": 2.03}).selected.storage == "as the base"
 
 
-def test_first_storage_that_keeps_enough_is_chosen_and_no_other_is_measured() -> None:
+def test_first_sufficient_storage_is_chosen_without_measuring_more() -> None:
     values = {"as the base": 2.5, "by GPTQ": 2.1, "in 6 bits": 2.04, "in 8 bits": 2.01}
     found = tried(values)
     assert found.selected.storage == "in 8 bits"

@@ -208,7 +208,7 @@ def test_same_run_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
         assert "parameters.safetensors" in written[0]
 
 
-def test_pissa_takes_the_largest_singular_vectors_of_the_dequantized_weight(folder: Path) -> None:
+def test_pissa_uses_top_singular_vectors_of_dequantized_weight(folder: Path) -> None:
     config = InstructConfig(lora_rank=4, lora_alpha=8.0, init="pissa")
     pipeline = InstructPipeline(load_base(folder, "float32").model, config)
     for module in adapted_modules(pipeline.model).values():

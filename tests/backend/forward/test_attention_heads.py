@@ -101,7 +101,7 @@ def test_heads_have_the_sizes_norms_and_angles_of_the_layer(attention: nn.Module
     assert found.frequencies == pytest.approx([base ** (-2 * i / size) for i in range(size // 2)])
 
 
-def test_layer_of_a_model_s_own_code_is_left_alone(attention: nn.Module) -> None:
+def test_layer_of_custom_model_code_is_not_replaced(attention: nn.Module) -> None:
     """A trial on a few tokens cannot tell what it does to later ones."""
     attention.__class__ = type("Own", (type(attention),), {"__module__": "model_file"})
     assert find_heads(attention) is None

@@ -156,7 +156,7 @@ class _Pair(nn.Module):  # type: ignore[misc]
 
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("how", [Execution(MLX), Execution(CPU)], ids=["mlx", "cpu"])
-def test_model_without_a_known_backbone_splits_after_the_last_norm_or_runs_whole(
+def test_unknown_backbone_splits_after_last_norm_or_runs_whole(
     how: Execution, norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not norm:

@@ -130,7 +130,7 @@ class Joined:
         return mx.full((*x.shape[:-1], OUT), number)
 
 
-def test_layer_that_joins_others_gives_its_output_of_theirs_until_it_leaves() -> None:
+def test_shared_layer_returns_its_slice_until_it_leaves() -> None:
     options = {"key": mx.random.key(0), "dropout_keys": DropoutKeys(), "salt": 0}
     linear = nn.Linear(IN, OUT)
     layer, x = LoRALinear(linear, rank=RANK, scale=2.0, dropout=0.0, **options), random(1, 5, IN)

@@ -44,9 +44,7 @@ def test_no_launch_joins_an_empty_array() -> None:
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_projections_that_run_together_resume_from_moments_in_the_order_of_the_model(
-    kind: str, tmp_path: Path
-) -> None:
+def test_shared_projections_resume_from_moments_in_model_order(kind: str, tmp_path: Path) -> None:
     folder = write_folder(kind, tmp_path)
     whole, first, again = (pipeline(folder, WAYS["plain"], dropout=0.0) for _ in range(3))
     expected = take(whole, range(1, STEPS + 1))

@@ -247,7 +247,7 @@ LATENT = ARCHITECTURES["deepseek_v3"] | {"num_hidden_layers": 4, "targets": ("al
         long("mamba", examples(2, 60, prefix=40), MAMBA, id="Mamba"),
     ],
 )
-def test_predicted_peak_of_the_graph_is_near_the_measured_in_every_architecture(
+def test_predicted_graph_peak_is_near_measured_in_all_architectures(
     tmp_path: Path,
     architecture: str,
     step: list[Example],
@@ -265,7 +265,7 @@ def test_predicted_peak_of_the_graph_is_near_the_measured_in_every_architecture(
         slow("deepseek_v3", examples(1, 700), LATENT, id="added scores"),
     ],
 )
-def test_predicted_peak_of_the_kernels_is_near_the_measured_in_every_architecture(
+def test_predicted_kernel_peak_is_near_measured_in_all_architectures(
     tmp_path: Path, architecture: str, step: list[Example], changes: dict[str, Any]
 ) -> None:
     check_architecture(tmp_path / "model", architecture, step, changes, EXECUTIONS[True])

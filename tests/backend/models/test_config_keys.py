@@ -91,7 +91,7 @@ def test_rope_parameters_of_a_language_part_are_renamed_too() -> None:
     assert renamed["text_config"]["rope_theta"] == 5.0
 
 
-def test_unread_entry_of_rope_parameters_is_named_and_long_values_end_at_a_word() -> None:
+def test_unread_rope_entry_is_named_with_shortened_value() -> None:
     rope = {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 0.5}
     config = {"model_type": "llama", **SHAPE, "rope_parameters": rope}
     assert unread_keys(with_known_keys(config, "llama"), "llama") == [

@@ -44,7 +44,7 @@ def test_auto_is_float32_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {parameters[name].dtype for name in parameters.keys() - stored} == {mx.float32}
 
 
-def test_auto_is_the_models_own_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_dtype_is_the_models_on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "on_cpu", lambda: False)
     base = load_base(write_model(tmp_path, "qwen3", dtype="bfloat16"), "auto")
     assert dtypes(base) == {mx.bfloat16}

@@ -238,7 +238,7 @@ def test_batches_are_as_large_as_the_memory_allows(
     assert 1 < sizes[1] < sizes[2]
 
 
-def test_most_tokens_of_a_batch_take_a_second_of_a_gpu_and_ten_of_two_cores(
+def test_max_batch_tokens_fit_one_gpu_second_or_ten_cpu_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = {}

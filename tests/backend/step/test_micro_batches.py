@@ -139,7 +139,7 @@ def test_limit_of_micro_batches_has_one_owner() -> None:
     }
 
 
-def test_size_of_micro_batches_is_half_of_the_largest_until_an_execution_sets_it(make: Any) -> None:
+def test_micro_batch_size_defaults_to_half_of_the_largest(make: Any) -> None:
     pipeline, _ = make(80)
     batches = pipeline._engine.micro_batches
     half = batches.halved_limit(batches.lengths(EXAMPLES))
@@ -149,7 +149,7 @@ def test_size_of_micro_batches_is_half_of_the_largest_until_an_execution_sets_it
     assert batches.max_tokens == 20
 
 
-def test_out_of_memory_with_single_examples_is_an_error_that_changes_nothing(
+def test_out_of_memory_on_single_examples_leaves_state_unchanged(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline, _ = make(80)

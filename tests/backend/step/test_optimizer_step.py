@@ -56,7 +56,7 @@ def test_gradients_without_micro_batches_are_zeros() -> None:
     assert float(total.loss) == 0
 
 
-def test_sums_over_workers_replace_a_workers_sums_and_are_computed_by_the_graph() -> None:
+def test_sums_over_workers_are_part_of_the_graph() -> None:
     total = sums_of((1.0, [1.0]))
     sums = StepCounts(7, 70, 6, 0, 2)
     loss, gradients, counts = mx.array(3.0), [mx.array([5.0])], sums.to_array(1.0)
@@ -70,7 +70,7 @@ def test_sums_over_workers_replace_a_workers_sums_and_are_computed_by_the_graph(
 
 
 @pytest.mark.parametrize("requests", [*itertools.product([False, True], repeat=2)])
-def test_counts_that_workers_share_add_up_to_one_workers_and_requests_are_kept(
+def test_counts_of_workers_add_up_and_requests_are_kept(
     requests: tuple[bool, bool],
 ) -> None:
     counts = StepCounts(3, 100, 7)

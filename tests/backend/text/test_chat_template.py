@@ -104,7 +104,7 @@ def test_every_golden_render_is_equal_and_every_refusal_has_its_reason(
 
 
 @pytest.mark.long
-def test_conversation_that_a_template_refuses_is_skipped_with_the_templates_own_reason(
+def test_conversation_refused_by_template_is_skipped_with_its_reason(
     shared: Path, folders: Folders, tmp_path: Path
 ) -> None:
     refused: Counter[str] = Counter()
@@ -314,7 +314,7 @@ def _with_thinking_in_field(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_block_in_the_content_is_written_as_the_channel_of_a_template_that_has_one(
+def test_thinking_block_is_written_to_the_channel_of_the_template(
     shared: Path, folders: Folders, tmp_path: Path
 ) -> None:
     template = TEMPLATES["diffusion_gemma.jinja"]

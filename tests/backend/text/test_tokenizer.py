@@ -301,7 +301,7 @@ def test_tokenizer_that_panics_when_it_is_loaded_is_refused_in_silence(
     assert capfd.readouterr().err == ""
 
 
-def test_tokenizer_that_panics_when_it_is_used_is_an_error_that_names_its_folder(
+def test_panicking_tokenizer_raises_error_with_its_folder(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # Matching this pattern takes exponential time.

@@ -190,7 +190,7 @@ def test_data_hash_does_not_depend_on_line_numbers() -> None:
     assert corpus_of([in_memory(moved)]).data_hash() == corpus_of([in_memory(ROWS)]).data_hash()
 
 
-def test_data_hash_changes_with_rows_tokens_mask_order_and_where_an_example_ends() -> None:
+def test_data_hash_covers_tokens_mask_order_and_boundaries() -> None:
     base = [(1, [[(1, 0), (2, 0), (3, 1)]]), (2, [[(4, 0), (5, 1)]])]
     others: list[list[PlainRow]] = [
         [(1, [[(1, 0), (2, 0), (4, 1)]]), (2, [[(4, 0), (5, 1)]])],

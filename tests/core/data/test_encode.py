@@ -137,7 +137,7 @@ def test_each_turn_is_an_example_where_a_token_would_cross_the_edge_of_one() -> 
     )
 
 
-def test_row_is_skipped_only_when_none_of_its_examples_has_a_supervised_token() -> None:
+def test_row_without_any_supervised_token_is_skipped() -> None:
     conversation = converse(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "\nd"))
     # As above, without BOS: 9 + 2 tokens, then 21 + 3.
     for limit, kept, supervised, context, truncated in (
@@ -239,7 +239,7 @@ def test_row_cut_before_its_first_supervised_token_is_skipped_and_counted() -> N
     assert ledger.adds_up()
 
 
-def test_row_that_the_template_refuses_is_skipped_with_the_rows_around_it_kept() -> None:
+def test_row_refused_by_template_is_skipped_alone() -> None:
     tools = converse(("tool", "4"), ("assistant", "Hello"), row=2)
     good = [converse(("user", "Hi"), ("assistant", "Hello"), row=i) for i in (1, 3)]
 
@@ -274,7 +274,7 @@ def test_rows_beyond_one_batch_of_the_tokenizer_keep_their_order() -> None:
     assert ledger.rows_read == len(rows)
 
 
-def test_tools_nested_to_the_parsers_limit_are_kept_or_skipped_but_never_a_crash() -> None:
+def test_deeply_nested_tools_are_kept_or_skipped() -> None:
     def nested(depth: int) -> dict[str, Any]:
         value: Any = 0
         for _ in range(depth):

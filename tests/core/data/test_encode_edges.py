@@ -211,7 +211,7 @@ def test_answer_alone_gets_no_leading_space_of_a_text(merging: str) -> None:
     assert [tokenizer.vocabulary[i] for i in run] == ["\n\n", "c", "<|im_end|>"]
 
 
-def test_turns_stay_one_example_where_what_begins_a_text_is_tokenized_otherwise() -> None:
+def test_turns_stay_one_example_despite_start_of_text_tokens() -> None:
     tokenizer = SpacingTokenizer(rf"{CONTROL}|\n|\w+|.", control_tokens=CONTROL_TOKENS)
     conversation = converse(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
 

@@ -132,7 +132,7 @@ def test_qwen3_ids_equal_the_golden_ids(shared: Path, qwen3: RealTokenizer) -> N
 
 
 @ROWS
-def test_qwen3_mask_of_every_real_conversation_decodes_to_exactly_its_answers(
+def test_qwen3_masks_decode_to_the_answers(
     shared: Path, qwen3: RealTokenizer, every: int, count: int, uses_tools: int
 ) -> None:
     compared = 0
@@ -156,7 +156,7 @@ def test_qwen3_mask_of_every_real_conversation_decodes_to_exactly_its_answers(
 
 
 @ROWS
-def test_gemma_mask_of_every_real_conversation_decodes_to_exactly_its_answers(
+def test_gemma_masks_decode_to_the_answers(
     shared: Path, stories: RealTokenizer, every: int, count: int, uses_tools: int
 ) -> None:
     # The pieces themselves, because the decoder would strip a space.

@@ -54,7 +54,7 @@ def test_row_that_repeats_an_earlier_one_is_found_also_in_another_file() -> None
     assert [file.notes.counts[problems.DUPLICATE] for file in files] == [1, 2]
 
 
-def test_validation_row_that_trains_too_is_found_and_copies_within_validation_are_not() -> None:
+def test_leak_is_a_validation_row_in_train_not_a_duplicate() -> None:
     train = [encoded("a.jsonl", [5]), encoded("b.jsonl", [6])]
     validation = [encoded("v.jsonl", [7, 7, 6]), encoded("w.jsonl", [5])]
 
@@ -299,7 +299,7 @@ def test_pair_twice_and_the_other_way_round_are_found() -> None:
     }
 
 
-def test_prompt_that_trains_and_validates_is_found_and_pairs_of_both_are_leaks() -> None:
+def test_prompt_in_train_and_validation_is_reported() -> None:
     train = paired("a.jsonl", [(1, [5], [6]), (2, [5], [6])])
     validation = paired("v.jsonl", [(1, [5], [6]), (2, [8], [9]), (3, [5], [6])])
 
@@ -311,7 +311,7 @@ def test_prompt_that_trains_and_validates_is_found_and_pairs_of_both_are_leaks()
     }
 
 
-def test_answers_of_one_kind_that_are_much_longer_are_found_with_their_means() -> None:
+def test_length_bias_of_answers_is_reported_with_means() -> None:
     def lengths(rows: list[tuple[int, Sequence[int], Sequence[int]]]) -> list[Finding]:
         return list(findings.length_findings(Corpus([paired("a", rows).arrays.truncate()])))
 

@@ -88,7 +88,7 @@ def test_identical_rows_stay_together_and_no_more_than_asked_is_held_out(
     assert min(left) + len(validation) > wanted
 
 
-def test_row_with_the_fewest_copies_is_held_out_where_all_have_more_than_asked_for() -> None:
+def test_smallest_cluster_is_held_out_if_all_are_too_large() -> None:
     assert hold_out_rows([1, 1, 1, 9, 5, 5, 9, 9], 0.1, 42, 1000) == ([0, 1, 2, 3, 6, 7], [4, 5])
 
 

@@ -116,7 +116,7 @@ def test_limit_cuts_what_a_loop_over_rows_would_cut(
         (1025, 64, [64, 128, 256, 512, 1024, 2048]),
     ],
 )
-def test_limits_are_powers_of_two_that_cover_the_longest_and_the_current_one(
+def test_limits_are_powers_of_two_up_to_the_longest_row(
     longest: int, current: int, sizes: list[int]
 ) -> None:
     # Each limit cuts more rows than the limit before it.
@@ -353,7 +353,7 @@ def test_characters_of_several_tokens_are_one_piece(narrow: bool) -> None:
     assert sum(piece.tokens for piece in shown) == len(example)
 
 
-def test_characters_broken_by_a_control_token_or_the_mask_are_shown_as_such() -> None:
+def test_split_characters_are_shown_as_such() -> None:
     tokenizer = ByteTokenizer(narrow=False, eos="<end>", control_ids=frozenset([257]))
     llama = list("🦙".encode())
     tokens = [*llama[:2], 257, *llama[2:], *llama, *llama[:1]]

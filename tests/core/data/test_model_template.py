@@ -118,7 +118,7 @@ def test_turns_of_weight_0_and_all_but_the_last_if_asked_are_context(
     assert all(f"{last}?{END}" in p for last, p in zip(chosen, prompts(rendering), strict=True))
 
 
-def test_row_whose_last_turn_has_weight_0_is_a_bad_row_where_only_that_is_trained() -> None:
+def test_last_turn_of_weight_0_is_a_bad_row_with_turns_last() -> None:
     conversation = converse(("user", "?"), ("assistant", "a"), assistant("b", weight=0))
 
     with pytest.raises(BadRowError, match="the last assistant turn has weight 0"):
@@ -277,13 +277,13 @@ def test_system_message_is_merged_into_the_first_user_turn_where_asked(
     assert rendering.notes == {problems.MERGED_SYSTEM: ""}
 
 
-def test_system_message_is_not_merged_where_the_template_has_a_place_for_it() -> None:
+def test_system_message_supported_by_template_is_not_merged() -> None:
     rendering = render(chatml, system_then(), merge_system=True)
 
     assert rendering == render(chatml, system_then())
 
 
-def test_empty_system_message_leaves_the_user_turn_as_it_is_where_it_is_merged() -> None:
+def test_merging_empty_system_message_keeps_user_turn() -> None:
     rendering = render(refuses_system, system_then(" "), merge_system=True)
 
     assert rendering.texts[0].text.startswith(turn("user", "Hi"))

@@ -83,14 +83,14 @@ def test_thinking_goes_on_from_a_prompt_that_has_opened_it(message: dict[str, An
     )
 
 
-def test_answer_without_thinking_ends_it_at_once_where_the_prompt_has_opened_it() -> None:
+def test_answer_without_thinking_closes_the_opened_block() -> None:
     rendering = thoughtful(assistant("4"), r1_like)
 
     assert answers(rendering) == ["\n</think>\n\n4" + END]
     assert rendering.notes == {}
 
 
-def test_each_turn_is_a_text_where_the_prompt_opens_thinking_that_turns_leave_out() -> None:
+def test_turns_are_separate_if_only_prompts_open_thinking() -> None:
     conversation = converse(QUESTION, assistant("<think>Sum.</think>4"), QUESTION, assistant("5"))
 
     rendering = render(r1_like, conversation)
@@ -136,7 +136,7 @@ def test_channel_is_closed_at_once_where_there_is_no_thinking() -> None:
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
-def test_thinking_in_a_field_is_given_under_the_name_that_the_template_reads(field: str) -> None:
+def test_thinking_field_gets_the_name_that_the_template_reads(field: str) -> None:
     heard: list[dict[str, Any]] = []
 
     def listens(messages: Messages, **options: Any) -> str:
@@ -151,7 +151,7 @@ def test_thinking_in_a_field_is_given_under_the_name_that_the_template_reads(fie
         assert heard[-1]["content"] == "4"
 
 
-def test_content_with_tags_is_passed_unchanged_to_a_template_that_splits_it() -> None:
+def test_template_that_splits_tags_gets_unchanged_content() -> None:
     heard: list[str] = []
 
     def listens(messages: Messages, **options: Any) -> str:
@@ -179,7 +179,7 @@ def test_thinking_that_the_template_does_not_show_is_noted(name: str) -> None:
     assert rendering.notes == DROPPED
 
 
-def test_thinking_in_tags_stays_where_the_template_writes_the_content_as_it_is() -> None:
+def test_thinking_tags_stay_if_template_keeps_content() -> None:
     rendering = thoughtful(assistant("<think>\nSum.\n</think>\n\n4"), chatml)
 
     assert answers(rendering) == ["<think>\nSum.\n</think>\n\n4" + END]
@@ -232,7 +232,7 @@ def test_empty_think_block_belongs_to_the_prompt_without_thinking() -> None:
     assert answers(untold) == ["<think>\n\n</think>\n\nHello!<|im_end|>"]
 
 
-def test_long_thinking_that_the_template_drops_does_not_hide_the_end_of_the_answer() -> None:
+def test_dropped_long_thinking_does_not_hide_answer_end() -> None:
     def forgets(messages: Messages, **options: Any) -> str:
         cut = [{**m, "content": m["content"].rpartition("</think>")[2]} for m in messages]
         return chatml(cut, **options)

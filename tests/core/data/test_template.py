@@ -26,7 +26,7 @@ def supervised(rendered: Rendered) -> list[str]:
     return [rendered.text[start:end] for start, end in rendered.spans]
 
 
-def test_supervised_are_the_answer_and_the_end_of_its_turn_as_in_the_picture() -> None:
+def test_answer_and_end_of_turn_are_supervised_as_documented() -> None:
     (rendered,) = render_qwen3(converse(("user", "Hi"), ("assistant", "Hello!"))).texts
 
     # A newline is two characters wide in the picture.
@@ -139,7 +139,7 @@ def test_turns_of_weight_0_and_all_but_the_last_if_asked_are_context(
 
 
 @pytest.mark.parametrize("render", [render_qwen3, render_gemma])
-def test_row_whose_last_turn_has_weight_0_is_a_bad_row_where_only_that_is_trained(
+def test_last_turn_of_weight_0_is_a_bad_row_with_turns_last(
     render: Callable[..., Rendering],
 ) -> None:
     messages = (Message("assistant", "a"), Message("assistant", "b", trained=False))
@@ -165,7 +165,7 @@ def test_qwen3_supervises_thinking_once_in_field_or_content(content: str, writte
     assert rendering.notes == {}
 
 
-def test_gemma_keeps_thinking_in_the_content_and_says_when_it_drops_that_of_a_field() -> None:
+def test_gemma_keeps_thinking_content_and_reports_dropped_field() -> None:
     tagged = Message("assistant", "<think>Hm.</think>Hi", thinking="Hm.")
     apart = Message("assistant", "Hm.", thinking="Hm.")
 

@@ -154,7 +154,7 @@ def test_verdict_says_the_fraction_of_answers() -> None:
     assert "exact" not in verdict_lines(replace(evaluated([-1.0] * 40), generated=few))[0]
 
 
-def test_verdict_on_rows_that_chose_the_adapter_names_the_number_of_adapters() -> None:
+def test_verdict_on_selection_rows_names_number_of_adapters() -> None:
     found = replace(evaluated([-4.0] * 40), candidates=5)
     assert "; as the best of 5 adapters on these rows, it may change" in verdict_lines(found)[0]
     assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found

@@ -44,7 +44,7 @@ def test_verdict_is_by_the_change_of_the_reward(
     assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
 
 
-def test_rows_without_a_reward_are_left_out_and_exact_answers_are_a_fraction() -> None:
+def test_rows_without_reward_are_excluded_and_exact_is_a_fraction() -> None:
     before, after = [0.0] * 8 + [math.nan, 0.0], [1.0, 1.0, 1.0, 1.0] * 2 + [1.0, math.nan]
     found = evaluated(before, [*after[:7], 0.0, *after[8:]], against="other")
     assert found is not None

@@ -139,9 +139,7 @@ def test_shared_lock_has_no_holder(tmp_path: Path) -> None:
         assert holder_of(path) is None
 
 
-def test_reader_that_holds_the_lock_for_an_instant_does_not_keep_a_run_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_brief_reader_does_not_block_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / ".lock"
     path.touch()
     with path.open("rb") as reader:

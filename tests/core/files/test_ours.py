@@ -160,7 +160,7 @@ def test_error_names_the_file_the_reason_and_the_remedy(secret: Path, folder: Pa
     )
 
 
-def test_file_that_is_swapped_after_it_was_opened_is_judged_by_its_descriptor(
+def test_swapped_file_is_checked_by_its_descriptor(
     secret: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, opened = folder / "a", os.open

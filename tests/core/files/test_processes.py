@@ -100,7 +100,7 @@ def test_interrupt_ends_the_process_and_what_it_started(tmp_path: Path) -> None:
     assert os.getpid() not in processes
 
 
-def test_limited_process_and_its_forks_end_with_its_parent_in_the_middle_of_its_work(
+def test_limited_process_and_forks_end_with_busy_parent(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "script.py"
@@ -186,7 +186,7 @@ def write_script(folder: Path, serve: str) -> Path:
     return script
 
 
-def test_reading_ends_in_time_even_if_the_process_neither_reads_nor_stops_printing(
+def test_reading_times_out_despite_endless_output(
     tmp_path: Path,
 ) -> None:
     script = write_script(tmp_path, "while True: os.write(stderr, b'x' * 10_000)")
@@ -198,7 +198,7 @@ def test_reading_ends_in_time_even_if_the_process_neither_reads_nor_stops_printi
     assert set(printed[0]) == set(b"x")
 
 
-def test_end_of_a_process_is_seen_though_its_descendant_keeps_its_output_open(
+def test_process_end_is_seen_despite_open_descendant_pipe(
     tmp_path: Path,
 ) -> None:
     serve = "if os.fork():\n    os.write(stderr, b'last words')\n    os._exit(7)\ntime.sleep(60)"
@@ -220,7 +220,7 @@ def test_process_that_closes_its_output_and_stays_is_not_awaited(tmp_path: Path)
         assert ended.value.reason == "closed"
 
 
-def test_daemon_of_a_user_s_code_ends_with_its_process(tmp_path: Path) -> None:
+def test_daemon_of_user_code_ends_with_its_process(tmp_path: Path) -> None:
     serve = (
         "command = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
         "print(subprocess.Popen(command, start_new_session=True).pid, flush=True)\n"

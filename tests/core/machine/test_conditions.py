@@ -214,7 +214,7 @@ def test_watch_has_a_reading_at_once_and_new_ones_later() -> None:
 # Sleep
 
 
-def test_time_asleep_is_counted_by_a_clock_that_runs_on_beside_one_that_stops(
+def test_sleep_is_the_difference_of_two_clocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "CLOCK_MONOTONIC_RAW" if sys.platform == "darwin" else "CLOCK_BOOTTIME"

@@ -187,7 +187,7 @@ for killed_at in range(1, 100):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_checkpoint_killed_at_any_step_does_not_stop_the_next_run_from_writing_it(
+def test_checkpoint_killed_at_any_point_can_be_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 1)

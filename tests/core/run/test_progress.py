@@ -77,7 +77,7 @@ def test_derived_values_follow_from_the_records() -> None:
     assert (none.step, none.best, none.initial_val_loss) == (0, None, None)
 
 
-def test_first_of_two_validations_that_are_as_good_is_the_best_but_none_before_training() -> None:
+def test_first_of_equal_validations_after_training_is_best() -> None:
     progress = Progress([validation(0, 1.0), step(1), validation(1, 3.0), step(2, 2)])
     progress.append(validation(2, 3.0))
     assert (progress.best, progress.best_epoch) == (validation(1, 3.0), 1)

@@ -128,7 +128,7 @@ def test_nothing_is_written_after_a_missing_best_checkpoint(
     assert disk.saved == ["best", "step-6"]
 
 
-def test_recent_checkpoints_are_kept_and_others_removed_but_what_is_not_ours(
+def test_old_checkpoints_are_removed_but_foreign_files_kept(
     tmp_path: Path,
 ) -> None:
     left = (".step-0.old", ".step-5.old", ".mlxtune-best.0123456789abcdef.tmp")

@@ -112,7 +112,7 @@ def test_padded_labels_equal_those_of_single_examples(
     assert taught == plain
 
 
-def test_examples_of_like_length_run_together_where_padding_costs_less_than_a_pass() -> None:
+def test_similar_lengths_are_batched_if_padding_is_cheaper() -> None:
     examples = of_lengths(50, 100, 55, 90)
 
     assert padded_micro_batches(lengths_of(examples), 1000, 32) == [

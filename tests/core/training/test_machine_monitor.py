@@ -89,7 +89,7 @@ def test_reading_is_acted_on_once_however_many_steps_it_lasts(tmp_path: Path) ->
     assert pipeline.releases == [1]
 
 
-def test_critical_pressure_halves_once_per_event_which_ends_when_it_is_normal(
+def test_critical_pressure_halves_once_until_it_is_normal(
     tmp_path: Path,
 ) -> None:
     pipeline = FakePipeline()

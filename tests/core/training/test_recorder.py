@@ -16,7 +16,7 @@ from mlxtune.core.training.trainer import InstructTrainer
 from tests.core.training.fake_pipeline import CORPUS, FakePipeline, log_of, options, train
 
 
-def test_metrics_file_has_a_line_for_each_step_validation_and_epoch_in_order(
+def test_metrics_file_lists_steps_validations_and_epochs_in_order(
     tmp_path: Path,
 ) -> None:
     found = train(tmp_path, FakePipeline())

@@ -133,7 +133,7 @@ def test_run_whose_disk_fails_at_any_operation_loses_nothing(
     assert len(ended) == (fails_at - 1) // every if kind == "crash" else max(ended, default=0) < 20
 
 
-def test_resumed_run_uses_the_newest_good_checkpoint_and_explains_the_others(
+def test_resume_uses_newest_good_checkpoint_and_explains_others(
     tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
     def spoil(folder: Path) -> None:
@@ -201,7 +201,7 @@ def test_run_with_more_epochs_continues_where_the_shorter_one_ended(tmp_path: Pa
     assert found == expected
 
 
-def test_run_with_more_steps_takes_back_the_end_of_the_epoch_that_was_cut_short(
+def test_extended_run_removes_end_of_truncated_epoch(
     tmp_path: Path,
 ) -> None:
     whole, grown = tmp_path / "whole", tmp_path / "grown"
@@ -213,7 +213,7 @@ def test_run_with_more_steps_takes_back_the_end_of_the_epoch_that_was_cut_short(
     assert found == expected
 
 
-def test_validation_at_a_cut_counts_if_its_adapter_has_replaced_an_earlier_one(
+def test_validation_at_cut_counts_if_adapter_was_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the validation did not count, `best/` would contain an adapter that the record lacks."""
@@ -293,7 +293,7 @@ def test_non_finite_step_is_skipped_and_reported_with_its_rows(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("policy", "steps_taken"), [("skip", 1), ("stop", 1)])
-def test_three_steps_in_a_row_that_are_not_finite_end_a_run_also_over_a_pause(
+def test_three_non_finite_steps_end_a_run_across_resume(
     tmp_path: Path, policy: str, steps_taken: int
 ) -> None:
     config = options(tmp_path, on_nonfinite=policy, save_steps=1)

@@ -97,7 +97,7 @@ def test_validation_rows_given_replace_the_split(tmp_path: Path) -> None:
     assert [sorted(found) for _, found in pipeline.validations] == [[21, 22], [21, 22]]
 
 
-def test_without_validation_rows_nothing_is_evaluated_and_no_epoch_is_the_best(
+def test_no_validation_rows_means_no_best_epoch(
     tmp_path: Path,
 ) -> None:
     pipeline = FakePipeline()
@@ -124,7 +124,7 @@ def test_data_hash_covers_the_whole_corpus_for_any_split(tmp_path: Path) -> None
 # Steps
 
 
-def test_each_step_takes_batch_size_rows_and_the_last_of_an_epoch_what_is_left(
+def test_last_step_of_an_epoch_takes_the_remaining_rows(
     tmp_path: Path,
 ) -> None:
     pipeline = FakePipeline()
@@ -205,7 +205,7 @@ def test_order_and_split_are_functions_of_the_seed(tmp_path: Path) -> None:
     assert runs[0] != runs[2]
 
 
-def test_learning_rate_of_each_step_follows_the_schedule_over_the_whole_run(
+def test_learning_rates_follow_the_schedule(
     tmp_path: Path,
 ) -> None:
     pipeline = FakePipeline()
@@ -294,7 +294,7 @@ def test_validation_loss_is_per_supervised_token_over_the_whole_set(tmp_path: Pa
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
 @pytest.mark.parametrize("validation", [0, 1, 2])
-def test_validation_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(
+def test_non_finite_validation_loss_stops_but_keeps_checkpoint(
     tmp_path: Path, loss: float, validation: int
 ) -> None:
     pipeline = FakePipeline(val_loss=lambda v: loss if v == validation else 3.0 - v)
@@ -313,7 +313,7 @@ def test_validation_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_sav
     assert names_in(tmp_path) == expected[validation]
 
 
-def test_step_whose_loss_is_not_finite_stops_the_run_and_keeps_what_was_saved(
+def test_non_finite_step_loss_stops_but_keeps_checkpoint(
     tmp_path: Path,
 ) -> None:
     class Diverging(FakePipeline):

@@ -48,7 +48,7 @@ def validated_after(per_epoch: int, epochs: int, max_steps: int | None, every: i
     every=st.integers(1, 25),
     save_steps=st.none() | st.integers(1, 5),
 )
-def test_run_validates_every_so_many_steps_and_once_at_the_end_of_each_epoch(
+def test_run_validates_every_val_steps_and_at_epoch_ends(
     per_epoch: int, epochs: int, max_steps: int | None, every: int, save_steps: int | None
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:

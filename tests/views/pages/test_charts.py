@@ -44,7 +44,7 @@ def test_levels_verticals_and_skipped_steps_are_drawn_at_their_values() -> None:
     assert ">skipped step</li>" in html
 
 
-def test_scale_is_logarithmic_for_values_far_apart_unless_it_starts_from_zero() -> None:
+def test_scale_is_logarithmic_unless_it_starts_at_zero() -> None:
     def labels(html: str) -> list[str]:
         return re.findall(r'<text class="y"[^>]*>([^<]*)<', html)
 

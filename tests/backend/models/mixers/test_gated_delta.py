@@ -198,7 +198,7 @@ def test_long_rows_stay_accurate(tokens: int) -> None:
     assert np.abs(np.array(state)[0, 0] - s).max() <= 1e-4 * np.abs(s).max()
 
 
-def test_results_have_mlx_lm_s_dtypes() -> None:
+def test_results_have_dtypes_of_mlx_lm() -> None:
     inputs, frozen, _ = Case(tokens=5).inputs()
     q, k, v, a, b, state = [x.astype(mx.bfloat16) for x in inputs[:5]] + inputs[5:]
     y, end = gated_delta.gated_delta_update(q, k, v, a, b, *frozen, state)

@@ -37,7 +37,7 @@ def write(folder: Path, content: bytes, name: str = "data.jsonl") -> Path:
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
 @pytest.mark.parametrize("bom", [b"", BOM], ids=["no_BOM", "BOM"])
 @pytest.mark.parametrize("ending", [True, False], ids=["ended", "unended"])
-def test_rows_are_numbered_by_line_and_blank_lines_and_comments_are_skipped(
+def test_row_numbers_are_lines_without_blanks_and_comments(
     tmp_path: Path, pack: Callable[[bytes], bytes], newline: bytes, bom: bytes, ending: bool
 ) -> None:
     lines = [b"# made by hand", GOOD, b"", b"  \t", b"  # indented", GOOD, b"oops", GOOD]

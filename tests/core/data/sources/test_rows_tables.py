@@ -60,7 +60,7 @@ def test_rows_have_the_number_of_their_first_line(tmp_path: Path) -> None:
     ],
     ids=["tsv", "semicolons", "commas", "bars", "spaced", "quoted", "gzip"],
 )
-def test_separator_is_the_header_s(tmp_path: Path, name: str, content: str | bytes) -> None:
+def test_separator_is_taken_from_header(tmp_path: Path, name: str, content: str | bytes) -> None:
     assert rows_of(table(tmp_path, content, name)) == [(2, {"prompt": "a, b", "completion": "c;d"})]
 
 

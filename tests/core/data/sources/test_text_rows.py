@@ -73,7 +73,7 @@ def test_json_in_utf_16_is_read_as_in_utf_8(tmp_path: Path, encoding: str, pack:
         assert read(path) == found
 
 
-def test_damaged_line_of_utf_8_is_skipped_and_the_others_keep_their_accents(tmp_path: Path) -> None:
+def test_invalid_utf_8_line_is_skipped_and_others_are_kept(tmp_path: Path) -> None:
     content = b"text\n\xff\n" + "é\n".encode()
     assert read(file(tmp_path, content, "a.csv")) == [
         (2, "not UTF-8 (save it as CSV UTF-8)"),
