@@ -51,7 +51,7 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    config, names = options.config, options.given
+    config, names = options.config, options.option_names
     if config.reward:
         # The adapter's own objective does not matter.
         config = replace(config, objective=REWARDED[0])

@@ -17,7 +17,7 @@ from mlxtune.core.run.sampled_answers import (
 from mlxtune.errors import OutputError
 
 
-class SampleLedger:
+class SampleRecords:
     """The file of a run's samples, in the order of their steps.
 
     Only a `resumed` run reads the samples that are there. Raises OutputError if the file cannot be

@@ -40,7 +40,7 @@ class AnswerError(BaseException):
 
 
 @dataclass
-class AskedRequest(CompletionRequest):  # type: ignore[misc]  # mlx-lm has no types
+class LiveRequest(CompletionRequest):  # type: ignore[misc]  # mlx-lm has no types
     """A request with its model, its rendered prompt and its stop texts.
 
     `pieces` are the tokens of the answer since they were last taken.
@@ -99,7 +99,7 @@ class Answers(ResponseGenerator):  # type: ignore[misc]
         progress_callback: Callable[[int, int], None] | None = None,
     ) -> tuple[GenerationContext, Iterator[Response]]:
         """Return the context of an answer, and its tokens as they come. Raises AnswerError."""
-        assert isinstance(request, AskedRequest)
+        assert isinstance(request, LiveRequest)
         try:
             context, pieces = super().generate(request, generation_args, progress_callback)
         except Exception as error:
@@ -107,7 +107,7 @@ class Answers(ResponseGenerator):  # type: ignore[misc]
         return context, self._shown(context, request, pieces)
 
     def _shown(
-        self, context: GenerationContext, request: AskedRequest, pieces: Iterator[Response]
+        self, context: GenerationContext, request: LiveRequest, pieces: Iterator[Response]
     ) -> Iterator[Response]:
         """Yield the tokens, each with the text that is now certain, up to a stop text or end token.
 

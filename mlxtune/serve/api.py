@@ -21,7 +21,7 @@ from mlx_lm.server import APIHandler, CompletionRequest, Response
 from mlxtune.config.limits import Limits, TooLargeError, parse_json
 from mlxtune.core.data.prompt import MAX_BYTES
 from mlxtune.errors import DataError, MlxTuneError
-from mlxtune.serve.answering import AnswerError, AskedRequest
+from mlxtune.serve.answering import AnswerError, LiveRequest
 from mlxtune.serve.api_requests import (
     RefusedRequestError,
     checked_body,
@@ -30,7 +30,7 @@ from mlxtune.serve.api_requests import (
     tools_of,
 )
 from mlxtune.serve.api_server import ApiServer
-from mlxtune.serve.served_models import AskedMessages, ServedModel, trained_on
+from mlxtune.serve.served_models import RenderedMessages, ServedModel, trained_on
 from mlxtune.watch.connections import LimitedReader
 
 _LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost\.?|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
@@ -51,7 +51,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
     server_version, sys_version = "mlxtune", ""
     path: str
     rfile: Any
-    _asked: AskedRequest
+    _live: LiveRequest
 
     def setup(self) -> None:
         super().setup()
@@ -162,7 +162,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
                 raise RefusedRequestError(HTTPStatus.NOT_FOUND, "no such address")
             body = self._body()
             with self.server.answering():
-                self._asked = self._request(body)
+                self._live = self._request(body)
                 base = self.server.models.base
                 context = base.text_config.get("max_position_embeddings")
                 content = json.dumps(checked_body(body, base.vocab_size, context)).encode()
@@ -263,7 +263,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
                 model = self.server.models.current(model.name) or model
             yield model
 
-    def _request(self, body: Mapping[str, Any]) -> AskedRequest:
+    def _request(self, body: Mapping[str, Any]) -> LiveRequest:
         """Return a request with its rendered prompt."""
         model, models = self._model(body.get("model")), self.server.models
         tools = tools_of(body)
@@ -285,8 +285,8 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
             raise RefusedRequestError(HTTPStatus.BAD_REQUEST, str(error), param) from error
         except MlxTuneError as error:
             raise RefusedRequestError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error
-        conversation = AskedMessages(messages, prompt)
-        return AskedRequest("chat", "", conversation, tools, None, model, prompt, stops_of(body))
+        conversation = RenderedMessages(messages, prompt)
+        return LiveRequest("chat", "", conversation, tools, None, model, prompt, stops_of(body))
 
     # What mlx-lm's handler asks of us
 
@@ -297,18 +297,18 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         except ValueError as error:
             raise RefusedRequestError(HTTPStatus.BAD_REQUEST, str(error)) from error
         # mlx-lm continues a batch with requests for an equal model and adapter.
-        self.adapter = self._asked.model.version
+        self.adapter = self._live.model.version
 
     def handle_chat_completions(self) -> CompletionRequest:
         """Return the request whose prompt was rendered."""
         self.request_id = f"chatcmpl-{uuid.uuid4()}"
         self.object_type = "chat.completion.chunk" if self.stream else "chat.completion"
-        return self._asked
+        return self._live
 
     def handle_text_completions(self) -> CompletionRequest:
         """Return the request whose prompt was rendered."""
         self.request_id, self.object_type = f"cmpl-{uuid.uuid4()}", "text_completion"
-        return self._asked
+        return self._live
 
     def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
         """Answer; `Answers` finds the stop texts, also where tokens cross their edges."""
@@ -319,7 +319,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         response: dict[str, Any] = super().generate_response(
             *args, **options | {"token_logprobs": None, "top_tokens": None}
         )
-        pieces, self._asked.pieces = self._asked.pieces, []
+        pieces, self._live.pieces = self._live.pieces, []
         if self.logprobs or self.top_logprobs > 0:
             content = [self._logprob(piece) for piece in pieces]
             response["choices"][0]["logprobs"] = {"content": content, "refusal": None}
@@ -331,7 +331,7 @@ class ApiHandler(APIHandler):  # type: ignore[misc]  # mlx-lm has no types
         return self._scored(piece.token, piece.logprob) | {"top_logprobs": top}
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:
-        spelled = self.server.models.token_bytes(self._asked.model, token)
+        spelled = self.server.models.token_bytes(self._live.model, token)
         text = spelled.decode(errors="replace")
         return {"token": text, "logprob": logprob, "bytes": list(spelled)}
 

@@ -314,7 +314,7 @@ def _tokenizer_of(reader: Reader, folder: Path, options: DataConfig) -> Tokenize
     return loaded
 
 
-class AskedMessages(list[Any]):
+class RenderedMessages(list[Any]):
     """The messages of a request, with the prompt that the run's template makes of them."""
 
     def __init__(self, messages: Sequence[Any], prompt: Prompt) -> None:
@@ -326,7 +326,7 @@ def _ids_of(messages: list[Any], **options: Any) -> list[int]:
     """Return the tokens of rendered messages; for the first messages alone, no tokens."""
     # mlx-lm renders the system message apart, to cache it on its own; the prompt cache finds the
     # same tokens without that.
-    return list(messages.prompt.ids) if isinstance(messages, AskedMessages) else []
+    return list(messages.prompt.ids) if isinstance(messages, RenderedMessages) else []
 
 
 def trained_on(adapter: AdapterFile | None) -> dict[str, Any]:

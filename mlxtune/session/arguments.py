@@ -43,13 +43,13 @@ _NAME = re.compile(r"(data|val_data)-[0-9a-f]{16}\.jsonl$")
 
 @dataclass(frozen=True)
 class ResolvedOptions(Generic[C]):
-    """The options of a command, and the names of the given ones, which take precedence.
+    """The options of a command, and the names of those that are given, which take precedence.
 
     An option is given by the caller, or by `initial`, the adapter that a run continues from.
     """
 
     config: C
-    given: frozenset[str]
+    option_names: frozenset[str]
     initial: "AdapterFile | None" = None
 
     @classmethod

@@ -53,11 +53,13 @@ def with_auto_options(session: S) -> S:
         needed=default_length if loss is None else loss.enough,
         fitting=_UNCUT,
     )
-    selected = choose_options(facts, config, session.given)
+    selected = choose_options(facts, config, session.option_names)
     # The longest example that fits depends on the selected LoRA options.
     lora = {name: selected[name] for name in ("rank", "alpha", "targets") if name in selected}
     longest = longest_example(config, base, replace(config.pipeline_config(), **lora))
-    selected = choose_options(replace(facts, fitting=longest.recomputed), config, session.given)
+    selected = choose_options(
+        replace(facts, fitting=longest.recomputed), config, session.option_names
+    )
     config = replace(config, auto=False, **selected)
     command = command_line(config)
     console.say("Auto", command, copyable=True)

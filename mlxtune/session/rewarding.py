@@ -30,7 +30,7 @@ from mlxtune.core.training.pipeline import StepSource
 from mlxtune.errors import ModelError, NonFiniteLossError
 from mlxtune.rewards.functions import NoRewardError, RewardSpec, parse_rewards
 from mlxtune.rewards.rollouts import Prompts, Rollouts, sampling_of
-from mlxtune.rewards.samples import SampleLedger
+from mlxtune.rewards.samples import SampleRecords
 from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
 from mlxtune.session.reader import Reader
 from mlxtune.session.run_session import RunSession
@@ -91,7 +91,7 @@ class RewardSession:
             self._ends,
             self._prompts,
             self._scorer,
-            SampleLedger(config.checkpoint_path / SAMPLED, resumed=session.resume is not None),
+            SampleRecords(config.checkpoint_path / SAMPLED, resumed=session.resume is not None),
             session.console.warn,
             session.workers,
         )

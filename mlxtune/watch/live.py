@@ -95,7 +95,7 @@ class Live:
         self._runs: dict[str, Path] = {}
         self._found = 0.0
         # The lock holders that were asked to stop, by run.
-        self._asked: dict[str, Mapping[str, Any] | None] = {}
+        self._stop_requests: dict[str, Mapping[str, Any] | None] = {}
         self._pages, self._left = 0, time.monotonic()
         self._closed = False
         asker.on_change = self._notify
@@ -129,7 +129,7 @@ class Live:
         if run is None:
             raise OutputError("this run no longer exists: reload the page")
         if action == "stop":
-            self._asked[key_of(run)] = holder_of(run / LOCK)
+            self._stop_requests[key_of(run)] = holder_of(run / LOCK)
             request_stop(run)
             self._renew()
         elif action == "ask":
@@ -218,7 +218,7 @@ class Live:
             stopping = {
                 key
                 for key, run in read.items()
-                if run.holder is not None and self._asked.get(key) == run.holder
+                if run.holder is not None and self._stop_requests.get(key) == run.holder
             }
             if len(read) != 1:
                 return render_runs(read, stopping)

@@ -13,7 +13,7 @@ import pytest
 from mlxtune.core.run import sampled_answers
 from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, read_samples
 from mlxtune.errors import OutputError
-from mlxtune.rewards.samples import SampleLedger, copy_samples
+from mlxtune.rewards.samples import SampleRecords, copy_samples
 
 
 def group(step: int, adapter: str = "a", **changes: object) -> GroupRecord:
@@ -38,11 +38,11 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_samples_are_read_as_they_were_added(path: Path) -> None:
-    ledger = SampleLedger(path)
+    records = SampleRecords(path)
     groups = {step: [group(step), group(step, use=1)] for step in (1, 3)}
     for each in groups.values():
-        ledger.add(each)
-    for opened in (ledger, SampleLedger(path)):
+        records.add(each)
+    for opened in (records, SampleRecords(path)):
         assert [opened.read(step, "a") for step in (1, 3)] == [groups[1], groups[3]]
         assert opened.read(2, "a") is None
         assert opened.read(3, "of another adapter") is None
@@ -50,7 +50,7 @@ def test_samples_are_read_as_they_were_added(path: Path) -> None:
 
 
 def test_file_is_json_lines_for_other_tools(path: Path) -> None:
-    SampleLedger(path).add([group(1), group(1, use=1)])
+    SampleRecords(path).add([group(1), group(1, use=1)])
     lines = gzip.decompress(path.read_bytes()).splitlines()
     assert [json.loads(line)["use"] for line in lines] == [0, 1]
     assert json.loads(lines[0])["samples"][0]["text"] == "é\u2028"
@@ -59,22 +59,22 @@ def test_file_is_json_lines_for_other_tools(path: Path) -> None:
 def test_same_samples_have_the_same_bytes(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("one", "two")]
     for each in paths:
-        SampleLedger(each).add([group(1)])
+        SampleRecords(each).add([group(1)])
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def test_new_run_does_not_read_earlier_samples(path: Path) -> None:
-    SampleLedger(path).add([group(1)])
-    new = SampleLedger(path, resumed=False)
+    SampleRecords(path).add([group(1)])
+    new = SampleRecords(path, resumed=False)
     assert new.read(1, None) is None
     new.add([group(1, adapter="b")])
     assert [each.adapter for each in read_samples(path)] == ["b"]
 
 
 def test_samples_up_to_a_step_are_copied(path: Path, tmp_path: Path) -> None:
-    ledger = SampleLedger(path)
+    records = SampleRecords(path)
     for step in (1, 3, 5):
-        ledger.add([group(step)])
+        records.add([group(step)])
     copy_samples(path, tmp_path / "copy", 3)
     assert [each.step for each in read_samples(tmp_path / "copy")] == [1, 3]
     assert path.read_bytes().startswith((tmp_path / "copy").read_bytes())
@@ -85,14 +85,14 @@ def test_every_incomplete_end_is_replaced(
     path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampled_answers, "_PIECE", piece)
-    ledger = SampleLedger(path)
-    ledger.add([group(1)])
+    records = SampleRecords(path)
+    records.add([group(1)])
     first = path.stat().st_size
-    ledger.add([group(2)])
+    records.add([group(2)])
     whole = path.read_bytes()
     for length in range(first, len(whole), 5):
         path.write_bytes(whole[:length])
-        opened = SampleLedger(path)
+        opened = SampleRecords(path)
         assert opened.read(1, "a") == [group(1)]
         assert opened.read(2, "a") is None
         opened.add([group(2)])
@@ -100,13 +100,13 @@ def test_every_incomplete_end_is_replaced(
 
 
 def test_rollout_of_another_adapter_replaces_the_later_ones(path: Path) -> None:
-    ledger = SampleLedger(path)
+    records = SampleRecords(path)
     for step in (1, 2, 3):
-        ledger.add([group(step)])
-    ledger.add([group(2, adapter="b")])
+        records.add([group(step)])
+    records.add([group(2, adapter="b")])
     assert [each.step for each in read_samples(path)] == [1, 2]
-    assert ledger.read(3, "a") is None
-    assert ledger.read(2, "b") == [group(2, adapter="b")]
+    assert records.read(3, "a") is None
+    assert records.read(2, "b") == [group(2, adapter="b")]
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_rollout_of_another_adapter_replaces_the_later_ones(path: Path) -> None:
 def test_damaged_file_is_an_error(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(OutputError, match=r"samples.jsonl.gz .*start over with --overwrite"):
-        SampleLedger(path)
+        SampleRecords(path)

@@ -258,21 +258,21 @@ def test_rows_of_data_frames_are_read_and_kept_private() -> None:
 
 @takes_resolved(TrainConfig)
 def rank_and_given(options: ResolvedOptions[TrainConfig]) -> tuple[int, frozenset[str]]:
-    return options.config.rank, options.given
+    return options.config.rank, options.option_names
 
 
 def test_command_gets_the_names_of_the_given_options() -> None:
-    given = {"model_path", "data", "rank"}
-    assert rank_and_given(model_path="m", data="d", rank=8) == (8, given)
-    assert rank_and_given(TrainConfig("m", data=("d",), rank=8)) == (8, given)
-    assert rank_and_given(resolve_options(config(rank=8))) == (8, given)
+    option_names = {"model_path", "data", "rank"}
+    assert rank_and_given(model_path="m", data="d", rank=8) == (8, option_names)
+    assert rank_and_given(TrainConfig("m", data=("d",), rank=8)) == (8, option_names)
+    assert rank_and_given(resolve_options(config(rank=8))) == (8, option_names)
 
 
 def test_options_of_an_earlier_run_are_reused_unchanged() -> None:
     recorded = config(init_adapter="removed since")
-    rank, given = rank_and_given(ResolvedOptions.recorded(recorded))
+    rank, option_names = rank_and_given(ResolvedOptions.recorded(recorded))
     assert rank == recorded.rank
-    assert {"rank", "alpha", "targets", "epochs"} <= given
+    assert {"rank", "alpha", "targets", "epochs"} <= option_names
 
 
 def test_options_without_an_adapter_are_the_same_config() -> None:
@@ -341,11 +341,13 @@ def test_worker_builds_one_config(
 
     monkeypatch.setattr(launch, "join", lambda *_, **__: workers)
     monkeypatch.setattr(launch, "watched", watched)
-    given = config(output=str(tmp_path), memory_limit=3, parallel=parallel, track="trackio")
-    with join_run(given, lambda *_: RunConsole(quiet=True)) as run:
-        assert built == [given, run.config]
+    original = config(output=str(tmp_path), memory_limit=3, parallel=parallel, track="trackio")
+    with join_run(original, lambda *_: RunConsole(quiet=True)) as run:
+        assert built == [original, run.config]
         assert run.config.memory_limit <= 1.5
-        assert run.config.samples == (0 if index or parallel == "tensor" else given.samples)
+        assert run.config.samples == (0 if index or parallel == "tensor" else original.samples)
         assert (
-            (run.config.output == given.output) == (run.config.track == given.track) == (not index)
+            (run.config.output == original.output)
+            == (run.config.track == original.track)
+            == (not index)
         )

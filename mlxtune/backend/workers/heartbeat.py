@@ -245,7 +245,7 @@ class Watch:
 
     def __init__(self, workers: Workers, began: str, describe: Callable[[int | None], str]) -> None:
         self._workers, self._describe = workers, describe
-        self.found = threading.Event()
+        self.explained = threading.Event()
         silent = f"worker {1 - workers.rank}" if workers.world_size == 2 else "another worker"
         problem = (
             f"{silent} does not answer, or has ended: start all workers again, on ports that "
@@ -291,7 +291,7 @@ class Watch:
 
     def loss_behind(self, error: Exception) -> str | None:
         """Return the message for an error caused by a lost worker; None for other errors."""
-        self.found.set()
+        self.explained.set()
         # After a loss, arbitrary data from MLX's ring may have caused any error.
         of_ring = "[ring]" in str(error)
         self.heartbeat.wait_for_loss(_GRACE if of_ring else _MOMENT)
@@ -307,7 +307,7 @@ class Watch:
 
     def _end(self, lost: int) -> None:
         # Exits before mlx.launch ends this process. A failed worker has printed its error.
-        if not self.heartbeat.failed or not self.found.wait(_GRACE):
+        if not self.heartbeat.failed or not self.explained.wait(_GRACE):
             self._exit(self._line())
 
     def _exit(self, line: str) -> None:
@@ -342,7 +342,7 @@ def watched(
             error.args = (f"worker {workers.rank}: {error}",)
         raise
     finally:
-        watch.found.set()
+        watch.explained.set()
         # Tells the other workers about an error, because they may be waiting for this worker.
         watch.heartbeat.close(failed=failed)
 

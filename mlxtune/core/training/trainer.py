@@ -284,7 +284,7 @@ class InstructTrainer:
     def _reference_logps(self, examples: Sequence[Example]) -> npt.NDArray[np.float64]:
         def evaluated(done: int) -> None:
             self._observer.on_evaluated(done, len(examples))
-            self._stop_if_asked()
+            self._stop_if_requested()
 
         self._observer.on_note("Reference", f"log-probabilities of {len(examples):,} answers")
         return self.pipeline.logps(examples, evaluated)
@@ -306,7 +306,7 @@ class InstructTrainer:
         """Show the progress of work before a step, which starts from the running step's update."""
         self._record_running_step()
         self._observer.on_evaluated(done, total)
-        self._stop_if_asked()
+        self._stop_if_requested()
 
     def _respond_to_machine(self, step: Step) -> bool:
         """Release memory or pause before a step, if the machine's conditions demand it.
@@ -319,7 +319,7 @@ class InstructTrainer:
         self._record_running_step()
         examples = self._source.examples_of(self.train_rows, step, self._on_draw_progress).examples
         halved = self._monitor.respond(demand, self.pipeline, examples, done)
-        self._stop_if_asked()
+        self._stop_if_requested()
         return halved
 
     def _stop_or_save(self, step: Step, halved: bool) -> None:
@@ -337,7 +337,7 @@ class InstructTrainer:
         if saving and not self._validates_within(number):
             self._recorder.save_step()
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_requested(self) -> None:
         """Stop between two steps, if asked to; several workers stop only together, after a step."""
         if self.pipeline.group_size == 1 and self._should_stop():
             self._recorder.save_and_interrupt()
@@ -450,7 +450,7 @@ class InstructTrainer:
 
         def evaluated(done: int, total: int) -> None:
             self._observer.on_evaluated(done, total)
-            self._stop_if_asked()
+            self._stop_if_requested()
 
         return self._source.evaluate(self.val_rows, evaluated)
 

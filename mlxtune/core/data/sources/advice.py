@@ -64,7 +64,7 @@ def missing_keys(
 
 def _advice(content: JsonObject, formats: Mapping[str, Format], *, is_table: bool) -> str:
     """Return the remedy for a row with unknown keys."""
-    if layout := next((said for key, said in _LAYOUTS.items() if key in content), None):
+    if layout := next((layout for key, layout in _LAYOUTS.items() if key in content), None):
         return layout
     if inner := _inner(content, formats):
         return inner

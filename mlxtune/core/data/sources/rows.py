@@ -179,7 +179,7 @@ def _other_kind(path: Path, head: bytes) -> str | None:
     if is_text_file(path) and b"\0" not in head:
         return None
     start = head.removeprefix(UTF8_BOM).lstrip()[:16].lower()
-    return next((said for first, said in _OTHER_KINDS.items() if start.startswith(first)), None)
+    return next((kind for first, kind in _OTHER_KINDS.items() if start.startswith(first)), None)
 
 
 class _FromUtf16:
