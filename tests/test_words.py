@@ -181,6 +181,7 @@ def test_every_exception_of_the_glossary_is_in_use() -> None:
 @pytest.mark.parametrize(
     ("word", "source"),
     [
+        ("product", "def _add(product): ..."),
         ("row", "class SplitRows: ..."),
         ("line", "class _Lines: ..."),
         ("run", "class Plan:\n    run_share: float"),
@@ -216,7 +217,45 @@ AVOIDED_IN_NAMES = {
         r"|(?<!there)_is_no(?!_longer))(_|$)",
         ["test_file_is_no_table", "test_run_trains_all_the_same"],
     ),
+    "tests are named in at most 70 letters, without a possessive": (
+        r"^test_(.*_s_.*|.{66,})$",
+        ["test_separator_is_the_header_s_own", "test_" + "it_" * 22],
+    ),
 }
+
+# Names that say only how a value came about; a name says what the value is.
+PARTICIPLES = re.compile(r"^_?(found|known|given|asked|told|said)$")
+# The outcome of a check, which `doctor --json` calls `found`.
+OUTCOMES = {"core/machine/machine_checks.py", "diagnosis/checks.py"}
+
+
+def test_no_name_of_the_package_is_a_bare_participle() -> None:
+    assert PARTICIPLES.search("found") and not PARTICIPLES.search("is_known")
+    bare = {
+        f"{name.file}: {name.text}"
+        for name in every_name()
+        if PARTICIPLES.search(name.text) and not (name.text == "found" and name.file in OUTCOMES)
+    }
+    assert sorted(bare) == []
+
+
+def test_every_exception_ends_in_error() -> None:
+    classes = {
+        node.name: {ast.unparse(base).split(".")[-1] for base in node.bases}
+        for path in files().values()
+        for node in nodes_of(path)
+        if isinstance(node, ast.ClassDef)
+    }
+    raised = {"Exception", "BaseException"}
+    while more := {name for name, bases in classes.items() if is_raised(bases, raised)} - raised:
+        raised |= more
+    assert "BadRowError" in raised
+    assert [each for each in sorted(raised & classes.keys()) if not each.endswith("Error")] == []
+
+
+def is_raised(bases: set[str], raised: set[str]) -> bool:
+    """Return whether a class with these bases is an exception, except those for an interrupt."""
+    return bool(bases & raised) or any(each.endswith("Error") for each in bases)
 
 
 @cache

@@ -175,9 +175,9 @@ class RewardSession:
             expected=self._prompts.row(rows, index).answer or "",
             base=before.greedy[index],
             adapted=after.greedy[index],
-            right=_known(after.exact[index]),
+            right=_as_bool(after.exact[index]),
             against=before.greedy[index] if against else None,
-            against_right=_known(before.exact[index]) if against else None,
+            against_right=_as_bool(before.exact[index]) if against else None,
         )
 
 
@@ -194,7 +194,7 @@ def _is_exact(text: str, answer: str | None) -> float:
         return math.nan
 
 
-def _known(exact: float) -> bool | None:
+def _as_bool(exact: float) -> bool | None:
     return None if math.isnan(exact) else bool(exact)
 
 

@@ -93,7 +93,7 @@ class Live:
         self._lock, self._changed = threading.Lock(), threading.Condition()
         self._views: dict[str, _View] = {}
         self._runs: dict[str, Path] = {}
-        self._found = 0.0
+        self._next_search = 0.0
         # The lock holders that were asked to stop, by run.
         self._stop_requests: dict[str, Mapping[str, Any] | None] = {}
         self._pages, self._left = 0, time.monotonic()
@@ -175,7 +175,7 @@ class Live:
 
     def _find(self) -> dict[str, Path]:
         """Return the runs to show; search for them again every few seconds."""
-        if time.monotonic() >= self._found:
+        if time.monotonic() >= self._next_search:
             started = time.monotonic()
             try:
                 shown = [run_folder_at(self.folder)]
@@ -185,7 +185,7 @@ class Live:
             shown = sorted(sorted(shown, key=_changed_at)[-MAX_RUNS:])
             self._runs = {key_of(run): run for run in shown}
             took = time.monotonic() - started
-            self._found = time.monotonic() + max(_FIND_EVERY, took / _MAX_READING)
+            self._next_search = time.monotonic() + max(_FIND_EVERY, took / _MAX_READING)
         return self._runs
 
     def _parts(self, name: str) -> Parts:

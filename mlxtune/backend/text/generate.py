@@ -246,19 +246,19 @@ class CheckedSampler:
 
     def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:
         self._sampler = sampler
-        self._found: list[mx.array] = []
+        self._nan_flags: list[mx.array] = []
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         self.finish(but=1)
         has_nan = mx.isnan(logprobs).any()
         mx.async_eval(has_nan)  # type: ignore[no-untyped-call]
-        self._found.append(has_nan)
+        self._nan_flags.append(has_nan)
         return self._sampler(logprobs)
 
     def finish(self, but: int = 0) -> None:
         """Check the logits of all calls except the last `but` calls."""
-        while len(self._found) > but:
-            if self._found.pop(0).item():
+        while len(self._nan_flags) > but:
+            if self._nan_flags.pop(0).item():
                 raise ModelError(
                     "the model's logits are not finite numbers: its weights or its adapter "
                     "are broken: download them again, or name another adapter"
