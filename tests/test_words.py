@@ -351,3 +351,30 @@ def test_misuse_of_a_word_in_text_is_found(word: str, text: str) -> None:
     assert re.search(AVOIDED_IN_TEXT[word], next(messages((ast.Constant(text),))))
     assert not re.search(AVOIDED_IN_TEXT[word], "runs share a prefix, side by side")
     assert not re.search(AVOIDED_IN_TEXT[word], prose(f"`{text}` is code"))
+
+
+_STEMS, _ENDINGS = (
+    "(?:de)?(?:quanti|initiali|normali|summari|recogni|minimi)",
+    "(?:e[sd]?|ing|ation)",
+)
+BRITISH = re.compile(rf"(?i)\b{_STEMS}s{_ENDINGS}\b")
+# Options, keys and other code are American.
+AMERICAN = re.compile(rf"(?i)(?<![-_=.'`{{])\b{_STEMS}z{_ENDINGS}\b(?![-_='`])")
+
+
+def mixed(text: str) -> bool:
+    """Return whether a text has words in both spellings, besides the values of options."""
+    text = re.sub(r"--[\w-]+ \w+", "", text)
+    return bool(BRITISH.search(text) and AMERICAN.search(text))
+
+
+def test_every_message_has_one_spelling() -> None:
+    assert mixed("quantised weights; auto is dequantized")
+    assert not mixed("quantised weights: use --quantized-compute dequantized")
+    every = {
+        f"{file}: {text[:60]}"
+        for file, path in files().items()
+        for text in messages(nodes_of(path))
+        if mixed(text)
+    }
+    assert sorted(every) == []

@@ -38,7 +38,7 @@ _MAX_ROWS = 100
 
 @dataclass(frozen=True)
 class _Measure:
-    """How good a model is, in nats, of which fewer are better.
+    """A model's loss or distance in nats; lower is better.
 
     `base` and `trained` are the values without and with the adapter, and `value_of` measures a
     model.

@@ -46,8 +46,8 @@ class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
     )
     quantized_compute: str = RUN.option(
         "auto",
-        "Multiply by quantised weights, or dequantise them for each product; auto is "
-        "dequantized on the CPU, and the faster of the two on a GPU.",
+        "Multiply by quantised weights, or unpack them for each matmul; auto unpacks on the CPU, "
+        "and takes the faster of the two on a GPU.",
         RESULT,
         choices=("auto", "quantized", "dequantized"),
     )

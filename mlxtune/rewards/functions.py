@@ -52,7 +52,7 @@ class RewardSpec:
 
     `kind` is `function` or the name of a built-in reward. `argument` is what follows the name: the
     name of the function in `file`, a pattern, a tolerance, a schema's file or a length. `content`
-    is that of the Python file or the schema, which is read once, so that all uses agree.
+    is the text of the Python file or the schema, which is read once, so that all uses agree.
     """
 
     kind: str

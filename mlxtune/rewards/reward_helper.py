@@ -56,7 +56,7 @@ class Channel:
 
 
 class State:
-    """The state of the process that every call starts with: streams, folder, signals."""
+    """The state of the process at the start of every call: streams, folder, signals."""
 
     def __init__(self) -> None:
         self._streams = os.open(os.devnull, os.O_RDONLY), os.dup(2), os.dup(2)

@@ -1,4 +1,4 @@
-"""The record of a run's samples, as a run writes it and a resumed run reads it."""
+"""The record of a run's samples, which a resumed run reads."""
 
 import gzip
 import os
@@ -52,7 +52,7 @@ class SampleRecords:
         return OutputError(f"{self._path} {problem}: start over with --overwrite")
 
     def add(self, groups: Sequence[GroupRecord]) -> None:
-        """Add the groups of a rollout; later rollouts, of a run that went another way, go."""
+        """Add the groups of a rollout; remove later rollouts, which an abandoned run wrote."""
         step = groups[0].step
         self._places = {each: place for each, place in self._places.items() if each < step}
         start = max((end for _, end in self._places.values()), default=0)

@@ -105,9 +105,9 @@ def takes_options(
 def takes_resolved(
     kind: type[C],
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Let callers of a function that takes `ResolvedOptions` give them as for `takes_options`.
+    """Let callers of a function that takes `ResolvedOptions` pass options as for `takes_options`.
 
-    Only this package passes `ResolvedOptions` itself, to start a run with those of an earlier one.
+    Only this package passes `ResolvedOptions` itself, to start a run with an earlier run's options.
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:

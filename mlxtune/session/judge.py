@@ -144,7 +144,7 @@ def answer_rows(
 
 
 def _last_turns(rows: CorpusRows, ends: TurnEnds) -> list[tuple[int, LastTurn]]:
-    """Return the rows that have a prompt and a whole answer, by their places, with the turn."""
+    """Return the rows that have a prompt and a complete answer, by index, with the turn."""
     return [(i, turn) for i, row in enumerate(rows) if (turn := last_turn(row, ends)) is not None]
 
 
@@ -168,7 +168,7 @@ def _answers(
 
 @dataclass(frozen=True)
 class OtherAdapter:
-    """The losses and answers of an adapter with which an evaluation compares."""
+    """The losses and answers of the adapter to compare with."""
 
     sums: Any
     answers: list[str] | None

@@ -1,10 +1,10 @@
 """Fits the steps of a run into memory: chooses a plan, confirms it and reserves its memory.
 
-A plan says how steps are computed, its `execution`. Only this module chooses it, in three stages,
-each of which knows one more fact:
+A plan says how steps are computed: its `execution`. Only this module chooses it, in three stages,
+each with one more fact:
 
     choose_plan  sizes of the opened model, and the device's fastest operations
-    plan_run     the faster form of products with quantised weights, timed with the largest
+    plan_run     the faster form of matmuls with quantised weights, timed with the largest
                  micro-batch of the plan
     confirm      what the loaded model supports, and its measured memory; the pipeline then
                  computes by this plan
@@ -61,7 +61,7 @@ _MAX_LENGTH = 1 << 20
 
 
 def first_epoch(config: TrainConfig, dataset: Dataset) -> list[list[int]]:
-    """Return the indices of the rows of each step of the first epoch, in the trainer's order."""
+    """Return the row indices of each step of the first epoch, in the trainer's order."""
     rows = dataset.rows.train
     return order.steps_of(rows, config.batch_size, config.order, config.seed, 1)
 
@@ -206,7 +206,7 @@ def _choose(
 
 
 def larger_limit(config: TrainConfig, plan: MemoryPlan, work: Workload) -> str:
-    """Return a line on what a larger --memory-limit would gain; empty if it would gain nothing."""
+    """Return a line on the gain from a larger --memory-limit; empty if there is none."""
     recommended = allocator.find_limits(config.memory_limit).recommended or 0
     most = recommended // allocator.GB
     if most * allocator.GB <= plan.limit:
@@ -236,7 +236,7 @@ def speed_key(plan: MemoryPlan, dtype: str) -> str:
 
 
 def memory_key(shapes: ModelShapes, execution: Execution, dropout: float, dtype: str) -> str:
-    """Return the cache key of measured memory: all facts on which the memory depends."""
+    """Return the cache key of measured memory: everything that affects the memory."""
     operations = type(execution.operations).__name__
     return key_of(
         [_sizes(shapes), dtype, default_device.device_name(), operations, dropout > 0, versions()]

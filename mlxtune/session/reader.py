@@ -128,7 +128,7 @@ class Reader:
 
     @cached_property
     def _built_in(self) -> str | None:
-        """Return the given template's name, or else that of the model type's built-in template.
+        """Return the given template's name, or the name of the model type's built-in template.
 
         Returns None if there is no such template.
         """

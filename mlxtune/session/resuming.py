@@ -118,7 +118,7 @@ def check_asked_again(
             continue
         values = value if isinstance(value, list) else [value]
         if name == "reward":
-            # All of them, as those that are given replace those of the run.
+            # All of them, because new rewards replace the run's rewards.
             values = values if any(".py" in str(each) for each in values) else []
         elif name != "track":
             values = [
@@ -189,7 +189,7 @@ def run_config(run: Path, checkpoint: Checkpoint, changes: Mapping[str, Any]) ->
 
 
 def _difference(name: str, value: Any, stored: Any) -> str | None:
-    """Return the problem if a given option differs from the run's but may not, or else None."""
+    """Return the problem with an option that must not differ from the run's, or None."""
     option = OPTIONS[name]
     if option.affects not in (Affects.RESULT, Affects.LENGTH):
         return None
@@ -280,7 +280,7 @@ def check_unchanged(resume: ResumePoint, trainer: InstructTrainer) -> None:
 
 
 def _changes(run: Path, trainer: InstructTrainer) -> Iterator[str]:
-    """Yield, for each file whose rows differ from those in a run's records, how many do."""
+    """Yield the number of rows of each file that differ from a run's records."""
     rows = trainer.train_rows
     try:
         before = [ledger.rows_kept for ledger in read_ledgers(run / LEDGER)]

@@ -210,7 +210,7 @@ def _turn_ends(reader: Reader) -> frozenset[int]:
 
 
 def _read_prompts(session: Session[Any]) -> Prompts:
-    """Read the rows of the data files again, as rewards get them."""
+    """Read the rows of the data files again, in the form that reward functions get."""
     config, fields = session.config, parse_fields(session.config.field)
     rows = {}
     for path in session.source.files.all:

@@ -28,7 +28,7 @@ _OTHER_FILES = (".bin", ".csv", ".gguf", ".json", ".jsonl", ".npz", ".pt", ".pth
 class RunSession(TrainingSession[TrainConfig]):
     """The session of one worker of `train`, which resumes from the checkpoint `resume`, if any.
 
-    `options` are those of all workers; `worker_run` has this worker's config and console.
+    `options` apply to all workers; `worker_run` has this worker's config and console.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ class TrainingSession(Session[T]):
 
     @cached_property
     def base(self) -> BaseModel:
-        """The model, of which no weights are read. Raises ModelError."""
+        """The model, without its weights. Raises ModelError."""
         assert self._has_base, "the model was released to another owner"
         return loading.open_base(self.folder, self.config.dtype, self.config.base_options())
 

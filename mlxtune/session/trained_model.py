@@ -268,9 +268,9 @@ def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
 def trained_rows_of(
     adapter: AdapterFile, rows: CorpusRows, warn: Callable[[str], None]
 ) -> npt.NDArray[np.uint64]:
-    """Return the identities of the rows that an adapter was trained on, as far as it is known.
+    """Return the identities of the rows that an adapter was trained on, if they are known.
 
-    They stand in the record of its run. Without the record, the adapter's own metadata has a hash,
+    The record of its run lists them. Without the record, the adapter's own metadata has a hash,
     which finds the rows only if `rows` has exactly these. Warns if they are unknown.
     """
     trained = rows_behind(adapter.path, warn)
@@ -348,7 +348,7 @@ def load_model(
 
 
 def _base_options(config: UseConfig, adapter: AdapterFile | None, folder: Path) -> BaseOptions:
-    """Return options that quantise the base as `config` says, or else as in training."""
+    """Return options that quantise the base as `config` asks, or as in training."""
     if config.quantize is None and adapter is not None:
         return attach.base_options(adapter, folder, _as_stored(config))
     if config.quantize in (None, "none"):

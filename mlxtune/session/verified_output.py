@@ -267,7 +267,7 @@ def _trained_reader(source: Source) -> tuple[UseConfig, Reader] | None:
 
 
 def warn_of_end(source: Source) -> None:
-    """Warn if the tool that an adapter is exported to does not stop at the end of a turn."""
+    """Warn if the export's tool does not stop at the template's end of a turn."""
     if (trained := _trained_reader(source)) is not None:
         for kind, detail in trained[1].unknown_end_note.items():
             source.console.warn(f"{kind} ({detail}): {advice_on(kind)}")

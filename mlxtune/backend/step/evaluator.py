@@ -220,7 +220,7 @@ class LossEvaluator:
 
 
 def max_batch_tokens(parameters: int) -> int:
-    """Return how many tokens a batch may have so that a model of this size takes only seconds."""
+    """Return the maximum tokens of a batch that a model of this size runs in a few seconds."""
     operations = _MAX_CPU_FLOPS if on_cpu() else _MAX_GPU_FLOPS
     return min(_MAX_TOKENS, int(operations / (_FLOPS_PER_PARAMETER * parameters)))
 
@@ -248,7 +248,7 @@ def evaluation_memory(forward: Forward) -> EvaluationMemory:
 
 
 class Passes(NamedTuple):
-    """What passes over examples need: micro-batches, a runner of their graphs, and evaluation."""
+    """The parts of a pass over examples: micro-batches, the runner of their graphs, and losses."""
 
     batches: MicroBatches
     runner: GraphRunner
@@ -266,7 +266,7 @@ def passes_of(
     whole_rows: bool = False,
     other_bytes: int = 0,
 ) -> Passes:
-    """Return the passes of a model with so many parameters, for training and for evaluation.
+    """Return the passes of a model with `parameters` parameters, for training and evaluation.
 
     Workers that share the model wait for each other within a pass, so none of them halves its
     micro-batches or tries again on its own.

@@ -25,9 +25,9 @@ from mlxtune.errors import NonFiniteLossError
 class StepGradients:
     """The loss and gradients of a step, summed over its micro-batches, and the resulting update.
 
-    `loss` is in nats per supervised token, or that of preferences, as defined by `step_loss`. The
+    `loss` is in nats per supervised token, or the preference loss that `step_loss` defines. The
     gradients are float32: vectors or, from `loss_and_gradients`, a tree of parameters. `counts` are
-    those of this worker. `graph` computes the last micro-batch and the `update`, if any. With
+    this worker's counts. `graph` computes the last micro-batch and the `update`, if any. With
     several workers, loss, gradients and the loss's `values` are sums over all workers, as is
     `summed_counts`, the array of the counts.
     """
@@ -90,7 +90,7 @@ class StepGradients:
     def merge(
         self, loss: mx.array, gradients: Any, counts: mx.array, values: list[mx.array]
     ) -> None:
-        """Replace this worker's sums by those over all workers; a known loss stays."""
+        """Replace this worker's sums by the sums over all workers; a known loss stays."""
         self.loss, self.gradients, self.values = loss, gradients, values
         self.summed_counts = counts
         self.graph = replace(self.graph, arrays=(loss, gradients, counts, values))

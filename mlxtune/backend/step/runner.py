@@ -129,7 +129,7 @@ class GraphRunner:
         return Graph(tokens, stages, outputs or [], gradients, arrays)
 
     def start(self, graph: Graph) -> None:
-        """Start computing a graph after the previous one is done: the device never holds two."""
+        """Start computing a graph after the previous graph: the device never holds two."""
         if self._running is not None:
             self.finish(self._running)
         self._begin(graph)

@@ -166,7 +166,7 @@ class PreferenceLoss(StepLoss):
 
 @dataclass(frozen=True)
 class PolicyLoss(StepLoss):
-    """The loss of a step's sampled answers, of which `examples` get a gradient.
+    """The loss of a step's sampled answers; only `examples` get a gradient.
 
     The only value of a micro-batch is an array (E, A) of the log-probabilities of its examples'
     tokens, and of zeros for the others.

@@ -67,27 +67,35 @@ class MemoryCorrection:
 class ModelShapes:
     """The sizes of a model with LoRA, in array entries unless bytes are mentioned.
 
-    `weights` counts the bytes of the stored base, with `stored_itemsize` bytes per entry (0 if
-    quantised); `itemsize` is the number of bytes per entry of the compute dtype. `trainable` counts
-    the LoRA parameters. `layers` counts the layers from the first layer with LoRA onwards.
-    `matmuls` is the total output width of the linear layers and convolutions in these layers,
-    `layer_matmuls` the largest such width in one layer, with the inputs that its experts gather,
-    and `widest_matmul` the greatest width of one linear layer's output. `updated` is the largest
-    width of one layer's outputs with LoRA, `scaled` the width of all outputs that DoRA scales.
-    `largest_cast` and `unpacked` are the sizes of the largest matrix that is cast, and of the
-    largest quantised matrix that is unpacked, for a product; `head_cast` is the size of the head if
-    it is cast. `plain_head` says whether the head is one product. Attention has `heads` heads of
-    `head_size`.
+    Layers are counted from the first layer with LoRA onwards, and "all layers" means these.
 
-    `scores` counts the copies of one head's scores that MLX's graph keeps in all layers,
-    `layer_scores` the copies that one layer's backward pass adds, if examples are wider than
-    `window`; `held_scores` the copies that the CPU's functions hold. `gathered` is the width of the
-    inputs that the experts of all layers gather, `layer_gathered` the largest width of one layer's
-    gathered inputs and outputs. `mixed` counts the channels of the convolutions of all layers,
-    `layer_mixed` the largest number in one layer. `looped` counts the entries per token that loops
-    over tokens keep in all layers, `layer_looped` the largest number of entries that one layer's
-    loop holds for a block of tokens. `graphs` limits the graphs that the device queues; without it,
-    buffers in flight count as none. `measured` corrects the estimate by measured passes.
+    weights          bytes of the stored base
+    stored_itemsize  bytes per stored entry; 0 if the base is quantised
+    trainable        LoRA parameters
+    itemsize         bytes per entry of the compute dtype
+    hidden, vocab    widths of the hidden states and of the logits
+    layers           number of layers
+    matmuls          output width of the linear layers and convolutions of all layers
+    layer_matmuls    the largest such width of one layer, with its experts' gathered inputs
+    widest_matmul    the largest output width of one linear layer
+    updated          the largest width of one layer's outputs with LoRA
+    largest_cast     the largest matrix that is cast for a matmul
+    unpacked         the largest quantised matrix that is unpacked for a matmul
+    head_cast        the head, if it is cast
+    plain_head       whether the head is a single matmul
+    heads, head_size attention's heads and their size
+    scores           copies of one head's scores that MLX's graph keeps in all layers
+    layer_scores     copies that one layer's backward pass adds for examples wider than `window`
+    held_scores      copies that the CPU's functions hold
+    gathered         width of the inputs that the experts of all layers gather
+    layer_gathered   the largest width of one layer's gathered inputs and outputs
+    mixed            channels of the convolutions of all layers
+    layer_mixed      the largest number of channels in one layer
+    looped           entries per token that loops over tokens keep in all layers
+    layer_looped     the most entries that one layer's loop holds for a block of tokens
+    scaled           width of all outputs that DoRA scales
+    graphs           limits of the graphs that the device queues; None counts no buffers in flight
+    measured         correction of the estimate by measured passes
     """
 
     weights: int

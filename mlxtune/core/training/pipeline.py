@@ -168,11 +168,11 @@ class StepSource(Protocol):
     def evaluate(
         self, rows: CorpusRows, on_progress: OnProgress
     ) -> tuple[InstructBatchResult, list[FileLoss]]:
-        """Return the loss and metrics of rows, and those of each file if there are several."""
+        """Return the loss and metrics of rows, and the loss of each file if there are several."""
 
 
 class RowSource:
-    """The examples of a step are those of its rows, whose losses the pipeline computes."""
+    """Supplies the examples of a step's rows, whose losses the pipeline computes."""
 
     updates = 1
 

@@ -72,7 +72,7 @@ class InstructTrainer:
         monitor       answers the machine's memory pressure, battery, heat and sleep
         objective     decides the examples of a row and, for preferences, the need of a reference
         cache         keeps the reference's log-probabilities, besides the run's folder
-        source        supplies the examples of the steps; default: those of the rows
+        source        supplies the examples of the steps; default: the rows' examples
 
     Several workers stop and save together, after a step. `progress` has the records of the run so
     far, and `best_folder` the checkpoint of the best validation.
@@ -460,7 +460,7 @@ def _selected_rows(
     validation: Sequence[Example] | None,
     config: InstructTrainingConfig,
 ) -> RunRows:
-    """Return rows that are already chosen unchanged; choose the rows of examples."""
+    """Return given rows unchanged; select the rows of examples."""
     if isinstance(corpus, RunRows):
         return corpus
     if not corpus:
