@@ -150,11 +150,11 @@ class OurTrainer:
         for number, examples in enumerate([*steps, None], 1):
             following = None if examples is None else (examples, self._start(number, examples))
             if started is not None:
-                taken, running = started
+                step, running = started
                 outcome = self.pipeline.wait(running)
                 self._result = outcome.result()
                 loss, peak = self._result.avg_loss, self._result.memory
-                yield _timed(self, taken, outcome.ended - last, loss, peak)
+                yield _timed(self, step, outcome.ended - last, loss, peak)
                 last = outcome.ended
             started = following
 

@@ -131,9 +131,9 @@ def _choose_storage(
 
     def value_of(storage: Storage) -> float | None:
         if storage.gptq:
-            if (made := _round_by_gptq(source, storage, rows.train)) is None:
+            if (rounding := _round_by_gptq(source, storage, rows.train)) is None:
                 return None
-            storage = rounded[storage.name] = made
+            storage = rounded[storage.name] = rounding
         fused = fusing.fused_model(
             source.folder, source.adapter, source.base_options, dequantize=False, storage=storage
         )
@@ -178,21 +178,22 @@ def _round_by_gptq(
     merged = fusing.merged_weights(source.folder, source.adapter, source.base_options)
     order = np.random.default_rng(0).permutation(len(rows)).tolist()
     examples = (example for index in order for example in rows[index])
-    if (drawn := gptq.calibration(base, merged, examples)) is None:
+    if (calibration := gptq.calibration(base, merged, examples)) is None:
         say("not tried: it needs more than the free memory")
         return None
-    used = f"{pluralize(len(drawn.real), 'token')} of {pluralize(len(drawn.ids), 'example')}"
-    say(f"rounding on {used}, in up to {byte_size(drawn.memory)} of memory")
+    tokens, count = len(calibration.real), len(calibration.ids)
+    used = f"{pluralize(tokens, 'token')} of {pluralize(count, 'example')}"
+    say(f"rounding on {used}, in up to {byte_size(calibration.memory)} of memory")
     read_weights(base)
-    made, nearest = gptq.round_projections(
-        base, merged, storage, drawn, lambda seconds: say(f"takes about {duration(seconds)}")
+    rounding, nearest = gptq.round_projections(
+        base, merged, storage, calibration, lambda seconds: say(f"takes about {duration(seconds)}")
     )
     if nearest:
         fell_back = f"{pluralize(nearest, 'weight')} fell back"
         say(f"{fell_back} to round-to-nearest: not affine, or too few inputs")
     del base, merged
     allocator.release()
-    return made
+    return rounding
 
 
 def _measure_of(
@@ -269,5 +270,5 @@ def _rows_of_run(source: verified_output.Source) -> _Rows:
 def _sample(rows: CorpusRows, seed: int) -> CorpusRows:
     if len(rows) <= _MAX_ROWS:
         return rows
-    drawn = np.random.default_rng(seed).permutation(len(rows))[:_MAX_ROWS]
-    return CorpusRows(rows.corpus, [rows.indices[i] for i in sorted(drawn.tolist())])
+    sampled_indices = np.random.default_rng(seed).permutation(len(rows))[:_MAX_ROWS]
+    return CorpusRows(rows.corpus, [rows.indices[i] for i in sorted(sampled_indices.tolist())])

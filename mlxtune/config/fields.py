@@ -112,11 +112,11 @@ class CheckedConfig:
         cls._check_former(options)
         options = {cls.former.get(name, name): value for name, value in options.items()}
         check_names(cls, {k: value for k, value in options.items() if k not in cls.ignored})
-        made = super().__new__(cls)
+        config = super().__new__(cls)
         positional = [field.name for field in dataclasses.fields(cls) if not field.kw_only]  # type: ignore[arg-type]
         passed = frozenset([*positional[: len(values)], *options])
-        object.__setattr__(made, "_passed", passed)
-        return made
+        object.__setattr__(config, "_passed", passed)
+        return config
 
     @classmethod
     def _check_former(cls, options: Mapping[str, Any]) -> None:

@@ -129,8 +129,8 @@ def _function_step(
 ) -> Step:
     """Return the sum of squares of a function's result, and the sum's gradient for each input."""
     # The numbers are exact in bfloat16, so that all dtypes get equal inputs.
-    drawn = inputs(np.random.default_rng(0))
-    arrays = [mx.array(x, dtype=mx.bfloat16).astype(dtype) for x in drawn]
+    samples = inputs(np.random.default_rng(0))
+    arrays = [mx.array(x, dtype=mx.bfloat16).astype(dtype) for x in samples]
 
     def summed(*arrays: mx.array) -> mx.array:
         return mx.square(functions[kind](*arrays).astype(mx.float32)).sum()

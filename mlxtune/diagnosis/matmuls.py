@@ -121,10 +121,10 @@ class Matmul:
         rng = np.random.default_rng(0)
         shape = (size.columns, size.inner) if transposed else (size.inner, size.columns)
         shapes = ((size.tokens, size.inner), (self.experts, *shape) if self.experts else shape)
-        drawn = [rng.standard_normal(each, dtype=np.float32) for each in shapes]
+        factors = [rng.standard_normal(each, dtype=np.float32) for each in shapes]
         owners = np.sort(rng.integers(0, max(self.experts, 1), size.tokens))
         with on_the_cpu():
-            x, w = (mx.array(array).astype(mx.bfloat16) for array in drawn)
+            x, w = (mx.array(array).astype(mx.bfloat16) for array in factors)
             scales: tuple[mx.array, ...] = ()
             plain = w.astype(mx.float32)
             if self.bits:

@@ -225,9 +225,9 @@ class ValidationAnswers(TrainingObserver):
 
     def _answer(self, step: int) -> None:
         config, reader = self._session.config, self._session.reader
-        if drawn := _draw(self._rows, config.samples, config.seed, reader):
+        if sample := _draw(self._rows, config.samples, config.seed, reader):
             quiet = RunConsole(quiet=True)
-            generated = answer_rows(self._loaded, reader, drawn, _MAX_LIVE_TOKENS, quiet)
+            generated = answer_rows(self._loaded, reader, sample, _MAX_LIVE_TOKENS, quiet)
             content = asdict(StepSamples(step, generated.samples))
             write_json(config.checkpoint_path / SAMPLES, content)
 
@@ -276,9 +276,9 @@ def judge(
     if not config.samples or evaluation.generated is not None:
         return evaluation
     try:
-        if drawn := _draw(judged.rows, config.samples, config.seed, session.reader):
+        if sample := _draw(judged.rows, config.samples, config.seed, session.reader):
             allocator.release()
-            generated = answer_rows(loaded, session.reader, drawn, _MAX_SAMPLE_TOKENS, console)
+            generated = answer_rows(loaded, session.reader, sample, _MAX_SAMPLE_TOKENS, console)
             evaluation = replace(evaluation, generated=generated)
             _write_evaluation(config.checkpoint_path, evaluation)
             console.say("Samples", f"{pluralize(generated.rows, 'row')} answered, for the report")

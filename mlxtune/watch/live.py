@@ -338,5 +338,5 @@ def _fragment(template: str, **context: Any) -> str:
 
 
 def _charts(charts: list[Chart]) -> dict[str, Any]:
-    drawn = draw_all(charts)
-    return {"charts": _fragment("charts.html", **drawn), "chart_data": drawn["chart_data"]}
+    context = draw_all(charts)
+    return {"charts": _fragment("charts.html", **context), "chart_data": context["chart_data"]}

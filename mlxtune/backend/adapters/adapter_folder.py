@@ -296,9 +296,9 @@ def other_base_error(path: Path, base: str | None, problem: str) -> ModelError:
         return ModelError(
             f"{path} is damaged: {problem}: copy it from the folder where it was trained"
         )
-    made = f"was trained on another model, {base:.200}, and " if base else ""
+    origin = f"was trained on another model, {base:.200}, and " if base else ""
     return ModelError(
-        f"{path}: {made}does not fit the model: {problem}: name the right base with --model-path"
+        f"{path}: {origin}does not fit the model: {problem}: name the right base with --model-path"
     )
 
 

@@ -102,11 +102,11 @@ def fused_model(
     model, config = base.model, base.config
     fused = []
     for name, (module, weight) in _merged(base, folder, adapter).items():
-        made = _stored(name, module, weight, PLAIN if dequantize else storage)
-        fused.append((name, module, made))
+        layer = _stored(name, module, weight, PLAIN if dequantize else storage)
+        fused.append((name, module, layer))
     if not dequantize and options.quantize is not None:
         config |= quantized_config(model, options.quantize)
-    model.update_modules(tree_unflatten([(name, made) for name, _, made in fused]))
+    model.update_modules(tree_unflatten([(name, layer) for name, _, layer in fused]))
     add_to_config(config, fused)
     if dequantize:
         _dequantize(base)
@@ -136,10 +136,10 @@ def _merged(base: _Base, folder: Path, adapter: Adapter) -> dict[str, tuple[nn.M
 
 
 def _stored(name: str, module: nn.Module, weight: mx.array, storage: Storage) -> nn.Module:
-    made = layer_like(module, weight, storage)
+    layer = layer_like(module, weight, storage)
     if (rounded := storage.rounded.get(name)) is not None:
-        made.update(dict(rounded))
-    return made
+        layer.update(dict(rounded))
+    return layer
 
 
 def _dequantize(base: _Base, kept: Collection[str] = ()) -> None:

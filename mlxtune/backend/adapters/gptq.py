@@ -170,8 +170,8 @@ def round_projections(
     for name in sorted(merged):
         rounding.made[name] = layer_like(*merged.pop(name), storage)
         rounding.nearest += 1
-    made = {name: module.parameters() for name, module in rounding.made.items()}
-    return replace(storage, rounded=made), rounding.nearest
+    parameters = {name: module.parameters() for name, module in rounding.made.items()}
+    return replace(storage, rounded=parameters), rounding.nearest
 
 
 class _Projection(nn.Module):
@@ -184,17 +184,17 @@ class _Projection(nn.Module):
     @property
     def weight(self) -> mx.array:
         """The merged weight, which some models read directly."""
-        made = self._rounding.made.get(self._name)
-        return self._rounding.merged[self._name][1] if made is None else dequantized_weight(made)
+        layer = self._rounding.made.get(self._name)
+        return self._rounding.merged[self._name][1] if layer is None else dequantized_weight(layer)
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        made: Any = self._rounding.rounded(self._name, x, *args)
-        weight = dequantized_weight(made).astype(x.dtype).swapaxes(-1, -2)
+        layer: Any = self._rounding.rounded(self._name, x, *args)
+        weight = dequantized_weight(layer).astype(x.dtype).swapaxes(-1, -2)
         if args:
             y = mx.gather_mm(x, weight, rhs_indices=args[0], **kwargs)
-            y = y + mx.expand_dims(made.bias[args[0]], -2) if "bias" in made else y
+            y = y + mx.expand_dims(layer.bias[args[0]], -2) if "bias" in layer else y
         else:
-            y = x @ weight + (made.bias if "bias" in made else 0)
+            y = x @ weight + (layer.bias if "bias" in layer else 0)
         y = y.astype(x.dtype)
         mx.eval(y)
         return y
@@ -220,21 +220,21 @@ class _Rounding:
         if name in self.made:  # called again, by a layer that shares it
             return self.made[name]
         module, weight = self.merged.pop(name)
-        made = layer_like(module, weight, self._storage)
-        if quantized_among([made]):
+        layer = layer_like(module, weight, self._storage)
+        if quantized_among([layer]):
             inputs = [self._real(x)] if indices is None else _by_expert(x, indices, len(weight))
-            self._round(made, weight.reshape(len(inputs), *weight.shape[-2:]), inputs)
-        mx.eval(made.parameters())
-        self.made[name] = made
+            self._round(layer, weight.reshape(len(inputs), *weight.shape[-2:]), inputs)
+        mx.eval(layer.parameters())
+        self.made[name] = layer
         self._on_progress([*self.made])
         mx.clear_cache()
-        return made
+        return layer
 
-    def _round(self, made: nn.Module, matrices: mx.array, inputs: Sequence[mx.array]) -> None:
+    def _round(self, layer: nn.Module, matrices: mx.array, inputs: Sequence[mx.array]) -> None:
         """Round a layer's matrices (E, out, in), given the inputs (T, in) of each."""
-        form, names = format_of(made), ("weight", "scales", "biases")
+        form, names = format_of(layer), ("weight", "scales", "biases")
         fewest = 1 if len(inputs) == 1 else matrices.shape[-1]
-        arrays = [made[n].reshape(len(inputs), *made[n].shape[-2:]) for n in names if n in made]
+        arrays = [layer[n].reshape(len(inputs), *layer[n].shape[-2:]) for n in names if n in layer]
         for number, (matrix, own) in enumerate(zip(matrices, inputs, strict=True)):
             own, quantized = own.astype(mx.float32), None
             if form["mode"] == "affine" and len(own) >= fewest:
@@ -245,7 +245,7 @@ class _Rounding:
             for array, part in zip(arrays, quantized, strict=True):
                 array[number] = part
         for name, array in zip(names, arrays, strict=False):
-            made[name] = array.reshape(made[name].shape)
+            layer[name] = array.reshape(layer[name].shape)
 
     def _real(self, x: mx.array) -> mx.array:
         """Return a projection's inputs (T, in) without padding."""

@@ -77,20 +77,20 @@ def layer_like(module: nn.Module, weight: mx.array, storage: Storage = AS_BASE) 
 
     A plain layer stays plain; a layer with at least as many bits as the storage keeps its format.
     """
-    made: Any
+    layer: Any
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-        made = nn.Embedding(*weight.shape)
+        layer = nn.Embedding(*weight.shape)
     elif weight.ndim == 3:
         count, rows, columns = weight.shape
-        made = SwitchLinear(columns, rows, count, bias=False)
+        layer = SwitchLinear(columns, rows, count, bias=False)
     else:
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    made.weight = weight
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = weight
     if "bias" in module:
-        made.bias = module.bias
+        layer.bias = module.bias
     if isinstance(module, _QUANTIZED) and storage.bits is not None:
-        return made.to_quantized(**format_of(module, storage.bits))
-    return made
+        return layer.to_quantized(**format_of(module, storage.bits))
+    return layer
 
 
 def format_of(module: nn.Module, bits: int = 0) -> dict[str, Any]:
@@ -109,9 +109,9 @@ def add_to_config(
     Each layer is given as its path, the base's module and the module that replaces it.
     """
     exceptions: dict[str, Any] = {}
-    for path, module, made in layers:
+    for path, module, layer in layers:
         if isinstance(module, _QUANTIZED):
-            new = format_of(made) if isinstance(made, _QUANTIZED) else False
+            new = format_of(layer) if isinstance(layer, _QUANTIZED) else False
             if new != format_of(module):
                 exceptions[path] = new
     for key in ("quantization", "quantization_config"):

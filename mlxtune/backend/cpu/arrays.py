@@ -44,16 +44,16 @@ def empty(*shape: int) -> mx.array:
     if size <= _ZEROS.size:
         # Copying the zeros avoids waking MLX's own thread.
         return mx.array(_ZEROS[:size].reshape(shape))
-    made = mx.zeros(shape)
-    mx.eval(made)
-    return made
+    array = mx.zeros(shape)
+    mx.eval(array)
+    return array
 
 
 def copied(x: mx.array) -> mx.array:
     """Return a contiguous copy that numpy can write to through `view`."""
-    made = empty(*x.shape)
-    view(made)[...] = view(x)
-    return made
+    copy = empty(*x.shape)
+    view(copy)[...] = view(x)
+    return copy
 
 
 def detached(x: mx.array) -> mx.array:

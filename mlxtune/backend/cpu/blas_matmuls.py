@@ -91,8 +91,8 @@ def widened(narrow: npt.NDArray[Any]) -> Floats:
 
 def forward(x: mx.array, weight: Weight) -> mx.array:
     """Return x (..., in) times the transpose of weight (out, in)."""
-    made = empty(*x.shape[:-1], weight.shape[0])
-    rows, outs = matrix(x), matrix(made)
+    y = empty(*x.shape[:-1], weight.shape[0])
+    rows, outs = matrix(x), matrix(y)
     stored = _stored(weight)
     whole = slice(0, weight.shape[0])
     for at in [whole] if weight.size <= _MAX_SIZE else _blocks(weight):
@@ -100,7 +100,7 @@ def forward(x: mx.array, weight: Weight) -> mx.array:
             multiply(rows, in_float32(weight[at]).T, outs[:, at])
         else:
             _multiply_stored(rows, stored[at], outs[:, at])
-    return made
+    return y
 
 
 def _multiply_stored(rows: Floats, stored: npt.NDArray[Any], outs: Floats) -> None:
@@ -117,16 +117,16 @@ def _multiply_stored(rows: Floats, stored: npt.NDArray[Any], outs: Floats) -> No
 
 def backward(cotangent: mx.array, weight: Weight) -> mx.array:
     """Return the gradient of `forward` with respect to x (..., in)."""
-    made = empty(*cotangent.shape[:-1], weight.shape[1])
-    rows, outs = matrix(cotangent), matrix(made)
+    d_x = empty(*cotangent.shape[:-1], weight.shape[1])
+    rows, outs = matrix(cotangent), matrix(d_x)
     if weight.size <= _MAX_SIZE:
         multiply(rows, in_float32(weight), outs)
-        return made
+        return d_x
     matmul = np.empty_like(outs)
     for at in _blocks(weight):
         multiply(rows[:, at], in_float32(weight[at]), matmul)
         outs += matmul
-    return made
+    return d_x
 
 
 def _blocks(weight: Weight) -> Iterator[slice]:
@@ -193,12 +193,12 @@ def losses(logits: mx.array, labels: mx.array) -> mx.array:
         return mx.array(softmax.log_sums() - right)
 
     def gradient(logits: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-        made = copied(logits)
-        out = matrix(made)
+        d_logits = copied(logits)
+        out = matrix(d_logits)
         in_blocks(numba_kernels.softmax_, out, 1, False)
         out[at, wanted] -= 1
         out *= view(cotangent)[:, None]
-        return made
+        return d_logits
 
     return differentiable(run, gradient)(logits)
 

@@ -52,15 +52,15 @@ def _with_gradient(
     def run(*arrays: mx.array) -> mx.array:
         if not is_read:
             return nan_placeholder(*arrays[0].shape)
-        made = empty(*arrays[0].shape)
-        in_blocks(kernel, *map(matrix, (*arrays, made)), *constants)
-        return made
+        outputs = empty(*arrays[0].shape)
+        in_blocks(kernel, *map(matrix, (*arrays, outputs)), *constants)
+        return outputs
 
     def gradient(primals: Any, cotangent: mx.array, output: Any) -> Any:
         primals = primals if isinstance(primals, tuple | list) else (primals,)
-        made = [empty(*x.shape) for x in primals]
-        in_blocks(gradient_kernel, *map(matrix, (*primals, cotangent, *made)), *constants)
-        return tuple(made) if len(made) > 1 else made[0]
+        outputs = [empty(*x.shape) for x in primals]
+        in_blocks(gradient_kernel, *map(matrix, (*primals, cotangent, *outputs)), *constants)
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     return differentiable(run, gradient)(*inputs)
 
@@ -138,16 +138,18 @@ def rope(
     # The projection before the rotation orders memory by token, the attention after it by head.
     def run(x: mx.array) -> mx.array:
         source = np.ascontiguousarray(view(x).swapaxes(1, 2))
-        made, count = empty(*x.shape), source.shape[0] * source.shape[1]
-        in_blocks(numba_kernels.turn, source, cosines, sines, view(made), count=count)
-        return made
+        rotated, count = empty(*x.shape), source.shape[0] * source.shape[1]
+        in_blocks(numba_kernels.turn, source, cosines, sines, view(rotated), count=count)
+        return rotated
 
     def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         source = np.ascontiguousarray(view(cotangent))
         batch, heads, length, width = source.shape
-        made = empty(batch, length, heads, width)
-        in_blocks(numba_kernels.turn_back, source, cosines, sines, view(made), count=batch * length)
-        return made.transpose(0, 2, 1, 3)
+        rotated = empty(batch, length, heads, width)
+        in_blocks(
+            numba_kernels.turn_back, source, cosines, sines, view(rotated), count=batch * length
+        )
+        return rotated.transpose(0, 2, 1, 3)
 
     return differentiable(run, gradient)(x)
 
@@ -259,8 +261,8 @@ class _Attention:
 
     def forward(self) -> mx.array:
         # Memory is ordered by token, as the next projection reads it.
-        made = empty(self.batch, self.length, self.heads, self.v.shape[-1])
-        whole = self.by_group(view(made).swapaxes(1, 2))
+        output = empty(self.batch, self.length, self.heads, self.v.shape[-1])
+        whole = self.by_group(view(output).swapaxes(1, 2))
 
         def run(part: _AttentionPart) -> None:
             weights = self.scores(self.block_of(self.q, part) * self.scale, part)
@@ -271,7 +273,7 @@ class _Attention:
             block[...] = values.reshape(block.shape)
 
         self.for_each_part(run)
-        return made.transpose(0, 2, 1, 3)
+        return output.transpose(0, 2, 1, 3)
 
     def backward(self, cotangent: mx.array) -> list[Floats]:
         d = self.by_group(view(cotangent))

@@ -70,8 +70,8 @@ def find_limits(memory_limit_gb: float) -> MemoryLimits:
     if recommended is not None and (free := info.get("free_memory")) is not None:
         # Memory that other programs use is not available. Memory of other runs counts as available:
         # their reservations make this run wait, or stop with an error that names those runs.
-        held = mx.get_active_memory() + mx.get_cache_memory() + _reserved_by_others()
-        recommended = min(recommended, int(free) + held)
+        in_use = mx.get_active_memory() + mx.get_cache_memory() + _reserved_by_others()
+        recommended = min(recommended, int(free) + in_use)
     memory = int(memory_limit_gb * GB)
     if recommended is not None:
         memory = min(memory, recommended)

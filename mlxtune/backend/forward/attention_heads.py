@@ -79,14 +79,14 @@ def find_heads(mixer: nn.Module) -> Heads | None:
 def _looks_standard(mixer: nn.Module) -> bool:
     """Return whether a mixer has the parts of a standard attention layer, and no others."""
     parts = set(mixer.children())
-    taken = list(inspect.signature(type(mixer).__call__).parameters)
+    parameters = list(inspect.signature(type(mixer).__call__).parameters)
     return (
         # A trial on a few tokens cannot tell what other code does to later tokens.
         type(mixer).__module__.startswith("mlx_lm.models.")
         and {*_PROJECTIONS, "rope"} <= parts <= {*_PROJECTIONS, *_NORMS, "rope"}
         and len(parts & set(_NORMS)) != 1
         and not any(isinstance(each, mx.array) for each in dict.values(mixer))
-        and taken == ["self", "x", "mask", "cache"]
+        and parameters == ["self", "x", "mask", "cache"]
         and all(isinstance(_frozen(mixer[name]), PROJECTIONS) for name in _PROJECTIONS)
         and type(mixer.rope) in (nn.RoPE, Llama3RoPE)
         and not mixer.rope.traditional

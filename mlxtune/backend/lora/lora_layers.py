@@ -333,8 +333,8 @@ def _unsorted_matmuls(x: mx.array, matrices: mx.array, experts: mx.array) -> mx.
         later = mx.depends([matrices], [cotangent])[0]
         return mx.vjp(matmul, [x, later], [cotangent])[1]
 
-    made: mx.array = differentiable(matmul, gradient)(x, matrices)
-    return made
+    y: mx.array = differentiable(matmul, gradient)(x, matrices)
+    return y
 
 
 def step_keys(seed: int, step: int, row_ids: tuple[int, ...]) -> mx.array:

@@ -199,8 +199,8 @@ def misfit(error: Exception, config: Mapping[str, Any]) -> str | None:
     """Explain MLX's error for a weight of the wrong shape; return None for other errors."""
     if (match := _OTHER_SHAPE.search(str(error))) is None:
         return None
-    made, stored, name = match.groups()
-    shapes = [[int(n) for n in re.findall(r"\d+", shape)] for shape in (made, stored)]
+    expected, stored, name = match.groups()
+    shapes = [[int(n) for n in re.findall(r"\d+", shape)] for shape in (expected, stored)]
     sizes = {
         key: value
         for part in (config, *(config.get(part) for part in PARTS))
@@ -217,8 +217,8 @@ def misfit(error: Exception, config: Mapping[str, Any]) -> str | None:
     }
     look = f"check {', '.join(sorted(keys))}, or " if keys else ""
     return (
-        f"does not fit the weights: it gives {name} the shape ({made}), but the weights have the "
-        f"shape ({stored}): {look}download the model again"
+        f"does not fit the weights: it gives {name} the shape ({expected}), but the weights have "
+        f"the shape ({stored}): {look}download the model again"
     )
 
 

@@ -138,14 +138,14 @@ def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
     def quantize(rows: mx.array) -> tuple[mx.array, ...]:
         return mx.quantize(rows, module.group_size, module.bits, mode=module.mode)
 
-    made = in_parts(weight.reshape(-1, weight.shape[-1]), _AT_ONCE, quantize)
-    module.weight, module.scales = (array.reshape(*weight.shape[:-1], -1) for array in made)
+    arrays = in_parts(weight.reshape(-1, weight.shape[-1]), _AT_ONCE, quantize)
+    module.weight, module.scales = (array.reshape(*weight.shape[:-1], -1) for array in arrays)
 
 
 def _to_nf4(model: nn.Module, predicate: Predicate | None, double_quant: bool) -> None:
     inside = {id(module) for layer in model.layers for module in layer.modules()}
 
-    made = []
+    layers = []
     for path, module in model.named_modules():
         if isinstance(module, SwitchLinear):
             raise ModelError(
@@ -154,9 +154,9 @@ def _to_nf4(model: nn.Module, predicate: Predicate | None, double_quant: bool) -
         fits = type(module) is nn.Linear and not module.weight.shape[1] % BLOCK
         # Layers for which an architecture requests more bits are not quantised.
         if fits and id(module) in inside and (predicate is None or predicate(path, module) is True):
-            made.append((path, NF4Linear(module, double_quant=double_quant)))
-    model.update_modules(tree_unflatten(made))
-    if not made:
+            layers.append((path, NF4Linear(module, double_quant=double_quant)))
+    model.update_modules(tree_unflatten(layers))
+    if not layers:
         raise ModelError(
             f"--quantize nf4: this model has no linear layer whose width is a multiple of {BLOCK}: "
             "use --quantize 4"

@@ -327,9 +327,9 @@ def _stand_ins(linear: nn.QuantizedLinear) -> tuple[nn.Module, nn.Module]:
         if not isinstance(value, mx.array):
             continue
         if name == "weight":
-            drawn = mx.random.randint(0, 2**31 - 1, value.shape, key=mx.random.key(2))
+            words = mx.random.randint(0, 2**31 - 1, value.shape, key=mx.random.key(2))
             # Clears bits that are set in every 8-bit NaN.
-            native[name] = (drawn & 0x77777777).astype(value.dtype)
+            native[name] = (words & 0x77777777).astype(value.dtype)
         elif mx.issubdtype(value.dtype, mx.floating):
             native[name] = mx.full(value.shape, 0.01, value.dtype)
         else:
@@ -355,8 +355,12 @@ def replace_modules(model: nn.Module, make: Callable[[nn.Module], nn.Module | No
     """Replace a model's modules for which `make` returns another module."""
     # Modules are found by identity, so that a module shared by two layers stays shared.
     modules = {id(module): module for _, module in model.named_modules()}
-    made = {key: new for key, old in modules.items() if (new := make(old)) is not None}
-    paths = [(path, made[id(old)]) for path, old in model.named_modules() if id(old) in made]
+    new_modules = {key: new for key, old in modules.items() if (new := make(old)) is not None}
+    paths = [
+        (path, new_modules[id(old)])
+        for path, old in model.named_modules()
+        if id(old) in new_modules
+    ]
     model.update_modules(tree_unflatten(paths))
 
 

@@ -72,8 +72,8 @@ def sample(
             at_once = len(selected()) // 2
 
     while len(sampled) < len(order):
-        drawn = retried(draw, change)
-        sampled.update(zip(selected()[: len(drawn)], drawn, strict=True))
+        answers = retried(draw, change)
+        sampled.update(zip(selected()[: len(answers)], answers, strict=True))
         on_progress(len(sampled), len(order))
     return [sampled[i] for i in range(len(requests))]
 
@@ -234,8 +234,8 @@ class _KeyedSampler:
             logprobs = apply_top_p(logprobs, sampling.top_p)
         keys = mx.array(np.stack([one.keys[self._calls] for one in self.samples]))
         draw = mx.vmap(lambda logps, key: mx.random.categorical(logps, key=key))
-        drawn: mx.array = draw(logprobs.astype(mx.float32), keys)
-        return drawn
+        tokens: mx.array = draw(logprobs.astype(mx.float32), keys)
+        return tokens
 
     def finish(self) -> None:
         """Read the log-probabilities of the last call."""

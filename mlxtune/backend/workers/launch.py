@@ -247,11 +247,11 @@ def join_run(
         yield WorkerRun(workers, config, console)
         return
     last_step, run = LastStep(), config.checkpoint_path
-    with ExitStack() as held:
+    with ExitStack() as stack:
         watch = watched(
             workers, f"--parallel {config.parallel}", partial(last_step.describe_loss, run)
         )
-        machines = held.enter_context(watch)
+        machines = stack.enter_context(watch)
         here = machines[workers.rank]
         own: dict[str, Any] = {"memory_limit": config.memory_limit / machines.count(here)}
         if tensor:
@@ -260,10 +260,10 @@ def join_run(
             own = {"memory_limit": _lowest(own["memory_limit"], workers), "samples": 0}
         if workers.rank:
             log = _Log(run / f"worker-{workers.rank}.log")
-            held.callback(log.flush)
+            stack.callback(log.flush)
             console = console_of(config, cast(TextIO, log))
             with as_output_error(Path(tempfile.gettempdir()), "TMPDIR"):
-                scratch = held.enter_context(scratch_folder("worker"))
+                scratch = stack.enter_context(scratch_folder("worker"))
             scratch_paths = {"output": str(scratch / ADAPTER), "checkpoint_dir": str(scratch)}
             own |= {**scratch_paths, "overwrite": False, "track": (), "samples": 0}
         config = replace(config, **own)

@@ -201,11 +201,11 @@ def shard_base(base: BaseModel, group: Any) -> BaseModel:
         raise _refuse(
             f"{base.folder} over {pluralize(workers, 'worker')}: {one_line(error)}"
         ) from error
-    made: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     entrance = ColumnParallelInput(group)
     for path, module in model.named_modules():
         if isinstance(module, (*_BY_OUTPUTS, *_BY_INPUTS)):
-            made[path] = _shard_linear(before[path], module, group, entrance)
+            layers[path] = _shard_linear(before[path], module, group, entrance)
         elif path in shapes and module.weight.shape != shapes[path]:
             module.sharded_in_place = True
     rows = {path: module for path, module in before.items() if path.endswith(_ROWS)}
@@ -214,10 +214,10 @@ def shard_base(base: BaseModel, group: Any) -> BaseModel:
         vocabulary = Vocabulary(group, group.rank() * size, size)
         for path, module in rows.items():
             part = VocabularyShard if path.endswith("lm_head") else ShardedEmbedding
-            made[path] = _class_of(part, type(module))(module, vocabulary)
+            layers[path] = _class_of(part, type(module))(module, vocabulary)
         # Stops mlx-lm from gathering all logits, as it does if it has sharded the head.
         getattr(model, "language_model", model).sharding_group = None
-    model.update_modules(tree_unflatten(list(made.items())))
+    model.update_modules(tree_unflatten(list(layers.items())))
     return replace(base, shards=workers, own_vocab=base.vocab_size // (workers if even else 1))
 
 

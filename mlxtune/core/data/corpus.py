@@ -359,9 +359,9 @@ class CorpusRows:
         dropout.
         """
         used: Counter[int] = Counter()
-        drawn: list[Example] = []
+        examples: list[Example] = []
         for index in indices:
             row, draw = self[index], used[index]
-            drawn += [replace(example, draw=draw) for example in row] if draw else row
+            examples += [replace(example, draw=draw) for example in row] if draw else row
             used[index] += 1
-        return drawn
+        return examples

@@ -35,9 +35,9 @@ class TextStream:
         if starts:
             self.stopped, self._held = True, ""
             return text[: min(starts)]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        pending = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - pending :]
+        return text[: len(text) - pending]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -42,10 +42,10 @@ def paired_difference(
     """
     change = adapted - base
     observed = float(change.sum() / tokens.sum())
-    drawn = _resampled(change, tokens, seed, resamples)
+    means = _resampled(change, tokens, seed, resamples)
     normal = NormalDist()
     # Equal values count half, so that many of them cause no bias.
-    below = float((drawn < observed).mean() + (drawn == observed).mean() / 2)
+    below = float((means < observed).mean() + (means == observed).mean() / 2)
     least = 1 / (2 * resamples)
     bias = normal.inv_cdf(min(max(below, least), 1 - least))
     acceleration = _acceleration(change, tokens)
@@ -56,7 +56,7 @@ def paired_difference(
         divisor = 1 - acceleration * z
         # The correction diverges if, for example, a single row differs; then it is skipped.
         levels.append(normal.cdf(bias + z / divisor) if divisor > 0 else fraction)
-    low, high = np.quantile(drawn, levels).tolist()
+    low, high = np.quantile(means, levels).tolist()
     fraction = observed * float(tokens.sum()) / float(base.sum()) if base.any() else 0.0
     return Difference(observed, fraction, low, high, CONFIDENCE, resamples, seed)
 
@@ -83,8 +83,8 @@ def _resampled(change: Floats, tokens: npt.NDArray[np.int64], seed: int, resampl
     at_once = max(1, _DRAWN_AT_ONCE // rows)
     parts = []
     for start in range(0, resamples, at_once):
-        drawn = generator.integers(0, rows, (min(at_once, resamples - start), rows))
-        parts.append(change[drawn].sum(axis=1) / tokens[drawn].sum(axis=1))
+        indices = generator.integers(0, rows, (min(at_once, resamples - start), rows))
+        parts.append(change[indices].sum(axis=1) / tokens[indices].sum(axis=1))
     return np.concatenate(parts)
 
 

@@ -199,9 +199,9 @@ def check_writable(folder: Path, option: str, name: str = _LONG_NAME) -> None:
                 f"choose another {option}"
             )
         with tempfile.TemporaryDirectory(dir=existing, prefix=".mlxtune-") as trial:
-            made = Path(trial) / real.relative_to(existing)
-            made.mkdir(parents=True, exist_ok=True)
-            (made / name).touch()
+            trial_folder = Path(trial) / real.relative_to(existing)
+            trial_folder.mkdir(parents=True, exist_ok=True)
+            (trial_folder / name).touch()
 
 
 def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) -> None:

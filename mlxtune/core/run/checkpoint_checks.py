@@ -141,8 +141,10 @@ def check_copy(own: bytes, newest: Checkpoint, *, finished: bool = False) -> Non
 
 
 def _continues(records: Sequence[Record], dropped: Sequence[Record]) -> bool:
-    taken = (StepRecord, SkippedStep)
-    return isinstance(records[0], taken) and not any(isinstance(each, taken) for each in dropped)
+    of_steps = (StepRecord, SkippedStep)
+    return isinstance(records[0], of_steps) and not any(
+        isinstance(each, of_steps) for each in dropped
+    )
 
 
 def named(record: Record) -> str:

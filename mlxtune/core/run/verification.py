@@ -168,8 +168,8 @@ def _check_metrics(
             )
         checkpoint_checks.check_copy(content, newest, finished=finished)
     cross_checks.check_records(progress)
-    taken = f"{pluralize(progress.step, 'step')}, {pluralize(len(epochs), 'epoch')}"
-    return f"{taken}, none missing or duplicated"
+    counts = f"{pluralize(progress.step, 'step')}, {pluralize(len(epochs), 'epoch')}"
+    return f"{counts}, none missing or duplicated"
 
 
 def _check_best(best: ValidationRecord, good: list[Checkpoint]) -> str:

@@ -52,15 +52,15 @@ def steps_by_length(
     `lengths` counts the tokens of each row. If the rows do not fill all steps, one step, chosen at
     random, is smaller. Deterministic for given arguments.
     """
-    draw = random.Random(f"{seed}/length/{epoch}")
+    rng = random.Random(f"{seed}/length/{epoch}")
     # Lengths grow a little at random, so that batches differ from epoch to epoch.
-    drawn = [int(length) * (1 + _LENGTH_NOISE * draw.random()) for length in lengths]
-    order = sorted(range(len(drawn)), key=drawn.__getitem__)
+    noisy = [int(length) * (1 + _LENGTH_NOISE * rng.random()) for length in lengths]
+    order = sorted(range(len(noisy)), key=noisy.__getitem__)
     whole, left = divmod(len(order), batch_size)
-    short = draw.randrange(whole + 1) * batch_size
+    short = rng.randrange(whole + 1) * batch_size
     edges = [*range(0, short + 1, batch_size), *range(short + left, len(order) + 1, batch_size)]
     steps = [order[start:end] for start, end in pairwise(edges) if start < end]
-    draw.shuffle(steps)
+    rng.shuffle(steps)
     return steps
 
 

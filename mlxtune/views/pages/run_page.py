@@ -82,10 +82,10 @@ def render_runs(runs: Sequence[Run]) -> str:
 
 
 def _chart_context(charts: Sequence[Chart]) -> dict[str, Any]:
-    drawn = draw_all(charts)
-    data = json.dumps(drawn["chart_data"], separators=(",", ":"), allow_nan=False)
+    context = draw_all(charts)
+    data = json.dumps(context["chart_data"], separators=(",", ":"), allow_nan=False)
     # Only a tag, which starts with `<`, can end a script element.
-    return drawn | {"chart_data": Markup(data.replace("<", "\\u003c"))}
+    return context | {"chart_data": Markup(data.replace("<", "\\u003c"))}
 
 
 # One run

@@ -108,15 +108,15 @@ def _tensors(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _run(command: Sequence[str], made: Path, remedy: str) -> None:
-    """Run a tool that writes `made`. Raises OutputError with the tool's last line if it fails."""
+def _run(command: Sequence[str], output: Path, remedy: str) -> None:
+    """Run a tool that writes `output`. Raises OutputError with the tool's last line if it fails."""
     program = command[0]
     try:
         done = output_of(command)
     except OSError as error:
         raise OutputError(f"{program} cannot be run: {error.strerror}") from error
     # A link could lead out of the folder, so it is refused.
-    if done.status or not is_ours(made):
+    if done.status or not is_ours(output):
         lines = (done.stdout + done.stderr).split("\n")
         last_line = next((line for line in reversed(lines) if line.strip()), "no output")
         remedy = _GET_CONVERTER if last_line.startswith("ModuleNotFoundError") else remedy

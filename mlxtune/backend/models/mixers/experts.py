@@ -28,8 +28,8 @@ class SortedGLU(nn.Module):
             gate, up = (
                 layer(x, experts, sorted_indices=True) for layer in (self.gate_proj, self.up_proj)
             )
-            made: mx.array = self.down_proj(self.activation(up, gate), experts, sorted_indices=True)
-            return made
+            y: mx.array = self.down_proj(self.activation(up, gate), experts, sorted_indices=True)
+            return y
 
         return _by_expert(run, x, indices) if _serves(x, indices) else super().__call__(x, indices)
 
@@ -40,8 +40,8 @@ class SortedMLP(nn.Module):
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         def run(x: mx.array, experts: mx.array) -> mx.array:
             hidden = self.activation(self.fc1(x, experts, sorted_indices=True))
-            made: mx.array = self.fc2(hidden, experts, sorted_indices=True)
-            return made
+            y: mx.array = self.fc2(hidden, experts, sorted_indices=True)
+            return y
 
         return _by_expert(run, x, indices) if _serves(x, indices) else super().__call__(x, indices)
 

@@ -58,8 +58,8 @@ def by_blocks(
             (d_y,) = block([d_outputs], start)
             d_inputs = mx.vjp(lambda *x: list(compute(*x)), block_inputs, [d_y, d_state])[1]
             # One block's gradients run together; otherwise some would wait for other blocks.
-            *made, d_state = mx.depends(d_inputs, d_inputs)
-            gradients.append(made)
+            *block_gradients, d_state = mx.depends(d_inputs, d_inputs)
+            gradients.append(block_gradients)
         parts = zip(*gradients[::-1], strict=True)
         return [*(mx.concatenate(list(part), axis=1) for part in parts), d_state]
 

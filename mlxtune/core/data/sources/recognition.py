@@ -359,6 +359,6 @@ def _as_pair(content: JsonObject) -> JsonObject:
 
 def _rename(content: JsonObject, names: Mapping[str, str]) -> dict[str, Any]:
     # A renamed field is read only under its new key, as the row may have both keys.
-    taken = {*names, *names.values()}
-    renamed = {key: value for key, value in content.items() if key not in taken}
+    replaced = {*names, *names.values()}
+    renamed = {key: value for key, value in content.items() if key not in replaced}
     return renamed | {name: content[key] for name, key in names.items() if key in content}
