@@ -44,7 +44,7 @@ import mlx.core as mx  # isort: skip
 from mlxtune.backend.device.default_device import device_name, on_cpu
 from mlxtune.core.files.processes import HelperTimeoutError, output_of
 from mlxtune.core.machine.facts import versions
-from tests.long.gpu_material import CASES, FOUR_BITS, TINY, Machine, TrialInputs
+from tests.long.gpu_material import CASES, FOUR_BITS, TINY, Machine, Case
 from tests.long.gpu_parts import Parts
 from tests.long.gpu_processes import command
 from tests.long.gpu_timing import (
@@ -136,7 +136,7 @@ def proof(seconds: float, scratch: Path) -> dict[str, Any]:
     return {"report": json.loads(path.read_text())}
 
 
-def train_twice(seconds: float, machine: Machine, case: TrialInputs) -> dict[str, Any]:
+def train_twice(seconds: float, machine: Machine, case: Case) -> dict[str, Any]:
     """Train twice with one command; compare the hashes, and measured with predicted memory."""
     hashes, peaks = [], []
     given = machine.options(case)
@@ -169,7 +169,7 @@ def run_all(parts: Parts, machine: Machine) -> None:
     cases = (TINY,) if tiny else CASES
     few = [case for case in cases if tiny or case.name in SETTINGS_CASES]
 
-    def steps(side: str, some: Sequence[TrialInputs] = cases) -> Callable[[float], dict[str, Any]]:
+    def steps(side: str, some: Sequence[Case] = cases) -> Callable[[float], dict[str, Any]]:
         return lambda seconds: take_steps(seconds, parts, machine, side, some)
 
     parts.run("card", 10, lambda _: card(256 if tiny else 8192))

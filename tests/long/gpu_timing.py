@@ -14,7 +14,7 @@ from typing import Any
 from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.benchmark.bench_helper import Job
 from mlxtune.benchmark.result import agreement
-from tests.long.gpu_material import Machine, TrialInputs
+from tests.long.gpu_material import Machine, Case
 from tests.long.gpu_parts import Parts, Skip
 from tests.long.gpu_processes import CaseProcesses, Record
 from tests.long.gpu_steps import TimedCase
@@ -31,7 +31,7 @@ SETTINGS_CASES, SETTINGS_STEPS = ("0.6b-alpaca", "4b-alpaca"), 4
 PEFT = "PEFT"
 
 
-def make_steps(parts: Parts, machine: Machine, cases: Sequence[TrialInputs]) -> dict[str, Any]:
+def make_steps(parts: Parts, machine: Machine, cases: Sequence[Case]) -> dict[str, Any]:
     """Write the models of cases, and put what the sides share into the report."""
     for case in cases:
         job = machine.job(case)
@@ -50,7 +50,7 @@ def make_steps(parts: Parts, machine: Machine, cases: Sequence[TrialInputs]) -> 
 
 
 def take_steps(
-    seconds: float, parts: Parts, machine: Machine, side: str, cases: Sequence[TrialInputs]
+    seconds: float, parts: Parts, machine: Machine, side: str, cases: Sequence[Case]
 ) -> dict[str, Any]:
     """Take the steps of all cases on a side; put each result into the report as it comes."""
     if side == PEFT and not (find_spec("torch") and find_spec("peft")):
@@ -97,7 +97,7 @@ def compared(
 
 
 def time_settings(
-    seconds: float, parts: Parts, machine: Machine, cases: Sequence[TrialInputs]
+    seconds: float, parts: Parts, machine: Machine, cases: Sequence[Case]
 ) -> dict[str, Any]:
     """Time a few steps in a process for each setting of MLX, each with its share of the time."""
     deadline = time.monotonic() + seconds
@@ -120,7 +120,7 @@ def time_settings(
 
 
 def time_kernels(
-    seconds: float, parts: Parts, machine: Machine, cases: Sequence[TrialInputs]
+    seconds: float, parts: Parts, machine: Machine, cases: Sequence[Case]
 ) -> dict[str, Any]:
     """Count and time the GPU's kernels in mlxtune's steps."""
     if on_cpu() or not find_spec("torch"):
