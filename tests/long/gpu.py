@@ -44,7 +44,7 @@ import mlx.core as mx  # isort: skip
 from mlxtune.backend.device.default_device import device_name, on_cpu
 from mlxtune.core.files.processes import HelperTimeoutError, output_of
 from mlxtune.core.machine.facts import versions
-from tests.long.gpu_material import CASES, FOUR_BITS, TINY, Machine, Case
+from tests.long.gpu_material import CASES, FOUR_BITS, TINY, Case, Machine
 from tests.long.gpu_parts import Parts
 from tests.long.gpu_processes import command
 from tests.long.gpu_timing import (

@@ -14,7 +14,7 @@ from typing import Any
 from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.benchmark.bench_helper import Job
 from mlxtune.benchmark.result import agreement
-from tests.long.gpu_material import Machine, Case
+from tests.long.gpu_material import Case, Machine
 from tests.long.gpu_parts import Parts, Skip
 from tests.long.gpu_processes import CaseProcesses, Record
 from tests.long.gpu_steps import TimedCase

@@ -26,7 +26,7 @@ from mlxtune.errors import one_line
 # The maximum duration of a stage in seconds; the number of operations per second that is assumed
 # until a stage is timed, and that the slowest Macs reach; and the number of operations per
 # parameter and token, forward and backward.
-_STAGE_SECONDS = 1.0
+_MAX_STAGE_SECONDS = 1.0
 _METAL_SPEED = 1e12
 _OPERATIONS = 6
 # The fraction of a micro-batch's time that the forward pass takes.
@@ -114,7 +114,7 @@ class GraphRunner:
 
     def stages_for(self, tokens: int) -> int:
         """Return the number of stages of a micro-batch with this many tokens."""
-        needed = max(math.ceil(self.seconds_per_token * tokens / _STAGE_SECONDS), 1)
+        needed = max(math.ceil(self.seconds_per_token * tokens / _MAX_STAGE_SECONDS), 1)
         return min(needed * self._shortening, self._max_stages)
 
     def outputs_of_stages(self, tokens: int) -> list[mx.array] | None:
