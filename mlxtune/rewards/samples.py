@@ -37,7 +37,7 @@ class SampleRecords:
             raise self._damaged(problem) from problem
 
     def read(self, step: int, adapter: str | None) -> list[GroupRecord] | None:
-        """Return the groups of a rollout, if the given LoRA matrices, or any, sampled them."""
+        """Return a rollout's groups; None if LoRA matrices other than `adapter` sampled them."""
         if step not in self._places:
             return None
         try:

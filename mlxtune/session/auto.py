@@ -65,7 +65,7 @@ def with_auto_options(session: S) -> S:
     console.say("Auto", command, copyable=True)
     reasons = (
         f"for {pluralize(facts.rows, 'training row')}, a model of "
-        f"{short_number(facts.parameters)} parameters, and supervised tokens of which 99% lie "
+        f"{short_number(facts.parameters)} parameters, and 99% of the supervised tokens "
         f"within the first {facts.needed:,} of an example"
     )
     console.say("", reasons)

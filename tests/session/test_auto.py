@@ -37,7 +37,7 @@ def test_auto_chooses_prints_and_records_what_is_not_given(
     about = json.loads((output.parent / "checkpoints" / "run.json").read_text())
     assert line.split(maxsplit=1)[1] == about["auto"]
     assert about["auto"].startswith("mlxtune train --model-path ")
-    assert " parameters, and supervised tokens of which 99% lie within the first " in outcome.err
+    assert " parameters, and 99% of the supervised tokens within the first " in outcome.err
     saved = about["config"]
     assert (saved["targets"], saved["rank"], saved["alpha"]) == (["all"], 8, 16.0)
     assert (saved["epochs"], saved["val_steps"], saved["auto"]) == (3, 1, False)

@@ -375,7 +375,7 @@ class InstructTrainer:
         return step >= self.total_steps or out_of_patience
 
     def _check_epoch(self, epoch: int) -> None:
-        """Raise NonFiniteLossError if no step of an epoch was applied; none is before the first."""
+        """Raise NonFiniteLossError if no step of an epoch was applied; epoch 0 has no steps."""
         steps = self.progress.steps
         if epoch and (not steps or steps[-1].epoch != epoch):
             raise NonFiniteLossError(
