@@ -68,8 +68,10 @@ def show(config: RewardConfig) -> bool:
 def _means(tried: Sequence[Tried], kind: str) -> dict[str, float | None]:
     """Return the mean of each reward, and of the sums, of one kind of answer."""
     scored = [{**reward.values, "sum": reward.total} for each, _, reward in tried if each == kind]
-    known = {name: [v for each in scored if (v := each[name]) is not None] for name in scored[0]}
-    return {name: fmean(values) if values else None for name, values in known.items()}
+    values_of = {
+        name: [v for each in scored if (v := each[name]) is not None] for name in scored[0]
+    }
+    return {name: fmean(values) if values else None for name, values in values_of.items()}
 
 
 def _print(
@@ -77,9 +79,9 @@ def _print(
 ) -> None:
     console = result_console()
     rows = []
-    for kind, given, reward in tried:
+    for kind, completion, reward in tried:
         # The folder of the file would take most of the line.
-        row, text = given.row.place.rpartition("/")[2], escape(given.text)
+        row, text = completion.row.place.rpartition("/")[2], escape(completion.text)
         short = text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
         rows.append([row, kind, short, *map(_number, (*reward.values.values(), reward.total))])
     console.print(plain_table(["row", "answer", "text", *names, "sum"], rows))
@@ -126,7 +128,7 @@ def _answers(rows: Sequence[PromptRow]) -> Iterator[tuple[str, Completion]]:
 
 def _from_file(name: str, rows: Sequence[PromptRow]) -> Iterator[tuple[str, Completion]]:
     """Yield the answers of a file that `generate --data` wrote for these rows. Raises DataError."""
-    path, by_number, found = as_path(name), {row.number: row for row in rows}, False
+    path, by_number, has_rows = as_path(name), {row.number: row for row in rows}, False
     for number, content in read_objects(path):
         place = where(path, number)
         if isinstance(content, BadRowError):
@@ -135,8 +137,8 @@ def _from_file(name: str, rows: Sequence[PromptRow]) -> Iterator[tuple[str, Comp
         if not isinstance(text, str) or not isinstance(row, int):
             raise DataError(f"{place}: no 'row' and 'answer': pass what generate --data writes")
         if row in by_number:
-            found = True
+            has_rows = True
             yield "from the file", Completion(by_number[row], text)
-    if not found:
+    if not has_rows:
         first = pluralize(len(rows), "row")
         raise DataError(f"{path} has no answer to the first {first}: raise --rows")

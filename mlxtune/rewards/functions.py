@@ -85,9 +85,9 @@ class RewardSpec:
             raise ValueError(f"has the weight {weight}: give a finite number")
         if text.startswith("regex="):
             kind, argument = "regex", text.removeprefix("regex=")
-        elif found := _FILE.fullmatch(text):
-            file = as_path(found["file"])
-            return cls(FUNCTION, found["function"] or _USUAL, weight, file, _read(file, CODE))
+        elif match := _FILE.fullmatch(text):
+            file = as_path(match["file"])
+            return cls(FUNCTION, match["function"] or _USUAL, weight, file, _read(file, CODE))
         else:
             kind, _, argument = text.partition(":")
         if kind not in _BUILT_IN:
@@ -166,13 +166,13 @@ def _regex(pattern: str) -> Score:
     compiled = _compiled(pattern)
 
     def score(text: str, answer: str | None) -> float:
-        found = _search(compiled, text)
-        if found is None or not compiled.groups:
-            return float(found is not None)
+        match = _search(compiled, text)
+        if match is None or not compiled.groups:
+            return float(match is not None)
         expected = _search(compiled, _required(answer))
         if expected is None:
             raise NoRewardError("the pattern finds nothing in the row's answer")
-        return float(found[1] == expected[1])
+        return float(match[1] == expected[1])
 
     return score
 
@@ -210,8 +210,8 @@ def _number(argument: str) -> Score:
         expected = last_number(_required(answer))
         if expected is None:
             raise NoRewardError("the row's answer has no number")
-        found = last_number(without_thinking(text))
-        return float(found is not None and found.equals(expected, tolerance))
+        number = last_number(without_thinking(text))
+        return float(number is not None and number.equals(expected, tolerance))
 
     return score
 
@@ -286,7 +286,7 @@ def _json_schema(content: bytes) -> Score:
         try:
             return float(allows(value))
         except Exception as error:  # an unknown or endless reference, or a slow pattern
-            raise NoReward(f"the schema cannot be applied: {one_line(error)}") from error
+            raise NoRewardError(f"the schema cannot be applied: {one_line(error)}") from error
 
     return score
 
@@ -306,9 +306,9 @@ def _json_keys(argument: str) -> Score:
         expected = _object(_required(answer))
         if not expected:
             raise NoRewardError("the row's answer is not a JSON object with keys")
-        found = _object(without_thinking(text)) or {}
-        right = sum(found.get(key) == value for key, value in expected.items())
-        return right / len(expected.keys() | found.keys())
+        values = _object(without_thinking(text)) or {}
+        right = sum(values.get(key) == value for key, value in expected.items())
+        return right / len(expected.keys() | values.keys())
 
     return score
 
@@ -366,8 +366,8 @@ class Number(NamedTuple):
 
 def last_number(text: str) -> Number | None:
     """Return the last finite number in a text."""
-    found = (Number(_value(match), bool(match["percent"])) for match in _NUMBER.finditer(text))
-    return next((each for each in reversed([*found]) if math.isfinite(each.value)), None)
+    number = (Number(_value(match), bool(match["percent"])) for match in _NUMBER.finditer(text))
+    return next((each for each in reversed([*number]) if math.isfinite(each.value)), None)
 
 
 def _value(match: re.Match[str]) -> float:

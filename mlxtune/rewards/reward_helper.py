@@ -27,7 +27,7 @@ CLOSED = 78  # exit status
 Function = Callable[..., Any]
 
 
-class _NotANumber(Exception):
+class _FunctionError(Exception):
     """A function returned something else."""
 
 
@@ -81,15 +81,15 @@ class State:
 
 def _number(value: Any) -> float:
     if value is None or isinstance(value, str | bytes | bytearray):
-        raise _NotANumber(f"returned {'None' if value is None else 'text'}, not a number")
+        raise _FunctionError(f"returned {'None' if value is None else 'text'}, not a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError):
-        raise _NotANumber(f"returned {type(value).__name__}, not a number") from None
+        raise _FunctionError(f"returned {type(value).__name__}, not a number") from None
     if not math.isfinite(number):
-        raise _NotANumber(f"returned {number}, not a finite number")
+        raise _FunctionError(f"returned {number}, not a finite number")
     return number
 
 
@@ -146,12 +146,12 @@ def _function(module: types.ModuleType, name: str) -> Function:
     """Return a function that takes our arguments by their names."""
     call, remedy = getattr(module, name, None), f"define {name}(prompt, completion, row)"
     if not callable(call):
-        raise _NotANumber(f"has no function {name}: {remedy}")
+        raise _FunctionError(f"has no function {name}: {remedy}")
     signature = inspect.signature(call)
     try:
         signature.bind(prompt="", completion="", row={})
     except TypeError:
-        raise _NotANumber(f"has the function {name}{signature}: {remedy}") from None
+        raise _FunctionError(f"has the function {name}{signature}: {remedy}") from None
     return call  # type: ignore[no-any-return]
 
 
@@ -161,7 +161,7 @@ def _describe(error: BaseException, path: str) -> str:
         message = " ".join(str(error).split())[:_MAX_ERROR_CHARS]
     except BaseException:  # noqa: BLE001  a user's class
         message = ""
-    if isinstance(error, _NotANumber):
+    if isinstance(error, _FunctionError):
         return message
     lines = [
         line

@@ -32,7 +32,7 @@ from mlxtune.core.run.metrics import FileLoss, InstructBatchResult
 from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_in
 from mlxtune.core.training.pipeline import OnProgress, Step, StepData
 from mlxtune.errors import NonFiniteLossError, OutputError
-from mlxtune.rewards.samples import SampleLedger
+from mlxtune.rewards.samples import SampleRecords
 from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
 
 _Logps = npt.NDArray[np.float32]
@@ -42,12 +42,12 @@ _Logps = npt.NDArray[np.float32]
 class Prompts:
     """The prompts of a run's rows: their tokens from the corpus, the rest as read.
 
-    `rows` maps the name of a file, and a row's number in it, to the row. `spell` returns the bytes
-    of tokens.
+    `rows` maps the name of a file, and a row's number in it, to the row. `token_bytes` returns
+    the bytes of tokens.
     """
 
     rows: Mapping[str, Mapping[int, PromptRow]]
-    spell: Callable[[Sequence[int]], Sequence[bytes]]
+    token_bytes: Callable[[Sequence[int]], Sequence[bytes]]
 
     def row(self, rows: CorpusRows, index: int) -> PromptRow:
         path, number = rows.source(index)
@@ -61,7 +61,7 @@ class Prompts:
     def text(self, answer: SampledAnswer) -> str:
         """Return an answer's text, without the token that ended it."""
         tokens = answer.tokens[: len(answer.tokens) - answer.finished]
-        return text_of(self.spell(tokens))
+        return text_of(self.token_bytes(tokens))
 
 
 def sampling_of(config: RewardedConfig) -> Sampling:
@@ -71,7 +71,7 @@ def sampling_of(config: RewardedConfig) -> Sampling:
 class Rollouts:
     """Supplies steps with sampled answers, and evaluates rows by the rewards of greedy answers.
 
-    Answers are recorded in `ledger` before they are trained on, and read from there if a resumed
+    Answers are recorded in `records` before they are trained on, and read from there if a resumed
     run needs them again. `on_problem` gets a sentence on answers without a reward. Of
     several `workers`, each answers a part of the rows, all
     get the same answers and rewards, and worker 0 keeps the record.
@@ -82,19 +82,19 @@ class Rollouts:
         config: RewardedConfig,
         seed: int,
         policy: InstructPipeline,
-        ends: frozenset[int],
+        stop_tokens: frozenset[int],
         prompts: Prompts,
         scorer: RewardScorer,
-        ledger: SampleLedger,
+        records: SampleRecords,
         on_problem: Callable[[str], None],
         workers: Workers = SINGLE_PROCESS,
     ) -> None:
         self._workers = workers
         self.updates = config.updates
         self._config, self._seed = config, seed
-        self._policy, self._sampling, self._ends = policy, sampling_of(config), ends
+        self._policy, self._sampling, self._stop_tokens = policy, sampling_of(config), stop_tokens
         self._prompts, self._scorer = prompts, scorer
-        self._ledger, self._on_problem = ledger, on_problem
+        self._records, self._on_problem = records, on_problem
         # The first step of the last rollout, and its groups.
         self._last: tuple[int, list[GroupRecord]] = 0, []
 
@@ -103,7 +103,7 @@ class Rollouts:
 
     # A step
 
-    def draw(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
+    def examples_of(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
         """Return the samples of a step's rows; several updates use the same samples."""
         first = (step.number - 1) // self.updates * self.updates + 1
         if self._last[0] != first:
@@ -131,19 +131,19 @@ class Rollouts:
         # This also waits for the step that the policy still takes.
         on_progress(0, len(indices) * self._config.group_size)
         adapter = self._policy.adapter_hash()
-        if known := self._recorded(step, adapter):
-            return known
+        if recorded := self._recorded(step, adapter):
+            return recorded
         groups = self._drawn(rows, step, indices, adapter, on_progress)
         if self.updates > 1 or self._config.kl:
             groups = self._with_logps(rows, groups, indices)
         if self._workers.rank == 0:
-            self._ledger.add(groups)
+            self._records.add(groups)
         return groups
 
     def _recorded(self, step: int, adapter: str | None) -> list[GroupRecord]:
         """Return the recorded groups of a rollout that the given or any LoRA matrices sampled."""
-        known = self._ledger.read(step, adapter) if self._workers.rank == 0 else None
-        content = b"".join(group.as_json() for group in known or ())
+        groups = self._records.read(step, adapter) if self._workers.rank == 0 else None
+        content = b"".join(group.as_json() for group in groups or ())
         return groups_in(self._workers.broadcast_bytes(content))
 
     def _drawn(
@@ -168,7 +168,7 @@ class Rollouts:
         answered = self._answered(rows, indices, requests, self._sampling, on_progress)
         rewards = [[sample.reward for sample in samples] for samples in answered]
         advantages = advantages_of(rewards, self._config.scale_rewards)
-        asked = [self._prompts.row(rows, index) for index in indices]
+        prompts = [self._prompts.row(rows, index) for index in indices]
         return [
             GroupRecord(
                 step=step,
@@ -183,7 +183,7 @@ class Rollouts:
                     for sample, each in zip(answered[i], advantages[i], strict=True)
                 ),
             )
-            for i, row in enumerate(asked)
+            for i, row in enumerate(prompts)
         ]
 
     def _answered(
@@ -197,8 +197,8 @@ class Rollouts:
         """Return the rewarded answers to the requests of each row, without advantages."""
         workers = self._workers
         own = range(workers.rank, len(indices), workers.world_size)
-        asked = [request for i in own for request in requests[i]]
-        answers = self._policy.sample(asked, sampling, self._ends, on_progress)
+        own_requests = [request for i in own for request in requests[i]]
+        answers = self._policy.sample(own_requests, sampling, self._stop_tokens, on_progress)
         prompts = [self._prompts.row(rows, indices[i]) for i in own for _ in requests[i]]
         texts = list(map(self._prompts.text, answers))
         scored = self._scorer.score(list(map(Completion, prompts, texts)))
@@ -209,12 +209,12 @@ class Rollouts:
             iter(parse_json(part.encode(), SAMPLED, f"the answers of worker {worker}"))
             for worker, part in enumerate(gathered)
         ]
-        found = [
+        samples_of = [
             [from_json(SampleRecord, next(parts[i % len(parts)])) for _ in requests[i]]
             for i in range(len(indices))
         ]
-        self._report([sample for samples in found for sample in samples])
-        return found
+        self._report([sample for samples in samples_of for sample in samples])
+        return samples_of
 
     def _report(self, samples: Sequence[SampleRecord]) -> None:
         problems = [sample.problems[0] for sample in samples if sample.problems]
@@ -240,19 +240,19 @@ class Rollouts:
 
         def logps(*, before_training: bool) -> list[tuple[float, ...] | None]:
             asked = list(compress(examples, needed))
-            found = iter(self._policy.token_logps(asked, before_training=before_training))
-            return [_shortest(next(found).tolist()) if need else None for need in needed]
+            arrays = iter(self._policy.token_logps(asked, before_training=before_training))
+            return [_shortest(next(arrays).tolist()) if need else None for need in needed]
 
         none = [None] * len(examples)
         old = logps(before_training=False) if self.updates > 1 else none
         before = logps(before_training=True) if self._config.kl else none
-        found = zip(old, before, strict=True)
+        arrays = zip(old, before, strict=True)
         return [
             replace(
                 group,
                 samples=tuple(
                     replace(sample, old_logps=one, reference_logps=other)
-                    for sample, (one, other) in zip(group.samples, found, strict=False)
+                    for sample, (one, other) in zip(group.samples, arrays, strict=False)
                 ),
             )
             for group in groups

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from mlxtune.core.data.prompt import PromptRow
-from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
+from mlxtune.core.files.processes import LimitedProcess, ProcessEndedError
 from mlxtune.core.formatting import byte_size
 from mlxtune.errors import ConfigError
 from mlxtune.rewards import reward_helper
-from mlxtune.rewards.functions import NoReward, RewardSpec
+from mlxtune.rewards.functions import NoRewardError, RewardSpec
 from mlxtune.views.output import print_answer
 
 # The memory that functions may take in addition to the memory of their imports.
-_MEMORY = 4 * 10**9
+_MAX_MEMORY = 4 * 10**9
 # Seconds that the imports of users' files may take.
 _IMPORT_SECONDS = 120.0
 _MAX_REPLY = 2**16
@@ -109,7 +109,7 @@ class RewardScorer:
             try:
                 values[name] = value = self._value(name, completion)
                 total += weight * value
-            except NoReward as problem:
+            except NoRewardError as problem:
                 problems.append(f"{place}: reward {name}: {problem}")
         if not math.isfinite(total):
             problems.append(f"{place}: the sum of the rewards is {total}")
@@ -127,7 +127,7 @@ class RewardScorer:
         # Sets have one order in all processes.
         self._process = LimitedProcess(
             Path(reward_helper.__file__),
-            _MEMORY,
+            _MAX_MEMORY,
             on_message=self._output,
             variables={"PYTHONHASHSEED": "0"},
         )
@@ -135,7 +135,7 @@ class RewardScorer:
         try:
             if reply := self._ask(self._files, _IMPORT_SECONDS):
                 problem = f"reward {reply['path']} {reply['error']}"
-        except ProcessEnded as error:
+        except ProcessEndedError as error:
             files = " or ".join(path for path, _, _ in self._files)
             problem = f"importing {files} {_why(error.reason, f'{_IMPORT_SECONDS:g} s')}"
         if problem:
@@ -150,10 +150,10 @@ class RewardScorer:
     def _call(self, name: str, completion: Completion) -> float:
         """Return a function's value. Raises NoReward if it has none."""
         row = completion.row
-        given = {"prompt": row.prompt, "completion": completion.text, "row": {**row.row}}
-        text = json.dumps([name, given], sort_keys=True, default=str)
+        arguments = {"prompt": row.prompt, "completion": completion.text, "row": {**row.row}}
+        text = json.dumps([name, arguments], sort_keys=True, default=str)
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-        call = {"function": self._numbers[name], "seed": seed, "given": given}
+        call = {"function": self._numbers[name], "seed": seed, "given": arguments}
         while True:
             is_new = self._process is None
             self._start()
@@ -161,16 +161,16 @@ class RewardScorer:
                 number = next(self._ids)
                 reply = self._ask({"id": number, **call}, self._timeout)
                 if reply.get("id") != number:
-                    raise ProcessEnded("reply")
+                    raise ProcessEndedError("reply")
                 break
-            except ProcessEnded as error:
+            except ProcessEndedError as error:
                 self._close()
                 # An earlier call may have broken an older process: try again in a new one.
                 if is_new or error.reason == "time":
                     limit = f"{self._timeout:g} s: make it faster, or raise --reward-timeout"
-                    raise NoReward(_why(error.reason, limit)) from None
+                    raise NoRewardError(_why(error.reason, limit)) from None
         if "error" in reply:
-            raise NoReward(reply["error"])
+            raise NoRewardError(reply["error"])
         return float(reply["value"])
 
     def _ask(self, request: Any, seconds: float) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class RewardScorer:
         except ValueError:
             reply = None
         if not isinstance(reply, dict):
-            raise ProcessEnded("reply")
+            raise ProcessEndedError("reply")
         return reply
 
 
@@ -193,13 +193,13 @@ def _sha256(content: bytes) -> str:
 def _why(reason: str, time_limit: str) -> str:
     """Return the end of a sentence on a process that ended."""
     closed, wrote = "closed the pipe of its results", "wrote to the pipe of its results"
-    known = {
+    reasons = {
         "time": f"took more than {time_limit}",
-        "memory": f"took more than {byte_size(_MEMORY)} of memory",
+        "memory": f"took more than {byte_size(_MAX_MEMORY)} of memory",
         **{"length": wrote, "reply": wrote, "closed": closed},
         f"exit status {reward_helper.CLOSED}": closed,
     }
-    return known.get(reason, f"ended its process with {reason}")
+    return reasons.get(reason, f"ended its process with {reason}")
 
 
 def _sources(functions: Sequence[RewardSpec]) -> list[tuple[str, str, list[str]]]:

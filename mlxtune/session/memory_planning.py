@@ -45,7 +45,7 @@ from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.steps import memory_plan, order
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import MemoryPlan, Workload, sample_steps
-from mlxtune.core.steps.memory_terms import BatchLoad, Measured, ModelShapes
+from mlxtune.core.steps.memory_terms import BatchLoad, MemoryCorrection, ModelShapes
 from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
 from mlxtune.session.dataset import Dataset
@@ -71,11 +71,11 @@ def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[StepLength
         return []
     rows, keyed = dataset.rows.train, config.dropout > 0
     epoch = first_epoch(config, dataset)
-    drawn: Iterable[list[Example]] = map(rows.draw, epoch)
+    steps: Iterable[list[Example]] = map(rows.examples_of, epoch)
     if config.is_rewarded:
         size, longest = config.group_size, config.max_new_tokens
-        drawn = (expected_samples(examples, size, longest) for examples in drawn)
-    return sample_steps(StepLengths.of(examples, keyed=keyed) for examples in drawn)
+        steps = (expected_samples(examples, size, longest) for examples in steps)
+    return sample_steps(StepLengths.of(examples, keyed=keyed) for examples in steps)
 
 
 def sampled_work(
@@ -155,7 +155,7 @@ def confirm(
     pipeline: InstructPipeline,
     work: Workload,
     plan: MemoryPlan,
-    recorded: Measured | None = None,
+    recorded: MemoryCorrection | None = None,
     workers: Workers = SINGLE_PROCESS,
 ) -> MemoryPlan:
     """Choose the plan again from memory measured on the loaded model, and make the pipeline use it.
@@ -167,29 +167,29 @@ def confirm(
     execution = pipeline.forward.supported(plan.execution)
     plain = plan.shapes.plain_head and pipeline.forward.plain_head
     shapes = replace(plan.shapes, plain_head=plain)
-    known = _agreed(recorded or plan.shapes.measured, workers)
-    if known is None and execution.head_apart:
+    correction = _agreed(recorded or plan.shapes.measured, workers)
+    if correction is None and execution.separate_head:
         modes = _RECOMPUTE_CHOICES[config.grad_checkpoint]
-        known = _agreed(measure(pipeline, shapes, modes), workers)
-        if known is not None:
+        correction = _agreed(measure(pipeline, shapes, modes), workers)
+        if correction is not None:
             key = memory_key(shapes, execution, config.dropout, base.dtype)
-            save_measured(config.cache_path, key, known)
-    shapes = replace(shapes, measured=known)
+            save_measured(config.cache_path, key, correction)
+    shapes = replace(shapes, measured=correction)
     if (shapes, execution) != (plan.shapes, plan.execution):
         plan = _choose(config, shapes, execution, work, plan.limit)
     pipeline.run_as(plan.execution, plan.peak.total)
     return plan
 
 
-def _agreed(measured: Measured | None, workers: Workers) -> Measured | None:
+def _agreed(measured: MemoryCorrection | None, workers: Workers) -> MemoryCorrection | None:
     text = "" if measured is None else json.dumps(asdict(measured))
     first = workers.all_gather_text(text)[0]
-    return Measured.of(json.loads(first)) if first else None
+    return MemoryCorrection.of(json.loads(first)) if first else None
 
 
-def recorded_memory(run: Path) -> Measured | None:
+def recorded_memory(run: Path) -> MemoryCorrection | None:
     with suppress(OSError, ValueError):
-        return Measured.of(get_mapping(read_json(run / ABOUT), "plan").get("measured"))
+        return MemoryCorrection.of(get_mapping(read_json(run / ABOUT), "plan").get("measured"))
     return None
 
 
@@ -261,7 +261,7 @@ def save_run_speed(
 
 
 def reserve_memory(
-    config: TrainConfig, plan: MemoryPlan, held: ExitStack, console: RunConsole
+    config: TrainConfig, plan: MemoryPlan, stack: ExitStack, console: RunConsole
 ) -> None:
     """Reserve the predicted memory among the runs on this machine.
 
@@ -282,7 +282,7 @@ def reserve_memory(
             raise
         console.warn(f"{folder}: other runs will not see the memory that this one takes: {error}")
     else:
-        held.callback(lock.release)
+        stack.callback(lock.release)
 
 
 def plan_run(
@@ -295,17 +295,17 @@ def plan_run(
 ) -> tuple[BaseModel, MemoryPlan, str]:
     """Choose the plan of a run, and how to multiply by quantised weights.
 
-    Returns the model with that choice, the plan, and the line of `choose_products`. Raises
+    Returns the model with that choice, the plan, and the line of `choose_matmul`. Raises
     MemoryLimitError if not even one example fits.
     """
     plan = choose_plan(config, base, work, kind)
-    faster_base, line = choose_products(config, base, work, plan, resume, workers)
+    faster_base, line = choose_matmul(config, base, work, plan, resume, workers)
     if faster_base is not base:
         plan = choose_plan(config, faster_base, work, kind)
     return faster_base, plan, line
 
 
-def choose_products(
+def choose_matmul(
     config: TrainConfig,
     base: BaseModel,
     work: Workload,
@@ -320,20 +320,20 @@ def choose_products(
     """
     if config.quantized_compute != "auto" or base.quantized_compute is None or workers.shards_model:
         return base, ""
-    recorded = recorded_products({} if resume is None else resume.checkpoint.metadata)
+    recorded = recorded_matmul({} if resume is None else resume.checkpoint.metadata)
     form, line = base.quantized_compute, ""
     if recorded:
         form = recorded
-    elif workers.rank == 0 and (timed := loading.timed_products(base, _tokens(work, plan))):
+    elif workers.rank == 0 and (timed := loading.timed_matmuls(base, _tokens(work, plan))):
         form, line = timed.faster, timed.describe()
     form, _, line = workers.all_gather_text(f"{form} {line}")[0].partition(" ")
-    return loading.with_products(base, form), line
+    return loading.with_matmul_form(base, form), line
 
 
-def recorded_products(metadata: Mapping[str, Any]) -> str:
+def recorded_matmul(metadata: Mapping[str, Any]) -> str:
     """Return the --quantized-compute choice in a checkpoint's metadata, or an empty string."""
     form = metadata.get("quantized_compute")
-    return form if form in loading.PRODUCTS else ""
+    return form if form in loading.QUANTIZED_COMPUTE_FORMS else ""
 
 
 def _tokens(work: Workload, plan: MemoryPlan) -> int:

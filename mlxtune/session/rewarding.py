@@ -114,7 +114,7 @@ class RewardSession:
             return sample(loaded.base.model, requests, sampling, self._ends, show)
 
         tokens = [prompts.tokens(rows, i) for i in indices]
-        asked = [prompts.row(rows, i) for i in indices]
+        prompt_rows = [prompts.row(rows, i) for i in indices]
         size = min(self._config.group_size, _MAX_COMPARED)
         greedy = [SampleRequest(each, ()) for each in tokens]
         # No step has the number 0, so these samples are new.
@@ -123,17 +123,17 @@ class RewardSession:
             for i in indices
             for number in range(size)
         ]
-        drawn = [
+        answers = [
             *sample_answers(greedy, replace(sampling, temperature=0.0)),
             *sample_answers(requests, sampling),
         ]
         console.close()
-        texts = list(map(prompts.text, drawn))
-        repeated = [*asked, *(row for row in asked for _ in range(size))]
+        texts = list(map(prompts.text, answers))
+        repeated = [*prompt_rows, *(row for row in prompt_rows for _ in range(size))]
         scored = self._scorer.score(list(map(Completion, repeated, texts)))
         greedy_ones = [[reward] for reward in scored[: len(rows)]]
         groups = [scored[i : i + size] for i in range(len(rows), len(scored), size)]
-        exact = [_is_exact(text, row.answer) for row, text in zip(asked, texts, strict=False)]
+        exact = [_is_exact(text, row.answer) for row, text in zip(prompt_rows, texts, strict=False)]
         values = {
             (name, sampled): _means(groups if sampled else greedy_ones, name)
             for name in self._names

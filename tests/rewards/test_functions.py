@@ -273,7 +273,7 @@ def test_schema_that_cannot_be_applied_gives_no_reward(
     tmp_path: Path, schema: Any, why: str
 ) -> None:
     """References are not downloaded, and neither they nor searches run forever."""
-    with pytest.raises(NoReward, match=why):
+    with pytest.raises(NoRewardError, match=why):
         schema_reward(tmp_path, schema)(json.dumps("a" * 200 + "b"))
 
 

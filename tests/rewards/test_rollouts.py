@@ -23,7 +23,7 @@ from mlxtune.core.run.sampled_answers import read_samples
 from mlxtune.core.training.pipeline import Step
 from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.rollouts import Prompts, Rollouts
-from mlxtune.rewards.samples import SampleLedger
+from mlxtune.rewards.samples import SampleRecords
 from mlxtune.rewards.scoring import Completion, Reward
 
 END = 0
@@ -128,7 +128,7 @@ def made(path: Path, workers: Workers = SINGLE_PROCESS, **options: Any) -> Made:
     config = RewardedConfig(group_size=SIZE, **options)
     rollouts = Rollouts(
         *(config, 42, policy, frozenset({END}), prompts(), scorer),
-        *(SampleLedger(path), problems.append, workers),
+        *(SampleRecords(path), problems.append, workers),
     )
     return Made(rollouts, policy, scorer, problems)
 

@@ -157,8 +157,8 @@ class LossEvaluator:
         lengths = self._training.lengths(selected)
         for attempt in self._runner.attempts(lengths, self._halve):
             with attempt:
-                batches = self._batches_of(lengths).iterate(selected, lengths)
-                self._compute(batches, read, on_progress, keys)
+                micro_batches = self._batches_of(lengths).iterate(selected, lengths)
+                self._compute(micro_batches, read, on_progress, keys)
 
     def _halve(self, lengths: StepLengths) -> int | None:
         """Halve the limit of an evaluation's batches, and return it; training's stays."""
@@ -171,10 +171,10 @@ class LossEvaluator:
         """Return larger micro-batches than training's, if they fit in memory."""
         tokens, least = self._max_tokens, min(self._training.max_tokens, self._halved_tokens)
         while tokens > least:
-            batches = replace(self._training, own_limit=tokens)
-            micro_batches = batches.divided(lengths)
-            if all(self._fits(load_of(micro_batch, lengths)) for micro_batch in micro_batches):
-                return batches
+            larger = replace(self._training, own_limit=tokens)
+            divided = larger.divided(lengths)
+            if all(self._fits(load_of(micro_batch, lengths)) for micro_batch in divided):
+                return larger
             tokens //= 2
         return replace(self._training, own_limit=least)
 
@@ -185,13 +185,13 @@ class LossEvaluator:
         """
         execution = self._forward.execution
         return (
-            execution.head_apart
+            execution.separate_head
             and self._memory.estimate(load, execution.loss_chunk) <= self._free_bytes
         )
 
     def _compute(
         self,
-        batches: Iterable[tuple[MicroBatch, PaddedBatch | Pack]],
+        micro_batches: Iterable[tuple[MicroBatch, PaddedBatch | Pack]],
         read: Callable[[MicroBatch, Sequence[int], _Floats], None],
         on_progress: Callable[[int], None],
         keys: Keys,
@@ -205,7 +205,7 @@ class LossEvaluator:
             allocator.clear_cache_near_limit()
             on_progress(done)
 
-        for micro_batch, batch in batches:
+        for micro_batch, batch in micro_batches:
             outputs = self._runner.outputs_of_stages(micro_batch.tokens)
             each = self._forward.losses(batch, keys(batch), outputs)
             graph = self._runner.graph(micro_batch.tokens, outputs, {}, each)
@@ -250,7 +250,7 @@ def evaluation_memory(forward: Forward) -> EvaluationMemory:
 class Passes(NamedTuple):
     """The parts of a pass over examples: micro-batches, the runner of their graphs, and losses."""
 
-    batches: MicroBatches
+    micro_batches: MicroBatches
     runner: GraphRunner
     losses: LossEvaluator
 
@@ -271,12 +271,12 @@ def passes_of(
     Workers that share the model wait for each other within a pass, so none of them halves its
     micro-batches or tries again on its own.
     """
-    batches = MicroBatches(forward, keyed=keyed, whole_rows=whole_rows)
+    micro_batches = MicroBatches(forward, keyed=keyed, whole_rows=whole_rows)
     runner = GraphRunner(
         forward, parameters, remedy=remedy, warn=warn, retries=not workers.shards_model
     )
-    losses = LossEvaluator(forward, batches, runner, parameters, workers, other_bytes)
-    return Passes(batches, runner, losses)
+    losses = LossEvaluator(forward, micro_batches, runner, parameters, workers, other_bytes)
+    return Passes(micro_batches, runner, losses)
 
 
 class Evaluator:

@@ -63,11 +63,11 @@ class MicroBatches:
     def divided(self, lengths: StepLengths) -> list[MicroBatch]:
         """Return the micro-batches into which examples are split."""
         execution = self._execution
-        asked = execution, lengths
-        if asked != self._last_division[0]:
+        key = execution, lengths
+        if key != self._last_division[0]:
             divide = execution.micro_batches
             whole = _whole_row_micro_batches(lengths, divide) if self.whole_rows else None
-            self._last_division = asked, divide(lengths) if whole is None else whole
+            self._last_division = key, divide(lengths) if whole is None else whole
         return self._last_division[1]
 
     def halved_limit(self, lengths: StepLengths) -> int | None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from mlxtune.backend.forward.forward import ReduceFn, summed
 from mlxtune.core.data.encode import Example, StepExamples, predicted_tokens
-from mlxtune.core.objectives.objective import AnswerLayout, Objective, Totals
+from mlxtune.core.objectives.objective import AnswerLayout, Objective, StepTotals
 from mlxtune.core.objectives.policy import (
     PolicyObjective,
     SampledExample,
@@ -86,7 +86,7 @@ class PreferenceLoss(StepLoss):
     examples: Sequence[Example]
     objective: Objective
     layout: AnswerLayout
-    totals: Totals
+    totals: StepTotals
     weights: _Floats | None = None
     logps: _Floats | None = None
 
@@ -275,7 +275,9 @@ def divides_rows(row_ids: Sequence[int], micro_batches: Iterable[Sequence[int]])
     return False
 
 
-def _weights(objective: Objective, layout: AnswerLayout, totals: Totals, logps: _Floats) -> _Floats:
+def _weights(
+    objective: Objective, layout: AnswerLayout, totals: StepTotals, logps: _Floats
+) -> _Floats:
     """Return the derivatives of the loss with respect to the log-probabilities, float64 (E,)."""
 
     def loss(sums: mx.array) -> Any:

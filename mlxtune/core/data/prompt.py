@@ -28,7 +28,7 @@ from mlxtune.core.data.conversation import (
 )
 from mlxtune.core.data.encode import Encoder, Example
 from mlxtune.core.data.problems import (
-    BadRow,
+    BadRowError,
     RowTally,
     SkippedRows,
     json_type,
@@ -142,16 +142,16 @@ def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Promp
     messages = content.get("messages")
     try:
         if not isinstance(messages, list):
-            raise BadRow("'messages' is not a list", json_type(messages))
+            raise BadRowError("'messages' is not a list", json_type(messages))
         if not messages:
-            raise BadRow("there is no message")
+            raise BadRowError("there is no message")
         if role_of(messages[-1]) == "assistant":
-            raise BadRow("the last message is the assistant's: end with the message to answer")
+            raise BadRowError("the last message is the assistant's: end with the message to answer")
         answered = [*messages, {"role": "assistant", "content": _ANSWER}]
         row = {key: content[key] for key in content.keys() - turn_marks(content).keys()}
         parsed = parse_conversation(1, {**row, "messages": answered})
         return _before_answer(encoder, parsed)
-    except BadRow as problem:
+    except BadRowError as problem:
         raise DataError(f"{where}: {problem}") from problem
 
 
@@ -199,12 +199,12 @@ _TO_GIVE = (ANSWER, CHOSEN, DESIRABLE, UNDESIRABLE)
 class TurnEnds:
     """What may end a turn: one of the `tokens`, or `text` if the tokenizer has no token for it.
 
-    `spell` returns the bytes of tokens.
+    `token_bytes` returns the bytes of tokens.
     """
 
     tokens: frozenset[int]
     text: str = ""
-    spell: Callable[[Sequence[int]], Sequence[bytes]] = lambda ids: ()
+    token_bytes: Callable[[Sequence[int]], Sequence[bytes]] = lambda ids: ()
 
 
 def last_turn(row: Sequence[Example], ends: TurnEnds) -> LastTurn | None:
@@ -222,7 +222,7 @@ def last_turn(row: Sequence[Example], ends: TurnEnds) -> LastTurn | None:
     if last in ends.tokens:
         return LastTurn(Prompt(before, last), tuple(tokens[start : end - 1].tolist()))
     answer = tuple(tokens[start:end].tolist())
-    if not ends.text or not text_of(ends.spell(answer)).endswith(ends.text):
+    if not ends.text or not text_of(ends.token_bytes(answer)).endswith(ends.text):
         return None
     return LastTurn(Prompt(before, None, ends.text), answer)
 
@@ -241,7 +241,7 @@ def parse_content(content: bytes, where: str) -> dict[str, Any]:
     check_size(content, where)
     try:
         value = parse_json(content.removeprefix(codecs.BOM_UTF8))
-    except BadRow as problem:
+    except BadRowError as problem:
         raise DataError(f"{where}: {problem}: pass one list of messages") from problem
     if isinstance(value, list):
         return {"messages": value}

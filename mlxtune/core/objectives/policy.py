@@ -102,16 +102,18 @@ def advantages_of(
     """
     every = np.array([reward for group in groups for reward in group if reward is not None])
     spread = _deviation(every)
-    found = []
+    advantages = []
     for group in groups:
-        known = np.array([reward for reward in group if reward is not None])
-        if not len(known) or known.min() == known.max():
-            found.append([0.0] * len(group))
+        rewards = np.array([reward for reward in group if reward is not None])
+        if not len(rewards) or rewards.min() == rewards.max():
+            advantages.append([0.0] * len(group))
             continue
-        divisors = {"group": _deviation(known) + _EPSILON, "batch": spread + _EPSILON}
-        mean, divisor = known.mean(), divisors.get(scale_rewards, 1.0)
-        found.append([0.0 if each is None else float((each - mean) / divisor) for each in group])
-    return found
+        divisors = {"group": _deviation(rewards) + _EPSILON, "batch": spread + _EPSILON}
+        mean, divisor = rewards.mean(), divisors.get(scale_rewards, 1.0)
+        advantages.append(
+            [0.0 if each is None else float((each - mean) / divisor) for each in group]
+        )
+    return advantages
 
 
 def _deviation(rewards: npt.NDArray[Any]) -> float:

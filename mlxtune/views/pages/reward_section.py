@@ -32,14 +32,14 @@ def reward_context(run: Run, view: RunView) -> dict[str, Any]:
     if not view.is_rewarded:
         return {"rewarded": False, "learned": ""}
     changes, (steps, note) = view.changes, _read(run)
-    drawn = [(g, sample) for groups in steps.values() for g in groups for sample in g.samples]
+    samples = [(g, sample) for groups in steps.values() for g in groups for sample in g.samples]
     first_late = [*steps][-max(len(steps) // 3, 1)] if steps else 0
-    late = [each for each in drawn if each[0].step >= first_late]
+    late = [each for each in samples if each[0].step >= first_late]
     return {
         "rewarded": True,
         "changes": changes,
         "learned": _learned(changes),
-        "pairs": [_pair(*pair, drawn, late) for pair in opposites(changes)[:_MAX_PAIRS]],
+        "pairs": [_pair(*pair, samples, late) for pair in opposites(changes)[:_MAX_PAIRS]],
         "steps": [_step(step, groups) for step, groups in steps.items()],
         "samples_note": note,
     }
@@ -77,14 +77,14 @@ def _learned(changes: Sequence[MetricChange]) -> str:
 
 def _step(step: int, groups: Sequence[GroupRecord]) -> dict[str, Any]:
     """Return the groups of a step whose rewards differ most, with their best and worst sample."""
-    drawn = [group for group in groups if group.samples]
-    ordered = sorted(drawn, key=_range, reverse=True)[:_MAX_GROUPS]
+    sampled = [group for group in groups if group.samples]
+    ordered = sorted(sampled, key=_range, reverse=True)[:_MAX_GROUPS]
     return {"step": step, "groups": list(map(_group, ordered)), "of": len(groups)}
 
 
 def _ranked(group: GroupRecord) -> list[SampleRecord]:
-    known = [sample for sample in group.samples if sample.reward is not None]
-    return sorted(known, key=lambda sample: sample.reward or 0.0)
+    rewarded = [sample for sample in group.samples if sample.reward is not None]
+    return sorted(rewarded, key=lambda sample: sample.reward or 0.0)
 
 
 def _range(group: GroupRecord) -> float:
@@ -131,7 +131,7 @@ def _number(value: float | None) -> str:
 
 
 def _pair(
-    better: MetricChange, worse: MetricChange, drawn: Sequence[Drawn], late: Sequence[Drawn]
+    better: MetricChange, worse: MetricChange, samples: Sequence[Drawn], late: Sequence[Drawn]
 ) -> dict[str, Any]:
     """Return two rewards that moved in opposite directions, and late samples that show it."""
     return {
@@ -139,23 +139,23 @@ def _pair(
         "sentences": [better.sentence, worse.sentence],
         "examples": [
             _article(group, f"step {group.step:,}", [("answer", sample)])
-            for group, sample in _opposed(better, worse, drawn, late)
+            for group, sample in _opposed(better, worse, samples, late)
         ],
     }
 
 
 def _opposed(
-    better: MetricChange, worse: MetricChange, drawn: Sequence[Drawn], late: Sequence[Drawn]
+    better: MetricChange, worse: MetricChange, samples: Sequence[Drawn], late: Sequence[Drawn]
 ) -> Iterator[Drawn]:
     """Yield late samples with high values of one reward and low ones of the other.
 
     High and low are relative to all that were drawn.
     """
-    good, bad = _standardised(better, drawn, late), _standardised(worse, drawn, late)
-    found = [(a - b, *each) for a, b, each in zip(good, bad, late, strict=True) if a > 0 > b]
-    found.sort(key=lambda each: (each[0], each[1].step), reverse=True)
+    good, bad = _standardised(better, samples, late), _standardised(worse, samples, late)
+    opposed = [(a - b, *each) for a, b, each in zip(good, bad, late, strict=True) if a > 0 > b]
+    opposed.sort(key=lambda each: (each[0], each[1].step), reverse=True)
     texts = set[str]()
-    for _, group, sample in found:
+    for _, group, sample in opposed:
         if sample.text not in texts and len(texts) < _MAX_EXAMPLES:
             texts.add(sample.text)
             yield group, sample

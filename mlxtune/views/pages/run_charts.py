@@ -102,8 +102,8 @@ def _sampled_charts(run: Run) -> list[Chart]:
     ratios = {"largest": "ratio/max", "mean": "ratio/mean"}
     lengths = {"length": "completions/mean_length"}
     length = _metric_chart(run, "Length", "tokens, mean of a step's answers", lengths)
-    drawn = [value for curve in length.series for value in curve.y]
-    limit = _level_near(drawn, number(run.config, "max_new_tokens"), "--max-new-tokens")
+    values = [value for curve in length.series for value in curve.y]
+    limit = _level_near(values, number(run.config, "max_new_tokens"), "--max-new-tokens")
     charts = [
         _metric_chart(run, "Spread of rewards", "standard deviation in a step", spreads),
         replace(length, levels=limit),

@@ -22,7 +22,7 @@ from mlxtune.core.data.problems import (
     PARQUET,
     UTF8_BOM,
     ZIP,
-    BadRow,
+    BadRowError,
     check_values,
     has_elements,
     is_zipped,
@@ -40,7 +40,7 @@ from mlxtune.core.data.sources.text_rows import (
     is_text_file,
     text_rows,
 )
-from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
+from mlxtune.core.files.processes import LimitedProcess, ProcessEndedError
 from mlxtune.core.files.reading import is_lfs_pointer, open_regular, open_zipped, read_end
 from mlxtune.core.formatting import byte_size
 from mlxtune.core.machine.installation import installs_extra
@@ -109,13 +109,15 @@ def read_objects(
         yield number, _present(row, from_arrow=head.startswith(PARQUET))
 
 
-def _present(row: dict[str, Any] | BadRow, *, from_arrow: bool) -> dict[str, Any] | BadRow:
+def _present(
+    row: dict[str, Any] | BadRowError, *, from_arrow: bool
+) -> dict[str, Any] | BadRowError:
     try:
-        if isinstance(row, BadRow) or not has_nulls(row):
+        if isinstance(row, BadRowError) or not has_nulls(row):
             return row
         return without_nulls(row, from_arrow=from_arrow)
     except RecursionError:
-        return BadRow("JSON nested too deeply")
+        return BadRowError("JSON nested too deeply")
 
 
 def has_nulls(value: Any) -> bool:
@@ -226,23 +228,23 @@ def _line_rows(path: Path) -> Iterator[NumberedRow]:
                 )
 
 
-def _parse(line: bytes) -> dict[str, Any] | BadRow:
+def _parse(line: bytes) -> dict[str, Any] | BadRowError:
     if line == b"{":
         advice = "write each on one line, or all as one JSON array, without an object around it"
-        return BadRow("a JSON object over several lines", advice)
+        return BadRowError("a JSON object over several lines", advice)
     try:
         return _object(parse_json(line))
-    except BadRow as problem:
+    except BadRowError as problem:
         return problem
 
 
-def _object(content: Any) -> dict[str, Any] | BadRow:
+def _object(content: Any) -> dict[str, Any] | BadRowError:
     if isinstance(content, dict):
         return content
     first = content[0] if isinstance(content, list) and content else None
     is_chat = isinstance(first, dict) and ("role" in first or "from" in first)
     remedy = ': write {"messages": […]} around it' * is_chat
-    return BadRow("not a JSON object", f"{json_type(content)}{remedy}")
+    return BadRowError("not a JSON object", f"{json_type(content)}{remedy}")
 
 
 def _array_rows(path: Path) -> Iterator[NumberedRow]:
@@ -251,13 +253,13 @@ def _array_rows(path: Path) -> Iterator[NumberedRow]:
     yield from enumerate(_elements(path, content), start=1)
 
 
-def _elements(path: Path, content: bytes) -> Iterator[dict[str, Any] | BadRow]:
+def _elements(path: Path, content: bytes) -> Iterator[dict[str, Any] | BadRowError]:
     """Yield the elements of a JSON array. Raises DataError."""
     try:
         if len(content) > _MAX_ARRAY_BYTES:
-            raise BadRow(f"a JSON array of more than {_MAX_ARRAY_BYTES:,} bytes")
+            raise BadRowError(f"a JSON array of more than {_MAX_ARRAY_BYTES:,} bytes")
         elements = parse_json(content.removeprefix(UTF8_BOM), "not a valid JSON array")
-    except BadRow as problem:
+    except BadRowError as problem:
         advice = "write one JSON object per line, so that only the bad one is skipped"
         if problem.detail.startswith("Extra data at line"):
             advice = 'write each line as an object, such as {"messages": […]}'
@@ -389,7 +391,7 @@ def _has_pyarrow() -> bool:
 def _parquet_line(process: LimitedProcess, path: Path, size: int) -> bytes:
     try:
         return process.read_line(_MAX_ROW)
-    except ProcessEnded as error:
+    except ProcessEndedError as error:
         if error.reason in ("memory", "length"):
             raise _expands(path, size) from error
         if error.reason == "time":
@@ -399,17 +401,17 @@ def _parquet_line(process: LimitedProcess, path: Path, size: int) -> bytes:
         ) from error
 
 
-def _parquet_row(line: bytes) -> dict[str, Any] | BadRow | str:
+def _parquet_row(line: bytes) -> dict[str, Any] | BadRowError | str:
     """Return a row's object, or the reason why it has none; for the last line, the string in it."""
     try:
         check_values(line)
         content: dict[str, Any] | list[str] | str = json.loads(line)
-    except BadRow as problem:
+    except BadRowError as problem:
         return problem
     except RecursionError:
-        return BadRow("nested too deeply")
+        return BadRowError("nested too deeply")
     if isinstance(content, list):
-        return BadRow(content[0], one_line(content[1]))
+        return BadRowError(content[0], one_line(content[1]))
     # All rows of a parquet file have the same keys.
     return (
         content if isinstance(content, str) else {k: v for k, v in content.items() if v is not None}
