@@ -41,8 +41,8 @@ def show(config: RewardConfig) -> bool:
     means = {kind: _means(tried, kind) for kind in dict.fromkeys(kind for kind, _ in answers)}
     if config.json:
         own = [
-            {"row": given.row.place, "kind": kind, "answer": given.text, **asdict(reward)}
-            for kind, given, reward in tried
+            {"row": completion.row.place, "kind": kind, "answer": completion.text, **asdict(reward)}
+            for kind, completion, reward in tried
         ]
         named = [{"name": each.name, "weight": each.weight} for each in rewards]
         print_json({"rewards": named, "answers": own, "means": means})

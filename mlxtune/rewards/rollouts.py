@@ -239,8 +239,8 @@ class Rollouts:
         needed = [not e.masked and bool(e.advantage or self._config.kl) for e in examples]
 
         def logps(*, before_training: bool) -> list[tuple[float, ...] | None]:
-            asked = list(compress(examples, needed))
-            arrays = iter(self._policy.token_logps(asked, before_training=before_training))
+            selected = list(compress(examples, needed))
+            arrays = iter(self._policy.token_logps(selected, before_training=before_training))
             return [_shortest(next(arrays).tolist()) if need else None for need in needed]
 
         none = [None] * len(examples)
@@ -330,13 +330,13 @@ def _metrics(samples: Sequence[SampleRecord]) -> dict[str, float]:
     """Return TRL's metrics of samples, and the fraction of samples without a reward."""
     totals = [sample.reward for sample in samples if sample.reward is not None]
     values = {f"rewards/{name}": [s.rewards[name] for s in samples] for name in samples[0].rewards}
-    found = {}
+    metrics = {}
     for name, each in values.items():
-        if known := [value for value in each if value is not None]:
-            found[f"{name}/mean"], found[f"{name}/std"] = fmean(known), _deviation(known)
+        if numbers := [value for value in each if value is not None]:
+            metrics[f"{name}/mean"], metrics[f"{name}/std"] = fmean(numbers), _deviation(numbers)
     if totals:
-        found |= {"reward": fmean(totals), "reward_std": _deviation(totals)}
-    return found | {
+        metrics |= {"reward": fmean(totals), "reward_std": _deviation(totals)}
+    return metrics | {
         "completions/mean_length": fmean(len(sample.tokens) for sample in samples),
         "completions/clipped_ratio": fmean(not sample.finished for sample in samples),
         "completions/without_reward": 1 - len(totals) / len(samples),

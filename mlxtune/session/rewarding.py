@@ -183,8 +183,8 @@ class RewardSession:
 
 def _means(groups: Sequence[Sequence[Reward]], name: str) -> Floats:
     values = [[each.values[name] if name else each.total for each in group] for group in groups]
-    known = ([value for value in group if value is not None] for group in values)
-    return np.array([fmean(each) if each else math.nan for each in known])
+    rewarded = ([value for value in group if value is not None] for group in values)
+    return np.array([fmean(each) if each else math.nan for each in rewarded])
 
 
 def _is_exact(text: str, answer: str | None) -> float:

@@ -166,8 +166,8 @@ def _standardised(
 ) -> list[float]:
     """Return a reward of late samples in standard deviations from the mean, 0 without a value."""
     every, own = ([sample.rewards.get(change.name) for _, sample in each] for each in (drawn, late))
-    known = [value for value in every if value is not None]
-    if not known or not (deviation := float(np.std(known))):
+    rewards = [value for value in every if value is not None]
+    if not rewards or not (deviation := float(np.std(rewards))):
         return [0.0] * len(late)
-    scale, mean = (-deviation if change.penalty else deviation), float(np.mean(known))
+    scale, mean = (-deviation if change.penalty else deviation), float(np.mean(rewards))
     return [0.0 if value is None else (value - mean) / scale for value in own]

@@ -9,7 +9,6 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mlxtune.config.objective_config import REWARDED
 from mlxtune.core.evaluation.outcome import Evaluation, RewardChange
 from mlxtune.core.files.writing import write_file
 from mlxtune.core.formatting import join_few, loss_text, minute_of, pluralize, signed_loss
@@ -141,7 +140,7 @@ def _settings(run: Run, view: RunView) -> dict[str, str]:
 def evaluation_context(run: Run, view: RunView) -> dict[str, Any]:
     model = get_str(run.config, "model_path") or "MODEL"
     how = "--generate"
-    if view.objective in REWARDED:
+    if view.is_rewarded:
         rewards = run.config.get("reward")
         named = rewards if isinstance(rewards, list) else ["REWARD"]
         how = " ".join(f"--reward {shlex.quote(str(each))}" for each in named)

@@ -43,7 +43,7 @@ def loss(examples: list[SampledExample], trained: Logps, **options: Any) -> floa
     return float(objective.loss(logps, SampleTotals.of(examples)))
 
 
-def test_objective_of_a_run_is_the_same_from_its_options_and_from_its_record() -> None:
+def test_objective_from_options_equals_objective_from_record() -> None:
     pairs = {"objective": "dpo", "dpo_loss": "ipo", "beta": 0.2}
     rewards = {"objective": "grpo", "grpo_loss": "gspo", "kl": 0.1, "reward": ("exact",)}
     for options, expected in (
