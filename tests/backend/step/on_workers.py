@@ -134,7 +134,7 @@ def check_decisions(workers: Workers) -> None:
         outcome.result()
         exchange.receive(outcome.agreed)
         stop, save = step >= 2 and workers.rank == last, step == 1 and workers.rank == 0
-        decided.append(exchange.swap(Requests(stop, save)))
+        decided.append(exchange.exchange(Requests(stop, save)))
     assert decided == [(False, False), (False, True), (True, False), (True, False), (True, False)]
 
 
