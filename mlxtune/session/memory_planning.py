@@ -100,9 +100,7 @@ def sampled_work(
     if config.is_rewarded and base is not None:
         prompt = max((tokens - answer for tokens, answer in sizes), default=config.max_seq_len)
         rows = max(config.batch_size, len(dataset.rows.validation) if dataset else 0)
-        sampling = sampling_memory(
-            base, prompt, config.max_new_tokens, rows * config.group_size, rows
-        )
+        sampling = sampling_memory(base, prompt, config.max_new_tokens, rows * config.group_size)
     sizes = sizes or [(config.max_seq_len, config.max_seq_len)]
     extremes = {max(sizes), max(sizes, key=lambda size: size[::-1])}
     return Workload(

@@ -115,12 +115,15 @@ def _draw(
     ) as generator:
         try:
             uids = generator.insert([[each.prompt[-1]] for each in requests], caches=caches)
+            del caches  # The batch has copies.
             drawn_of = dict(zip(uids, samples, strict=True))
             while responses := generator.next_generated():
                 for response in responses:
                     one = drawn_of[response.uid]
                     one.tokens.append(int(response.token))
                     one.finished = response.finish_reason == "stop"
+                    # The cache of an ended sample would keep the whole batch's previous caches.
+                    response.prompt_cache = None
                 sampler.samples = [
                     drawn_of[each.uid] for each in responses if each.finish_reason is None
                 ]
@@ -157,9 +160,9 @@ def _prefilled(
 
 
 def sampling_memory(
-    base: BaseModel, prompt: int, max_new_tokens: int, answers: int, prompts: int
+    base: BaseModel, prompt: int, max_new_tokens: int, answers: int
 ) -> tuple[int, int]:
-    """Return the bytes of caches, and of logits, while answers to `prompts` prompts are sampled.
+    """Return the bytes of caches, and of logits, while this many answers are sampled.
 
     `prompt` is the length of the longest prompt, to which mlx-lm pads the others.
     """
@@ -169,13 +172,12 @@ def sampling_memory(
     width = 2 * (text.get("num_key_value_heads") or heads) * size
     if rank := text.get("kv_lora_rank"):
         width = rank + (text.get("qk_rope_head_dim") or 0)
-    first, last = (_GROWTH * ceil(tokens / _GROWTH) for tokens in (prompt, max_new_tokens))
+    last = _GROWTH * ceil(max_new_tokens / _GROWTH)
     tokens, longest = 0, 0
     for cache in make_prompt_cache(base.model):
         if not isinstance(cache, ArraysCache):  # the state of a recurrence does not grow
-            window = getattr(cache, "max_size", None) or first + last
-            extended = min(prompt + last, window)
-            tokens += count * extended + min(prompts, count) * min(first, window)
+            extended = min(prompt + last, getattr(cache, "max_size", None) or prompt + last)
+            tokens += count * extended
             longest = max(longest, extended)
     each, logits = width * getattr(mx, base.dtype).size, _LOGITS * 4 * count * base.own_vocab
     # The caches of a token are extended before it has logits.
