@@ -175,7 +175,9 @@ def confirm(
     shapes = replace(shapes, measured=correction)
     if (shapes, execution) != (plan.shapes, plan.execution):
         plan = _choose(config, shapes, execution, work, plan.limit)
-    pipeline.run_as(plan.execution, plan.peak.total)
+    # Answers shorter than expected share a micro-batch with more others, each beside a copy of its
+    # prompt in attention.
+    pipeline.run_as(plan.execution, plan.peak.total, plan.fits if config.is_rewarded else None)
     return plan
 
 

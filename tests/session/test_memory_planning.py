@@ -22,7 +22,12 @@ from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import TrainConfig
 from mlxtune.config.objective_config import PolicyConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.objectives.policy import PolicyObjective, SampleRequest, expected_samples
+from mlxtune.core.objectives.policy import (
+    PolicyObjective,
+    SampledExample,
+    SampleRequest,
+    expected_samples,
+)
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import MARGIN, MemoryPlan, Workload, predict_sampling
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, MemoryCorrection
@@ -191,6 +196,46 @@ def test_plan_includes_the_caches_and_logits_of_sampled_answers(
     assert any(len(each.tokens) < answer for each in answers) == bool(ends)
     measured = mx.get_peak_memory() - before
     assert measured == pytest.approx(sampling.total, rel=MARGIN)
+
+
+def test_training_on_short_answers_takes_no_more_memory_than_planned(tmp_path: Path) -> None:
+    """More short answers share a micro-batch, and attention repeats the prompt for each."""
+    config = TrainConfig(
+        str(write_model(tmp_path / "model", "qwen3", num_attention_heads=8)),
+        ("d",),
+        **{"objective": "grpo", "reward": ("length",), "group_size": 8, "batch_size": 4},
+        **{"max_new_tokens": 40, "rank": 4, "no_cache": True},
+    )
+    allocator.release()
+    before = mx.get_active_memory()
+    base, rng = opened(config), np.random.default_rng(0)
+    tokens = rng.integers(0, 300, (4, 200)).astype(np.int32)
+    mask = np.repeat(np.uint8([0, 1]), [199, 1])
+    rows = [Example(i, row, mask) for i, row in enumerate(tokens)]
+    work = sampled_work(config, [StepLengths.of(expected_samples(rows, 8, 40))])
+    plan = choose_plan(config, base, work)
+    read_weights(base)
+    pipeline = InstructPipeline(
+        base.model,
+        config.pipeline_config(),
+        execution=plan.execution,
+        objective=PolicyObjective(config.part(PolicyConfig)),
+    )
+    plan = confirm(config, base, pipeline, work, plan)
+    samples = [
+        SampledExample(
+            each.row,
+            each.tokens,
+            each.assistant_mask,
+            advantage=1.0,
+            logps=np.zeros(3, dtype=np.float32),
+        )
+        for each in expected_samples(rows, 8, 3)
+    ]
+    allocator.release()
+    mx.reset_peak_memory()
+    pipeline.train_batch(samples)
+    assert mx.get_peak_memory() - before <= plan.peak.total
 
 
 def test_sampling_takes_no_more_memory_than_there_is(loaded: Loaded) -> None:

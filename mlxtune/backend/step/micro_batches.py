@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import chain
 from typing import Any
 
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.memory_terms import BatchLoad, load_of
 from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, collate, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths, pack
 
@@ -17,7 +19,7 @@ class MicroBatches:
 
     The limit is the forward's, unless an evaluation sets its own. With `keyed`, only examples with
     equal dropout keys share the tokens of a common prefix. With `whole_rows`, a row's examples run
-    together, unless any row is too long.
+    together, unless any row is too long. Training's micro-batches that `fits` rejects are halved.
     """
 
     forward: Forward
@@ -25,6 +27,7 @@ class MicroBatches:
     _: KW_ONLY
     keyed: bool = False
     whole_rows: bool = False
+    fits: Callable[[BatchLoad], bool] | None = None
 
     def __post_init__(self) -> None:
         # The last plan and its arguments: building the step asks for the same plan again.
@@ -63,11 +66,16 @@ class MicroBatches:
     def divided(self, lengths: StepLengths) -> list[MicroBatch]:
         """Return the micro-batches into which examples are split."""
         execution = self._execution
-        key = execution, lengths
+        fits = self.fits if self.own_limit is None else None
+        key = execution, lengths, fits
         if key != self._last_division[0]:
             divide = execution.micro_batches
             whole = _whole_row_micro_batches(lengths, divide) if self.whole_rows else None
-            self._last_division = key, divide(lengths) if whole is None else whole
+            divided = divide(lengths) if whole is None else whole
+            if fits is not None:
+                parts = (_fitting(each, lengths, divide, fits) for each in divided)
+                divided = sorted(chain(*parts), key=lambda each: (-each.tokens, each.examples))
+            self._last_division = key, divided
         return self._last_division[1]
 
     def halved_limit(self, lengths: StepLengths) -> int | None:
@@ -77,6 +85,24 @@ class MicroBatches:
         """
         several = [each.tokens for each in self.divided(lengths) if len(each.examples) > 1]
         return max(several) // 2 if several else None
+
+
+def _fitting(
+    micro_batch: MicroBatch,
+    lengths: StepLengths,
+    divide: Callable[[StepLengths], list[MicroBatch]],
+    fits: Callable[[BatchLoad], bool],
+) -> list[MicroBatch]:
+    """Halve a micro-batch until its parts fit or are single examples; neighbours stay together."""
+    members = micro_batch.examples
+    if len(members) == 1 or fits(load_of(micro_batch, lengths)):
+        return [micro_batch]
+    half, parts = len(members) // 2, list[MicroBatch]()
+    for selected in map(sorted, (members[:half], members[half:])):
+        for part in divide(lengths.only(selected)):
+            part = replace(part, examples=tuple(selected[i] for i in part.examples))
+            parts += _fitting(part, lengths, divide, fits)
+    return parts
 
 
 def _whole_row_micro_batches(

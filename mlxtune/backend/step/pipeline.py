@@ -39,6 +39,7 @@ from mlxtune.core.objectives.policy import (
 from mlxtune.core.run.checkpoint import ADAPTER, OPTIMIZER
 from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult
 from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.memory_terms import BatchLoad
 from mlxtune.core.steps.micro_batch import PaddedBatch
 from mlxtune.core.steps.pack import Pack
 from mlxtune.core.training.pipeline import StepOutcome
@@ -117,12 +118,19 @@ class InstructPipeline:
         """The phases of a step, for a profiler."""
         return self._engine.phases
 
-    def run_as(self, execution: Execution, peak: int | None = None) -> None:
+    def run_as(
+        self,
+        execution: Execution,
+        peak: int | None = None,
+        fits: Callable[[BatchLoad], bool] | None = None,
+    ) -> None:
         """Use an execution's micro-batch size, loss chunks and recomputation from now on.
 
-        Evaluations then take at most the `peak` of training in bytes, if it is known.
+        Evaluations then take at most the `peak` of training in bytes, if it is known. Micro-batches
+        that `fits` rejects are halved.
         """
         self.forward.run_as(execution)
+        self._engine.micro_batches.fits = fits
         if peak is not None:
             self._engine.losses.limit_memory(peak)
 

@@ -59,6 +59,11 @@ class MemoryPlan:
     padding_fraction: float
     forward_fraction: float
 
+    def fits(self, load: BatchLoad) -> bool:
+        """Return whether a micro-batch takes no more memory than estimated, by its sizes only."""
+        unmeasured = replace(self.shapes, measured=None)
+        return predict(unmeasured, self.execution, load).total <= self.estimate
+
 
 def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Prediction:
     """Return a micro-batch's peak memory: estimated, and corrected if passes were measured."""

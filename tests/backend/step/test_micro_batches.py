@@ -373,3 +373,25 @@ def test_plan_is_cached_until_the_limit_changes(make: Any, monkeypatch: pytest.M
     batches.divided(batches.lengths(EXAMPLES))
     batches.divided(batches.lengths(EXAMPLES[:1]))
     assert len(limits) == 3
+
+
+def test_micro_batches_that_do_not_fit_are_halved_and_change_nothing(
+    make: Callable[..., tuple[InstructPipeline, list[str]]],
+) -> None:
+    pipeline, _ = make(LARGE)
+    micro_batches = pipeline._engine.micro_batches
+    lengths = micro_batches.lengths(EXAMPLES)
+    assert len(micro_batches.divided(lengths)) == 1
+    whole = pipeline.loss_and_gradients(EXAMPLES)
+    pipeline.run_as(pipeline.forward.execution, fits=lambda load: load.examples <= 2)
+    divided = micro_batches.divided(lengths)
+    assert all(len(each.examples) <= 2 for each in divided)
+    assert sorted(i for each in divided for i in each.examples) == list(range(len(EXAMPLES)))
+    # Evaluations keep nothing for a backward pass.
+    assert len(replace(micro_batches, own_limit=LARGE).divided(lengths)) == 1
+    parts = pipeline.loss_and_gradients(EXAMPLES)
+    assert parts.counts.micro_batches == len(divided)
+    assert float(parts.loss) == pytest.approx(float(whole.loss), rel=1e-5)
+    # A single example runs even if it takes more memory than planned.
+    pipeline.run_as(pipeline.forward.execution, fits=lambda load: False)
+    assert len(micro_batches.divided(lengths)) == len(EXAMPLES)
