@@ -33,7 +33,7 @@ from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_i
 from mlxtune.core.training.pipeline import OnProgress, Step, StepData
 from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.samples import SampleRecords
-from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
+from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, unrewarded_text
 
 _Logps = npt.NDArray[np.float32]
 
@@ -219,8 +219,7 @@ class Rollouts:
     def _report(self, samples: Sequence[SampleRecord]) -> None:
         problems = [sample.problems[0] for sample in samples if sample.problems]
         if len(problems) > 1:
-            count = f"{len(problems):,} of {len(samples):,} answers have no reward"
-            self._on_problem(f"{count}; the first: {problems[0]}")
+            self._on_problem(unrewarded_text(len(problems), len(samples), "answers", problems[0]))
         elif problems:
             self._on_problem(problems[0])
 

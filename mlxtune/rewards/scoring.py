@@ -52,6 +52,12 @@ class Reward:
     problems: tuple[str, ...]
 
 
+def unrewarded_text(count: int, total: int, noun: str, reason: str) -> str:
+    """Return a sentence on answers or rows without a reward; `reason` is the first one's."""
+    have = "has" if count == 1 else "have"
+    return f"{count:,} of {total:,} {noun} {have} no reward; the first: {reason}"
+
+
 class RewardScorer:
     """Computes rewards; a function may take `timeout` seconds for an answer.
 

@@ -20,7 +20,7 @@ from mlxtune.core.data.prompt import read_prompts
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.core.evaluation.interval import Floats
 from mlxtune.core.evaluation.matching import count_exact
-from mlxtune.core.evaluation.outcome import EXACT, Evaluation, Generated, Sample
+from mlxtune.core.evaluation.outcome import EXACT, Evaluation, Generated, Sample, Unrewarded
 from mlxtune.core.evaluation.verdict import JudgedRows, RowRewards, evaluate_rewards
 from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
 from mlxtune.core.run.checkpoint import RECORDS
@@ -31,7 +31,7 @@ from mlxtune.errors import ModelError, NonFiniteLossError
 from mlxtune.rewards.functions import NoRewardError, RewardSpec, parse_rewards
 from mlxtune.rewards.rollouts import Prompts, Rollouts, sampling_of
 from mlxtune.rewards.samples import SampleRecords
-from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
+from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, unrewarded_text
 from mlxtune.session.reader import Reader
 from mlxtune.session.run_session import RunSession
 from mlxtune.session.session import Session
@@ -48,12 +48,14 @@ class RewardedAnswers:
 
     `values` has the rewards (R,) of `sampled` answers or not by name, without a name the weighted
     sum: a row's mean, NaN for a row without one. `exact` (R,) is 1 for a greedy answer that is the
-    row's, NaN for a row without an answer.
+    row's, NaN for a row without an answer. `problems` says why a greedy answer has no reward, and
+    is empty for an answer that has one.
     """
 
     greedy: Sequence[str]
     exact: Floats
     values: Mapping[tuple[str, bool], Floats]
+    problems: Sequence[str]
 
 
 class RewardSession:
@@ -139,7 +141,8 @@ class RewardSession:
             for name in self._names
             for sampled in (False, True)
         }
-        return RewardedAnswers(texts[: len(rows)], np.array(exact), values)
+        problems = ["".join(reward.problems[:1]) for reward in scored[: len(rows)]]
+        return RewardedAnswers(texts[: len(rows)], np.array(exact), values, problems)
 
     def compare(
         self, loaded: LoadedModel, judged: JudgedRows, start: RewardedAnswers | None, samples: int
@@ -155,12 +158,19 @@ class RewardSession:
         rewards = [RowRewards(*key, before.values[key], after.values[key]) for key in after.values]
         if EXACT not in [spec.name for spec in self._scorer.rewards]:
             rewards.append(RowRewards(EXACT, False, before.exact, after.exact))
+        without = _unrewarded(before.problems, after.problems)
         if (evaluation := evaluate_rewards(judged, rewards, seed)) is None:
-            raise NonFiniteLossError("no answer to these rows has a reward: check --reward")
+            assert without is not None
+            raise NonFiniteLossError(
+                f"no row has a reward before and after training; the first: {without.reason}"
+            )
+        if without is not None:
+            count = without.rows, without.total
+            self._session.console.warn(unrewarded_text(*count, "rows", without.reason))
         order = np.random.default_rng(seed).permutation(len(judged.rows))[:samples]
         shown = [self._sample(judged, i, before, after) for i in sorted(order.tolist())]
         generated = Generated(len(shown), count_exact(shown), shown) if shown else None
-        return replace(evaluation, generated=generated)
+        return replace(evaluation, generated=generated, unrewarded=without)
 
     def _sample(
         self, judged: JudgedRows, index: int, before: RewardedAnswers, after: RewardedAnswers
@@ -185,6 +195,15 @@ def _means(groups: Sequence[Sequence[Reward]], name: str) -> Floats:
     values = [[each.values[name] if name else each.total for each in group] for group in groups]
     rewarded = ([value for value in group if value is not None] for group in values)
     return np.array([fmean(each) if each else math.nan for each in rewarded])
+
+
+def _unrewarded(before: Sequence[str], after: Sequence[str]) -> Unrewarded | None:
+    """Count the rows without a reward by the problems of both answers to each row."""
+    reasons = [late or early for early, late in zip(before, after, strict=True) if late or early]
+    if not reasons:
+        return None
+    counts = (sum(map(bool, each)) for each in (before, after))
+    return Unrewarded(len(reasons), len(before), *counts, reasons[0])
 
 
 def _is_exact(text: str, answer: str | None) -> float:

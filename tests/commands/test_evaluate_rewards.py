@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune import EvalConfig, TrainConfig, TrainResult, evaluate, train
-from mlxtune.errors import ConfigError
+from mlxtune.errors import ConfigError, NonFiniteLossError
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model
 
@@ -139,3 +139,28 @@ def test_options_that_do_not_fit_are_refused() -> None:
 def test_unknown_reward_is_an_error(run: tuple[Path, TrainResult]) -> None:
     with pytest.raises(ConfigError, match="reward 'wonder' is unknown"):
         evaluate(options(run[0], reward=("wonder",)))
+
+
+def test_rows_without_a_reward_are_counted_with_the_first_reason(
+    run: tuple[Path, TrainResult], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = run
+    for name, condition in (
+        ("some", "int(row['messages'][0]['content'].split()[2]) % 2"),
+        ("never", "True"),
+    ):
+        (tmp_path / f"{name}.py").write_text(
+            "def reward(prompt, completion, row):\n"
+            f"    if {condition}: raise ValueError('bad')\n"
+            "    return len(completion)\n"
+        )
+    found = evaluate(options(folder, reward=(str(tmp_path / "some.py"),), quiet=False))
+    without = found.unrewarded
+    assert without is not None and found.rows + without.rows == without.total == 12
+    assert (without.before, without.after) == (without.rows, without.rows)
+    assert "reward some.reward: raised ValueError: bad (line 2)" in without.reason
+    assert found.as_dict()["unrewarded"]["rows"] == without.rows > 0
+    sentence = f"{without.rows} of 12 rows have no reward; the first: {without.reason}"
+    assert sentence in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(NonFiniteLossError, match=r"no row has a reward .*raised ValueError: bad"):
+        evaluate(options(folder, reward=(str(tmp_path / "never.py"),)))

@@ -219,6 +219,21 @@ class RewardChange:
 
 
 @dataclass(frozen=True)
+class Unrewarded:
+    """Rows that the verdict leaves out because a greedy answer to them has no reward.
+
+    `rows` counts them among all rows, `total`; `before` and `after` count the answers without a
+    reward before and after training. `reason` is the first of their problems.
+    """
+
+    rows: int
+    total: int
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The result of an evaluation. Without an adapter, only the base model's values are set.
 
@@ -235,6 +250,7 @@ class Evaluation:
 
     If rewards are compared, the losses are negative mean rewards of greedy answers, by which the
     verdict goes, before and after training; `rewards` starts with their sum and includes `exact`.
+    `unrewarded` describes the rows without a reward, if there are any.
 
     `left_out` counts rows that are left out because they were also trained on; with `only_trained`,
     no other rows remained, and all rows were evaluated. `files` has a verdict on each file, if
@@ -265,13 +281,14 @@ class Evaluation:
     unknown_rows: bool = False
     against: str | None = None
     rewards: tuple[RewardChange, ...] = ()
+    unrewarded: Unrewarded | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-ready values.
 
         They include `matches` only if matches were counted, `files` only for several files,
-        `rewards` only if there are any, `candidates` only for several adapters, and `against` only
-        if two adapters are compared.
+        `rewards` and `unrewarded` only if there are any, `candidates` only for several adapters,
+        and `against` only if two adapters are compared.
         """
         values = asdict(self)
         if self.candidates == 1:
@@ -286,7 +303,7 @@ class Evaluation:
 
 
 # Entries that are left out, at any depth, if they are None or empty.
-_OPTIONAL = ("matches", "against", "against_right", "right", "keys", "invalid")
+_OPTIONAL = ("matches", "against", "against_right", "right", "keys", "invalid", "unrewarded")
 
 
 def _without_absent(values: Any) -> Any:

@@ -82,6 +82,12 @@ def _reward_lines(evaluation: Evaluation) -> list[str]:
         rows += f" (without {pluralize(evaluation.left_out, 'row')} that training also used)"
     before = "before" if evaluation.against is None else f"with {evaluation.against}"
     what = f"greedy answers to {rows} get a mean reward of {_reward_text(first, before)}"
+    if (without := evaluation.unrewarded) is not None:
+        what += (
+            f"; {without.rows:,} of {pluralize(without.total, 'row')} without a reward "
+            f"({without.before:,} {before}, {without.after:,} after) are left out, so the verdict "
+            "may be wrong"
+        )
     lines = [f"{_reward_name(each)}: {_reward_text(each, before)}" for each in others]
     return [_verdict_line(evaluation, what), *lines]
 

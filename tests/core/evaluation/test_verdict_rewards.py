@@ -11,7 +11,7 @@ import pytest
 
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
-from mlxtune.core.evaluation.outcome import Evaluation, parse_evaluation
+from mlxtune.core.evaluation.outcome import Evaluation, Unrewarded, parse_evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows, RowRewards, evaluate_rewards
 from mlxtune.core.evaluation.verdict_text import verdict_lines
 
@@ -55,3 +55,14 @@ def test_rows_without_reward_are_excluded_and_exact_is_a_fraction() -> None:
     )
     assert exact.startswith("exact greedy answers: 88%, 0% with other (+88 points, 95% interval +")
     assert evaluated([math.nan], [1.0]) is None
+
+
+def test_verdict_counts_the_rows_that_it_leaves_out() -> None:
+    found = evaluated([0.0, 1.0] * 4, [1.0] * 8)
+    assert found is not None and "unrewarded" not in found.as_dict()
+    found = replace(found, unrewarded=Unrewarded(12, 20, 1, 11, "a.jsonl:1: no"))
+    assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
+    line = verdict_lines(found)[0]
+    assert "; 12 of 20 rows without a reward (1 before, 11 after) are left out, so the" in line
+    # Readers of cards may not see the paths of files.
+    assert "a.jsonl" not in "".join(verdict_lines(found))
