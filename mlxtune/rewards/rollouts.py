@@ -35,6 +35,9 @@ from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.samples import SampleRecords
 from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, unrewarded_text
 
+# A run ends after this many rollouts in a row without any reward.
+_MAX_UNREWARDED_IN_A_ROW = 3
+
 _Logps = npt.NDArray[np.float32]
 
 
@@ -95,6 +98,7 @@ class Rollouts:
         self._policy, self._sampling, self._stop_tokens = policy, sampling_of(config), stop_tokens
         self._prompts, self._scorer = prompts, scorer
         self._records, self._on_problem = records, on_problem
+        self._unrewarded_in_a_row = 0
         # The first step of the last rollout, and its groups.
         self._last: tuple[int, list[GroupRecord]] = 0, []
 
@@ -104,7 +108,11 @@ class Rollouts:
     # A step
 
     def examples_of(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
-        """Return the samples of a step's rows; several updates use the same samples."""
+        """Return the samples of a step's rows; several updates use the same samples.
+
+        Raises NonFiniteLossError if no answer of the run's first rollout, or of three rollouts in a
+        row, has a reward.
+        """
         first = (step.number - 1) // self.updates * self.updates + 1
         if self._last[0] != first:
             if step.number == first:
@@ -114,6 +122,7 @@ class Rollouts:
                     f"the record of samples has none of step {first}, which the next step trains "
                     "on: bring it back, or start over with --overwrite"
                 )
+            self._stop_without_rewards(first, groups)
             self._last = first, groups
         groups = self._last[1]
         keys = [each[-1] for each in map(rows.__getitem__, step.row_indices)]
@@ -123,6 +132,20 @@ class Rollouts:
             for sample in group.samples
         ]
         return StepData(examples, _step_metrics(groups))
+
+    def _stop_without_rewards(self, step: int, groups: Sequence[GroupRecord]) -> None:
+        samples = [sample for group in groups for sample in group.samples]
+        if any(sample.reward is not None for sample in samples):
+            self._unrewarded_in_a_row = 0
+            return
+        self._unrewarded_in_a_row += 1
+        count, reason = self._unrewarded_in_a_row, samples[0].problems[0]
+        if step == 1 or count >= _MAX_UNREWARDED_IN_A_ROW:
+            steps = f"{count} rollouts in a row" if count > 1 else f"step {step}"
+            raise NonFiniteLossError(
+                f"no answer of {steps} has a reward; the first: {reason}: check --reward and the "
+                "rows"
+            )
 
     def _rollout(
         self, rows: CorpusRows, step: int, indices: Sequence[int], on_progress: OnProgress

@@ -199,11 +199,12 @@ def _means(groups: Sequence[Sequence[Reward]], name: str) -> Floats:
 
 def _unrewarded(before: Sequence[str], after: Sequence[str]) -> Unrewarded | None:
     """Count the rows without a reward by the problems of both answers to each row."""
-    reasons = [late or early for early, late in zip(before, after, strict=True) if late or early]
+    pairs = zip(before, after, strict=True)
+    reasons = [reason for pair in pairs if (reason := pair[1] or pair[0])]
     if not reasons:
         return None
-    counts = (sum(map(bool, each)) for each in (before, after))
-    return Unrewarded(len(reasons), len(before), *counts, reasons[0])
+    early, late = (sum(map(bool, each)) for each in (before, after))
+    return Unrewarded(len(reasons), len(before), early, late, reasons[0])
 
 
 def _is_exact(text: str, answer: str | None) -> float:

@@ -74,10 +74,15 @@ class FakeScorer:
 
     def __init__(self) -> None:
         self.scored: list[Completion] = []
-        self.equal_row, self.bonus = 0, 0.0
+        self.equal_row, self.bonus, self.broken = 0, 0.0, False
 
     def score(self, completions: Sequence[Completion]) -> list[Reward]:
         self.scored += completions
+        if self.broken:
+            return [
+                Reward({"length": None}, None, (f"{each.row.place}: broken",))
+                for each in completions
+            ]
         return [
             Reward({"length": None}, None, (f"{each.row.place}: no",))
             if each.row.row["number"] == 3 and each.text == "11"
@@ -197,6 +202,28 @@ def test_several_samples_without_a_reward_are_reported_together(path: Path) -> N
     own = made(path)
     own.draw(1, [2, 2])
     assert own.problems == ["2 of 6 answers have no reward; the first: rows.jsonl:3: no"]
+
+
+def test_first_step_without_any_reward_ends_the_run(path: Path) -> None:
+    own = made(path)
+    own.scorer.broken = True
+    with pytest.raises(NonFiniteLossError, match=r"no answer of step 1 .*: rows.jsonl:1: broken: "):
+        own.draw(1)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_three_rollouts_in_a_row_without_any_reward_end_the_run(path: Path, updates: int) -> None:
+    own, steps = made(path, updates=updates), iter(range(1, 99))
+
+    def draw(broken: bool) -> None:
+        own.scorer.broken = broken
+        for _ in range(updates):
+            own.draw(next(steps))
+
+    for broken in (False, True, True, False, True, True):
+        draw(broken)
+    with pytest.raises(NonFiniteLossError, match="no answer of 3 rollouts in a row has a reward"):
+        draw(broken=True)
 
 
 def test_answer_that_was_cut_is_masked_if_asked(path: Path) -> None:

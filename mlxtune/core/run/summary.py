@@ -177,7 +177,7 @@ class RunView:
     @property
     def sampled(self) -> MetricChange | None:
         """The change of the reward of sampled answers, or None."""
-        return self.changes[0] if self.changes else None
+        return next((each for each in self.changes if each.kind != "answers"), None)
 
     @property
     def not_better(self) -> str:

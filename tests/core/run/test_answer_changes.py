@@ -16,6 +16,7 @@ from mlxtune.core.run.sampled_answers import (
     reward_keys,
 )
 from mlxtune.core.run.stored_run import Run, read_run
+from mlxtune.core.run.summary import RunView
 from tests.runs import as_lines, step_line, write_rewarded_run, write_run
 
 
@@ -127,3 +128,12 @@ def test_damaged_metrics_have_no_changes(tmp_path: Path) -> None:
     assert len(metric_changes(read_run(run))) == 7
     (run / "metrics.jsonl").write_text("{}\n")
     assert metric_changes(read_run(run)) == []
+
+
+def test_length_of_answers_is_never_shown_as_a_reward(tmp_path: Path) -> None:
+    lengths = {"completions/mean_length": [27.0] * 12, "completions/without_reward": [1.0] * 12}
+    run = changed(tmp_path, lengths, ("json",))
+    view = RunView.of(run)
+    assert [each.kind for each in view.changes] == ["answers", "answers"]
+    assert view.sampled is None
+    assert "reward of sampled answers" not in view.headline
