@@ -44,7 +44,8 @@ class InstructBatchResult:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer update. `tokens` counts its examples' tokens; `seconds` is wall time.
+    """One optimizer update. `tokens` counts its examples' tokens; `seconds` is wall time, with the
+    time to draw its samples, if any.
 
     The fields after `seconds` are as in InstructBatchResult.
     """

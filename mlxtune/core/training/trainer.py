@@ -39,7 +39,7 @@ from mlxtune.core.run.saving import Snapshot
 from mlxtune.core.steps import order
 from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import RunStart, TrainingObserver
-from mlxtune.core.training.pipeline import Pipeline, RowSource, Step, StepSource
+from mlxtune.core.training.pipeline import Pipeline, RowSource, Step, StepData, StepSource
 from mlxtune.core.training.recorder import RunRecorder
 from mlxtune.core.training.requests import RequestExchange, Requests
 from mlxtune.core.training.schedule import count_steps, make_schedule
@@ -51,11 +51,15 @@ _MAX_SKIPPED_IN_A_ROW = 3
 
 @dataclass(frozen=True)
 class _RunningStep:
-    """A step that the pipeline has started: its handle, and the metrics known before its result."""
+    """A step that the pipeline has started: its handle, and the metrics known before its result.
+
+    `drawing` is the time that drawing its samples took, in seconds.
+    """
 
     step: Step
     handle: object
     metrics: Mapping[str, float]
+    drawing: float
 
 
 class InstructTrainer:
@@ -142,6 +146,9 @@ class InstructTrainer:
         )
         self._running: _RunningStep | None = None
         self._step_ended = time.perf_counter()
+        # When the source started to draw samples for a step, and the seconds that it took.
+        self._draw_started: float | None = None
+        self._drawing = 0.0
 
     @property
     def unwritten_best(self) -> Snapshot | None:
@@ -205,7 +212,7 @@ class InstructTrainer:
                     self._recorder.save_and_interrupt()
                 for step in () if over else self._remaining_steps():
                     halved = self._respond_to_machine(step)
-                    data = self._source.examples_of(self.train_rows, step, self._on_draw_progress)
+                    data = self._examples_of(step)
                     with self._profiler.step(step.number) if self._profiler else nullcontext():
                         handle = self.pipeline.start_batch(
                             data.examples,
@@ -218,7 +225,8 @@ class InstructTrainer:
                             self.pipeline.wait(handle)
                     # A step's results are read while the device computes the next step.
                     self._record_running_step()
-                    self._running = _RunningStep(step, handle, data.metrics)
+                    self._running = _RunningStep(step, handle, data.metrics, self._drawing)
+                    self._drawing = 0.0
                     self._stop_or_save(step, halved)
                     if self._validate_and_end_epoch(step.number):
                         break
@@ -302,9 +310,19 @@ class InstructTrainer:
             indices = steps_of(epoch + 1)[index // self._source.updates]
             yield Step(number + 1, epoch + 1, self._schedule(number + 1), indices)
 
+    def _examples_of(self, step: Step) -> StepData:
+        """Return the examples of a step; the time to draw them counts as the step's."""
+        self._draw_started = None
+        data = self._source.examples_of(self.train_rows, step, self._on_draw_progress)
+        if self._draw_started is not None:
+            self._drawing += time.perf_counter() - self._draw_started
+        return data
+
     def _on_draw_progress(self, done: int, total: int) -> None:
         """Show the progress of work before a step, which starts from the running step's update."""
         self._record_running_step()
+        if self._draw_started is None:
+            self._draw_started = time.perf_counter()
         self._observer.on_evaluated(done, total)
         self._stop_if_requested()
 
@@ -317,7 +335,7 @@ class InstructTrainer:
         if (demand := self._monitor.check(done)) is None:
             return False
         self._record_running_step()
-        examples = self._source.examples_of(self.train_rows, step, self._on_draw_progress).examples
+        examples = self._examples_of(step).examples
         halved = self._monitor.respond(demand, self.pipeline, examples, done)
         self._stop_if_requested()
         return halved
@@ -406,7 +424,8 @@ class InstructTrainer:
             return
         # The step may have waited for the previous step.
         started, self._step_ended = max(outcome.started, self._step_ended), outcome.ended
-        record = step.record(result, self._step_ended - started, running.metrics)
+        seconds = self._step_ended - started + running.drawing
+        record = step.record(result, seconds, running.metrics)
         self._recorder.add(record)
         self._observer.on_step(record)
         if self._profiler:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.config import InstructTrainingConfig
-from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.corpus import Corpus, CorpusRows
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.encoded_file import ExampleArrays
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.run.metrics import InstructBatchResult
+from mlxtune.core.training.pipeline import OnProgress, RowSource, Step, StepData
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
 from tests.core.training.fake_pipeline import (
@@ -438,3 +440,42 @@ def test_validation_rows_of_several_files_have_a_loss_each(tmp_path: Path) -> No
     lines = [json.loads(line) for line in text.splitlines()]
     assert [len(each["files"]) for each in lines if each["kind"] == "validation"] == [2, 2]
     assert '"files"' not in (tmp_path / "one" / "metrics.jsonl").read_text()
+
+
+@dataclass
+class DrawingSource(RowSource):
+    """Takes 5 s of a clock to draw the samples of every second step, after the running step."""
+
+    clock: list[float]
+    pipeline: FakePipeline
+    updates = 2
+
+    def __post_init__(self) -> None:
+        super().__init__(self.pipeline)
+
+    def examples_of(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
+        if step.number % 2:
+            on_progress(0, 2)
+            self.clock[0] += 5.0
+            on_progress(2, 2)
+        return super().examples_of(rows, step, on_progress)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_seconds_of_a_step_include_the_drawing_of_its_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: bool
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def loss(step: int) -> float:
+        clock[0] += 1.0
+        return 1.0
+
+    pipeline = FakePipeline(train_loss=loss)
+    source = DrawingSource(clock, pipeline) if draws else None
+    config = options(tmp_path, max_steps=4)
+    result = InstructTrainer(pipeline, CORPUS, config, validation=[], source=source).train()
+    seconds = [step.seconds for step in result.steps]
+    assert seconds == ([6.0, 1.0, 6.0, 1.0] if draws else [1.0] * 4)
+    assert sum(seconds) == clock[0]
