@@ -29,7 +29,7 @@ from mlxtune.core.objectives.policy import (
     advantages_of,
 )
 from mlxtune.core.run.metrics import FileLoss, InstructBatchResult
-from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_in
+from mlxtune.core.run.sampled_answers import PARTIAL_CREDIT, GroupRecord, SampleRecord, groups_in
 from mlxtune.core.training.pipeline import OnProgress, Step, StepData
 from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.samples import SampleRecords
@@ -37,6 +37,8 @@ from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, unrewarded
 
 # A run ends after this many rollouts in a row without any reward.
 _MAX_UNREWARDED_IN_A_ROW = 3
+# A run warns if none of its first rollouts had a gradient.
+_FIRST_ROLLOUTS = 3
 
 _Logps = npt.NDArray[np.float32]
 
@@ -98,7 +100,7 @@ class Rollouts:
         self._policy, self._sampling, self._stop_tokens = policy, sampling_of(config), stop_tokens
         self._prompts, self._scorer = prompts, scorer
         self._records, self._on_problem = records, on_problem
-        self._unrewarded_in_a_row = 0
+        self._unrewarded_in_a_row = self._first_without_gradient = 0
         # The first step of the last rollout, and its groups.
         self._last: tuple[int, list[GroupRecord]] = 0, []
 
@@ -123,6 +125,7 @@ class Rollouts:
                     "on: bring it back, or start over with --overwrite"
                 )
             self._stop_without_rewards(first, groups)
+            self._warn_without_gradient(first, groups)
             self._last = first, groups
         groups = self._last[1]
         keys = [each[-1] for each in map(rows.__getitem__, step.row_indices)]
@@ -145,6 +148,18 @@ class Rollouts:
             raise NonFiniteLossError(
                 f"no answer of {steps} has a reward; the first: {reason}: check --reward and the "
                 "rows"
+            )
+
+    def _warn_without_gradient(self, step: int, groups: Sequence[GroupRecord]) -> None:
+        """Warn once if the run has learned nothing in its first rollouts."""
+        number = 1 + (step - 1) // self.updates
+        if number > _FIRST_ROLLOUTS or not all(map(_without_gradient, groups)):
+            return
+        self._first_without_gradient += 1
+        if self._first_without_gradient == _FIRST_ROLLOUTS:
+            self._on_problem(
+                f"in the first {_FIRST_ROLLOUTS} rollouts, all answers to a prompt got the same "
+                f"reward, so nothing was learned: {PARTIAL_CREDIT}"
             )
 
     def _rollout(
@@ -342,8 +357,13 @@ def _evaluated(samples: Sequence[SampleRecord]) -> InstructBatchResult:
     return InstructBatchResult(loss, tokens, perplexity(loss), metrics=metrics)
 
 
+def _without_gradient(group: GroupRecord) -> bool:
+    """Return whether all rewards of a group are equal or missing."""
+    return all(sample.advantage == 0 for sample in group.samples)
+
+
 def _step_metrics(groups: Sequence[GroupRecord]) -> dict[str, float]:
-    without = [all(each.advantage == 0 for each in group.samples) for group in groups]
+    without = list(map(_without_gradient, groups))
     samples = [sample for group in groups for sample in group.samples]
     return {**_metrics(samples), "frac_reward_zero_std": fmean(without)}
 

@@ -39,8 +39,8 @@ from mlxtune.core.machine.installation import DISTRIBUTION
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
-from mlxtune.core.run.sampled_answers import gradient_warning
-from mlxtune.core.run.summary import RunView, option_text
+from mlxtune.core.run.sampled_answers import PARTIAL_CREDIT, gradient_warning
+from mlxtune.core.run.summary import EQUAL_REWARDS, RunView, option_text
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
 from mlxtune.views.plan_text import MIN_STEPS
@@ -312,7 +312,7 @@ def _next_reward_line(
     if (fraction := sum(alike) / len(alike)) > _MANY_ALIKE:
         return (
             f"for {fraction:.0%} of the rows, all answers got the same reward, so they taught "
-            "nothing: add a reward with partial credit, such as json_keys, or raise --group-size"
+            f"nothing: {PARTIAL_CREDIT}"
         )
     if any(each.sampled and not each.name and each.low > 0 for each in evaluation.rewards):
         more = f"--epochs {2 * config.epochs}"
@@ -333,7 +333,9 @@ def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
     predicted = f" (predicted {byte_size(size)})" if (size := view.predicted_memory) else ""
     yield f"{view.course}{rates}, peak memory {byte_size(view.peak_memory or 0)}{predicted}"
     shown = partial(loss_and_perplexity, objective=config.objective)
-    if view.sampled is not None:
+    if view.taught_nothing:
+        yield EQUAL_REWARDS
+    elif view.sampled is not None:
         yield f"reward of sampled answers: {view.sampled.sentence}"
         yield from gradient_warning(view.changes)
     elif view.train_loss is not None and not config.is_rewarded:

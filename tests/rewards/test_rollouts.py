@@ -226,6 +226,20 @@ def test_three_rollouts_in_a_row_without_any_reward_end_the_run(path: Path, upda
         draw(broken=True)
 
 
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("first_equal", [1, 2, 3, 4])
+def test_first_rollouts_without_a_gradient_are_reported_once(
+    path: Path, updates: int, first_equal: int
+) -> None:
+    own = made(path, updates=updates)
+    for step in range(1, 6 * updates + 1):
+        own.scorer.equal_row = 1 if (step - 1) // updates + 1 >= first_equal else 0
+        own.draw(step, [0])
+    assert len(own.problems) == (first_equal == 1)
+    if own.problems:
+        assert own.problems[0].startswith("in the first 3 rollouts, all answers to a prompt got")
+
+
 def test_answer_that_was_cut_is_masked_if_asked(path: Path) -> None:
     examples, metrics = made(path, mask_truncated=True).draw(1)
     assert [each.masked for each in examples] == [False, False, True] * 2

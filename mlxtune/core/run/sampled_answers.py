@@ -41,11 +41,14 @@ SUM = "sum of rewards"
 _REWARDS, _MEAN = "rewards/", "/mean"
 _FRACTION = "fraction of "
 _WITHOUT_GRADIENT = "fraction of rows without a gradient"
+_EQUAL_REWARDS = "frac_reward_zero_std"
+# The remedy for answers to a prompt that all get the same reward.
+PARTIAL_CREDIT = "add a reward with partial credit, such as json_keys, or raise --group-size"
 # What a run measures of its answers besides rewards.
 _MEASURES = {
     "completions/mean_length": "tokens per answer",
     "completions/clipped_ratio": "fraction of truncated answers",
-    "frac_reward_zero_std": _WITHOUT_GRADIENT,
+    _EQUAL_REWARDS: _WITHOUT_GRADIENT,
     "completions/without_reward": "fraction of answers without a reward",
     "kl": "divergence from the start (KL)",
 }
@@ -170,6 +173,12 @@ def gradient_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
                 f"in the last third, {each.last:.0%} of the rows taught nothing, because all their "
                 "answers had the same reward"
             )
+
+
+def taught_nothing(run: Run) -> bool:
+    """Return whether a run learns from rewards, but no step had a row with different ones."""
+    steps = run.progress.steps.metrics
+    return bool(steps) and all(step.get(_EQUAL_REWARDS) == 1 for step in steps)
 
 
 def opposites(changes: Sequence[MetricChange]) -> list[tuple[MetricChange, MetricChange]]:

@@ -22,7 +22,14 @@ from mlxtune.core.formatting import duration, loss_text, pluralize, sentence
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.metrics import TrainingMetrics
 from mlxtune.core.run.run_folder import previous_number
-from mlxtune.core.run.sampled_answers import MetricChange, mean_text, metric_changes, metric_values
+from mlxtune.core.run.sampled_answers import (
+    PARTIAL_CREDIT,
+    MetricChange,
+    mean_text,
+    metric_changes,
+    metric_values,
+    taught_nothing,
+)
 from mlxtune.core.run.stored_run import Run, get_mapping, get_str, number, whole
 from mlxtune.errors import resume_command
 
@@ -30,11 +37,15 @@ _CURVE_POINTS = 12
 LOSS_MEASURE, REWARD_MEASURE = "validation loss", "mean reward"
 # The lines of a verdict on rewards: greedy answers, and sampled ones.
 _MAX_REWARD_LINES = 2
+EQUAL_REWARDS = (
+    f"all answers to each prompt got the same reward, so nothing was learned: {PARTIAL_CREDIT}"
+)
 Outcome = Literal["good", "uncertain", "bad"]
 _OUTCOMES: dict[str, Outcome] = {HELPED: "good", HURT: "bad", CANNOT_TELL: "uncertain"}
 # The fields that the JSON of a run leaves out.
 _NOT_IN_JSON = (
     *("problems", "curve", "rows_per_second", "last_val_loss", "best_place", "judged", "changes"),
+    "taught_nothing",
 )
 
 
@@ -57,7 +68,8 @@ class RunView:
     `curve` has means of the validation losses or, with fewer than three, of the training losses; of
     the mean rewards of sampled answers in a run that learns from rewards.
     `judged` is the verdict of the evaluation, `best_place` the epoch or step of the best
-    validation, `changes` those of the rewards of sampled answers.
+    validation, `changes` those of the rewards of sampled answers. A run `taught_nothing` if all
+    answers to each prompt got the same reward in all of its steps.
     """
 
     name: str
@@ -90,6 +102,7 @@ class RunView:
     judged: Verdict | None
     objective: str = "sft"
     changes: tuple[MetricChange, ...] = ()
+    taught_nothing: bool = False
 
     @classmethod
     def of(cls, run: Run) -> RunView:
@@ -127,6 +140,7 @@ class RunView:
             judged=_judged(run.evaluation),
             objective=get_str(run.config, "objective") or "sft",
             changes=tuple(metric_changes(run)),
+            taught_nothing=taught_nothing(run),
         )
 
     @property
@@ -168,6 +182,8 @@ class RunView:
         if self.judged is not None:
             return self.judged
         ended = "stopped early" if self.status == "stopped early" else "finished"
+        if self.taught_nothing:
+            return Verdict("uncertain", f"The run {ended}. {sentence(EQUAL_REWARDS)}")
         if not self.improved:
             return Verdict("uncertain", f"The run {ended}. {sentence(self.not_better)}")
         note = f" {sentence(f'{self.best_place} was the best')}" if self.best_place else ""
@@ -216,6 +232,8 @@ class RunView:
             losses = f"; {self.measure} {shown(before)} before, {shown(best)} at best"
             return f"{model} on {data} {verb} step {self.step:,}{total}{losses * validated}"
         trained = pluralize(self.epoch, "epoch") if self.epoch else pluralize(self.step, "step")
+        if self.taught_nothing and not (validated and self.improved):
+            return f"{trained} on {data} taught {model} nothing: its answers got equal rewards"
         if before is not None and best is not None:
             if not self.improved:
                 losses = f"{shown(before)} before, {shown(best)} at best"

@@ -137,3 +137,30 @@ def test_length_of_answers_is_never_shown_as_a_reward(tmp_path: Path) -> None:
     assert [each.kind for each in view.changes] == ["answers", "answers"]
     assert view.sampled is None
     assert "reward of sampled answers" not in view.headline
+
+
+@pytest.mark.parametrize("validation", [False, True])
+@pytest.mark.parametrize("steps", [2, 12])
+def test_run_without_a_gradient_has_no_success(
+    tmp_path: Path, steps: int, validation: bool
+) -> None:
+    """The last step decides: with one row of different rewards, the run taught something."""
+    for last, nothing in ((1.0, True), (0.5, False)):
+        options = {"objective": "grpo", "reward": ("json",)}
+        folder = tmp_path / str(nothing)
+        run = write_run(folder, options=options, validation=False, evaluation={})
+        lines = [
+            step_line(step, 40, metrics={"frac_reward_zero_std": 1.0 if step < steps else last})
+            for step in range(1, steps + 1)
+        ]
+        equal = [
+            {"kind": "validation", "step": step, "val_loss": 0.0, "val_perplexity": 1.0}
+            for step in (0, steps)
+        ]
+        (run / "metrics.jsonl").write_bytes(as_lines([*lines, *(equal if validation else ())]))
+        view = RunView.of(read_run(run))
+        assert view.finished and view.taught_nothing is nothing
+        assert "taught_nothing" not in view.as_dict()
+        assert ("taught tiny nothing" in view.headline) is nothing
+        assert (view.verdict.outcome == "uncertain") is (nothing or validation)
+        assert ("so nothing was learned" in view.verdict.text) is nothing
