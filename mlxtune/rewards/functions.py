@@ -124,7 +124,10 @@ def _read(file: Path, limits: Limits) -> bytes:
 
 
 def parse_rewards(texts: Iterable[str]) -> tuple[RewardSpec, ...]:
-    """Parse several rewards. Raises ConfigError, which lists every problem."""
+    """Parse several rewards. Raises ConfigError, which lists every problem.
+
+    One of them must have a weight, or all answers would be equal.
+    """
     specs: list[RewardSpec] = []
     problems: list[str] = []
     for text in texts:
@@ -132,6 +135,8 @@ def parse_rewards(texts: Iterable[str]) -> tuple[RewardSpec, ...]:
             specs.append(RewardSpec.parse(text))
         except ConfigError as error:
             problems += error.problems
+    if specs and not problems and not any(spec.weight for spec in specs):
+        problems = ["every reward has the weight 0, so no answer is better: give one a weight"]
     if problems:
         raise ConfigError(problems)
     return tuple(specs)

@@ -128,6 +128,7 @@ def test_prompts_without_answers_are_tried_with_empty_ones(
         (["exakt", "regex=("], "reward 'exakt' is unknown: name a FILE.py"),
         (["exakt", "regex=("], "reward 'regex=(' is not a pattern"),
         (["missing.py"], "reward missing.py cannot be read: No such file or directory"),
+        (["exact=0", "number=0"], "every reward has the weight 0"),
         (["exact", "exact=2"], "two rewards have the same name"),
         (["exact", "--field", "x"], "--field 'x' is not a pair"),
         (["exact", "--answers", "a", "--data", "b"], "--answers belong to one file"),

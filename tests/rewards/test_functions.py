@@ -306,3 +306,10 @@ def test_schema_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "schema.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"needs jsonschema: .*'mlxtune-lora\[schema\]'"):
         RewardSpec.parse(f"json:{tmp_path}/schema.json")
+
+
+def test_one_reward_must_have_a_weight() -> None:
+    with pytest.raises(ConfigError, match="every reward has the weight 0"):
+        parse_rewards(["exact=0", "json=-0.0"])
+    assert [each.weight for each in parse_rewards(["exact=0", "json=-1"])] == [0, -1]
+    assert parse_rewards([]) == ()

@@ -364,6 +364,13 @@ def test_options_that_do_not_fit_are_refused() -> None:
     ]
 
 
+def test_rewards_without_a_weight_are_an_error_before_training(
+    folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="every reward has the weight 0"):
+        train(config(folder, tmp_path, reward=("length=0",)))
+
+
 def test_unknown_reward_is_an_error_before_training(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reward 'wonder' is unknown"):
         train(config(folder, tmp_path, reward=("wonder",)))
