@@ -17,7 +17,7 @@ from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.core.formatting import pluralize
 from mlxtune.errors import DataError, as_called
 from mlxtune.rewards.functions import parse_rewards
-from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
+from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, with_remedy
 from mlxtune.views.output import print_json, print_line
 from mlxtune.views.terminal import plain_table, result_console
 from mlxtune.views.visible import escape
@@ -50,8 +50,11 @@ def show(config: RewardConfig) -> bool:
         weights = {each.name: f" × {each.weight:g}" * (each.weight != 1) for each in rewards}
         _print([name + weight for name, weight in weights.items()], tried, means)
     problems = [problem for reward in scored for problem in reward.problems]
+    advised = False
     for problem in problems[:_MAX_PROBLEMS]:
-        print_line(f"no reward: {as_called(problem)}", stderr=True)
+        shown = problem if advised else with_remedy(problem)
+        advised |= shown != problem
+        print_line(f"no reward: {as_called(shown)}", stderr=True)
     if (more := len(problems) - _MAX_PROBLEMS) > 0:
         print_line(f"no reward: {more} more", stderr=True)
     for name in (each.name for each in rewards):

@@ -23,6 +23,8 @@ import numpy as np
 
 _MAX_ERROR_CHARS = 500
 CLOSED = 78  # exit status
+# Starts the problem of a function that raised an error.
+RAISED = "raised "
 
 Function = Callable[..., Any]
 
@@ -169,7 +171,7 @@ def _describe(error: BaseException, path: str) -> str:
         if frame.f_code.co_filename == path
     ]
     name = type(error).__name__ + f": {message}" * bool(message)
-    return f"raised {name}" + (f" (line {lines[-1]})" if lines else "")
+    return RAISED + name + (f" (line {lines[-1]})" if lines else "")
 
 
 def prepare() -> Server:

@@ -33,7 +33,7 @@ from mlxtune.core.run.sampled_answers import PARTIAL_CREDIT, GroupRecord, Sample
 from mlxtune.core.training.pipeline import OnProgress, Step, StepData
 from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.samples import SampleRecords
-from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, unrewarded_text
+from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, unrewarded_text, with_remedy
 
 # A run ends after this many rollouts in a row without any reward.
 _MAX_UNREWARDED_IN_A_ROW = 3
@@ -100,6 +100,7 @@ class Rollouts:
         self._policy, self._sampling, self._stop_tokens = policy, sampling_of(config), stop_tokens
         self._prompts, self._scorer = prompts, scorer
         self._records, self._on_problem = records, on_problem
+        self._advised = False
         self._unrewarded_in_a_row = self._first_without_gradient = 0
         # The first step of the last rollout, and its groups.
         self._last: tuple[int, list[GroupRecord]] = 0, []
@@ -256,10 +257,14 @@ class Rollouts:
 
     def _report(self, samples: Sequence[SampleRecord]) -> None:
         problems = [sample.problems[0] for sample in samples if sample.problems]
+        if not problems:
+            return
+        text = problems[0]
         if len(problems) > 1:
-            self._on_problem(unrewarded_text(len(problems), len(samples), "answers", problems[0]))
-        elif problems:
-            self._on_problem(problems[0])
+            text = unrewarded_text(len(problems), len(samples), "answers", text)
+        advised = text if self._advised else with_remedy(text)
+        self._advised |= advised != text
+        self._on_problem(advised)
 
     def _with_logps(
         self, rows: CorpusRows, groups: Sequence[GroupRecord], indices: Sequence[int]

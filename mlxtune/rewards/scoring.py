@@ -58,6 +58,12 @@ def unrewarded_text(count: int, total: int, noun: str, reason: str) -> str:
     return f"{count:,} of {total:,} {noun} {have} no reward; the first: {reason}"
 
 
+def with_remedy(sentence: str) -> str:
+    """Add to a sentence how a function can score an answer for which it raised an error."""
+    raised = f": {reward_helper.RAISED}" in sentence
+    return sentence + ": return 0 if such an answer is wrong" * raised
+
+
 class RewardScorer:
     """Computes rewards; a function may take `timeout` seconds for an answer.
 

@@ -31,7 +31,7 @@ from mlxtune.errors import ModelError, NonFiniteLossError
 from mlxtune.rewards.functions import NoRewardError, RewardSpec, parse_rewards
 from mlxtune.rewards.rollouts import Prompts, Rollouts, sampling_of
 from mlxtune.rewards.samples import SampleRecords
-from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, unrewarded_text
+from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, unrewarded_text, with_remedy
 from mlxtune.session.reader import Reader
 from mlxtune.session.run_session import RunSession
 from mlxtune.session.session import Session
@@ -166,7 +166,8 @@ class RewardSession:
             )
         if without is not None:
             count = without.rows, without.total
-            self._session.console.warn(unrewarded_text(*count, "rows", without.reason))
+            text = unrewarded_text(*count, "rows", without.reason)
+            self._session.console.warn(with_remedy(text))
         order = np.random.default_rng(seed).permutation(len(judged.rows))[:samples]
         shown = [self._sample(judged, i, before, after) for i in sorted(order.tolist())]
         generated = Generated(len(shown), count_exact(shown), shown) if shown else None

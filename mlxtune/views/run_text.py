@@ -333,6 +333,8 @@ def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
     predicted = f" (predicted {byte_size(size)})" if (size := view.predicted_memory) else ""
     yield f"{view.course}{rates}, peak memory {byte_size(view.peak_memory or 0)}{predicted}"
     shown = partial(loss_and_perplexity, objective=config.objective)
+    if view.unrewarded_fraction:
+        yield f"{view.unrewarded_fraction:.1%} of the sampled answers had no reward"
     if view.taught_nothing:
         yield EQUAL_REWARDS
     elif view.sampled is not None:

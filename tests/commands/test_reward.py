@@ -68,7 +68,7 @@ def test_problems_name_row_and_function_and_fail(cli: Cli, rows: Path, check: Pa
     assert outcome.code == 1
     assert outcome.err == (
         f"no reward: {rows}:1: reward check.reward: raised ValueError: could not convert string to "
-        "float: '' (line 1)\n"
+        "float: '' (line 1): return 0 if such an answer is wrong\n"
     )
     assert cells(outcome.out)[2] == ["rows.jsonl:1", "empty", "–", "0", "–"]
 

@@ -75,6 +75,7 @@ class FakeScorer:
     def __init__(self) -> None:
         self.scored: list[Completion] = []
         self.equal_row, self.bonus, self.broken = 0, 0.0, False
+        self.problem = "no"
 
     def score(self, completions: Sequence[Completion]) -> list[Reward]:
         self.scored += completions
@@ -84,7 +85,7 @@ class FakeScorer:
                 for each in completions
             ]
         return [
-            Reward({"length": None}, None, (f"{each.row.place}: no",))
+            Reward({"length": None}, None, (f"{each.row.place}: {self.problem}",))
             if each.row.row["number"] == 3 and each.text == "11"
             else Reward({"length": 1.0}, 1.0, ())
             if each.row.row["number"] == self.equal_row
@@ -238,6 +239,17 @@ def test_first_rollouts_without_a_gradient_are_reported_once(
     assert len(own.problems) == (first_equal == 1)
     if own.problems:
         assert own.problems[0].startswith("in the first 3 rollouts, all answers to a prompt got")
+
+
+def test_remedy_for_functions_that_raise_is_given_once(path: Path) -> None:
+    own = made(path)
+    own.scorer.problem = "reward f: raised ValueError: bad (line 2)"
+    for step in (1, 2):
+        own.draw(step, [0, 2])
+    assert own.problems == [
+        f"rows.jsonl:3: {own.scorer.problem}: return 0 if such an answer is wrong",
+        f"rows.jsonl:3: {own.scorer.problem}",
+    ]
 
 
 def test_answer_that_was_cut_is_masked_if_asked(path: Path) -> None:

@@ -42,6 +42,7 @@ _REWARDS, _MEAN = "rewards/", "/mean"
 _FRACTION = "fraction of "
 _WITHOUT_GRADIENT = "fraction of rows without a gradient"
 _EQUAL_REWARDS = "frac_reward_zero_std"
+_UNREWARDED = "completions/without_reward"
 # The remedy for answers to a prompt that all get the same reward.
 PARTIAL_CREDIT = "add a reward with partial credit, such as json_keys, or raise --group-size"
 # What a run measures of its answers besides rewards.
@@ -49,7 +50,7 @@ _MEASURES = {
     "completions/mean_length": "tokens per answer",
     "completions/clipped_ratio": "fraction of truncated answers",
     _EQUAL_REWARDS: _WITHOUT_GRADIENT,
-    "completions/without_reward": "fraction of answers without a reward",
+    _UNREWARDED: "fraction of answers without a reward",
     "kl": "divergence from the start (KL)",
 }
 _NEGATIVE_WEIGHT = re.compile(r"=-[\d.eE+-]+$")
@@ -173,6 +174,12 @@ def gradient_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
                 f"in the last third, {each.last:.0%} of the rows taught nothing, because all their "
                 "answers had the same reward"
             )
+
+
+def unrewarded_fraction(run: Run) -> float:
+    """Return the fraction of a run's sampled answers without a reward; 0 without any answers."""
+    values = metric_values(run, _UNREWARDED)[1]
+    return float(np.mean(values)) if values else 0.0
 
 
 def taught_nothing(run: Run) -> bool:

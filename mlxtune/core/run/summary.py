@@ -29,6 +29,7 @@ from mlxtune.core.run.sampled_answers import (
     metric_changes,
     metric_values,
     taught_nothing,
+    unrewarded_fraction,
 )
 from mlxtune.core.run.stored_run import Run, get_mapping, get_str, number, whole
 from mlxtune.errors import resume_command
@@ -45,7 +46,7 @@ _OUTCOMES: dict[str, Outcome] = {HELPED: "good", HURT: "bad", CANNOT_TELL: "unce
 # The fields that the JSON of a run leaves out.
 _NOT_IN_JSON = (
     *("problems", "curve", "rows_per_second", "last_val_loss", "best_place", "judged", "changes"),
-    "taught_nothing",
+    *("taught_nothing", "unrewarded_fraction"),
 )
 
 
@@ -69,7 +70,8 @@ class RunView:
     the mean rewards of sampled answers in a run that learns from rewards.
     `judged` is the verdict of the evaluation, `best_place` the epoch or step of the best
     validation, `changes` those of the rewards of sampled answers. A run `taught_nothing` if all
-    answers to each prompt got the same reward in all of its steps.
+    answers to each prompt got the same reward in all of its steps; `unrewarded_fraction` counts
+    answers without a reward.
     """
 
     name: str
@@ -103,6 +105,7 @@ class RunView:
     objective: str = "sft"
     changes: tuple[MetricChange, ...] = ()
     taught_nothing: bool = False
+    unrewarded_fraction: float = 0.0
 
     @classmethod
     def of(cls, run: Run) -> RunView:
@@ -141,6 +144,7 @@ class RunView:
             objective=get_str(run.config, "objective") or "sft",
             changes=tuple(metric_changes(run)),
             taught_nothing=taught_nothing(run),
+            unrewarded_fraction=unrewarded_fraction(run),
         )
 
     @property
