@@ -57,6 +57,8 @@ def show(config: RewardConfig) -> bool:
         print_line(f"no reward: {as_called(shown)}", stderr=True)
     if (more := len(problems) - _MAX_PROBLEMS) > 0:
         print_line(f"no reward: {more} more", stderr=True)
+    for hint in filter(None, (each.hint for each in rewards)):
+        print_line(f"warning: {hint}", stderr=True)
     for name in (each.name for each in rewards):
         values = {reward.values[name] for reward in scored}
         if len(scored) > 1 and len(values) == 1 and values != {None}:

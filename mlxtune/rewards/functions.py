@@ -14,6 +14,7 @@ regex=PATTERN          matches anywhere, thinking included; if the pattern has a
                        must also find what it finds in the row's answer
 """
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +38,12 @@ _THINKING_ENDS, _THINKING_STARTS = "</think>", "<think>"
 _SEARCH_SECONDS = 0.5
 # Numbers are equal if they differ by this fraction of the larger.
 _PRECISION = 1e-6
+
+# The longest name of a reward that is looked up.
+_MAX_NAME = 60
+# What a number after the colon of a built-in reward is, and weights that look like one.
+_COLON_SETS = {"number": "the tolerance", "length": "the number of characters"}
+_LIKE_A_TOLERANCE, _LIKE_A_LENGTH = 0.01, 10
 
 # Returns the reward of an answer, given the row's answer.
 Score = Callable[[str, str | None], float]
@@ -91,11 +98,26 @@ class RewardSpec:
         else:
             kind, _, argument = text.partition(":")
         if kind not in _BUILT_IN:
-            raise ValueError(f"is unknown: name a FILE.py, FILE.py:FUNCTION or {_KNOWN}")
+            known = f"name a FILE.py, FILE.py:FUNCTION or {_KNOWN}"
+            raise ValueError(f"is unknown{_suggestion(kind, argument)}: {known}")
         schema = _read(as_path(argument), CONFIG) if kind == "json" and argument else None
         spec = cls(kind, argument, weight, content=schema)
         spec.built_in()
         return spec
+
+    @property
+    def hint(self) -> str:
+        """A warning of a weight that looks like a tolerance or a length; empty for others."""
+        weight, meaning = abs(self.weight), _COLON_SETS.get(self.kind)
+        if self.argument or meaning is None:
+            return ""
+        if not (0 < weight <= _LIKE_A_TOLERANCE or weight >= _LIKE_A_LENGTH):
+            return ""
+        number = f"{self.weight:g}"
+        return (
+            f"reward {self.kind}={number} has the weight {number}: if it is {meaning}, write "
+            f"{self.kind}:{number}"
+        )
 
     @property
     def name(self) -> str:
@@ -112,6 +134,15 @@ class RewardSpec:
         if self.content is not None:
             return _json_schema(self.content)
         return _BUILT_IN[self.kind](self.argument)
+
+
+def _suggestion(kind: str, argument: str) -> str:
+    """Return a question about what an unknown reward may mean: a file here, or a similar name."""
+    file = as_path(f"{kind}.py") if kind and len(kind) < _MAX_NAME and "\0" not in kind else None
+    if file is not None and file.is_file():
+        return f" (did you mean {file}{f':{argument}' * bool(argument)}?)"
+    close = difflib.get_close_matches(kind[:_MAX_NAME], _BUILT_IN, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _read(file: Path, limits: Limits) -> bytes:

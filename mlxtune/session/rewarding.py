@@ -68,7 +68,10 @@ class RewardSession:
 
     def __init__(self, session: Session[Any], config: RewardedConfig, cleanup: ExitStack) -> None:
         self._session, self._config = session, config
-        self._scorer = RewardScorer(parse_rewards(config.reward), config.reward_timeout)
+        specs = parse_rewards(config.reward)
+        for hint in filter(None, (spec.hint for spec in specs)):
+            session.console.warn(hint)
+        self._scorer = RewardScorer(specs, config.reward_timeout)
         self._ends, self._prompts = _turn_ends(session.reader), _read_prompts(session)
         names = [spec.name for spec in self._scorer.rewards]
         # A single reward is the sum.

@@ -79,6 +79,12 @@ def test_constant_reward_is_a_warning(cli: Cli, rows: Path, check: Path) -> None
     assert outcome.err.startswith("warning: check.constant gives all of these answers the same")
 
 
+def test_weight_like_a_tolerance_is_a_warning(cli: Cli, rows: Path) -> None:
+    outcome = cli("reward", "number=0.01", "--data", rows)
+    assert outcome.code == 0
+    assert outcome.err.startswith("warning: reward number=0.01 has the weight 0.01: if it is the")
+
+
 def test_json_has_every_answer(cli: Cli, rows: Path, check: Path) -> None:
     outcome = cli("reward", check, "exact=2", "--data", rows, "--json")
     result = json.loads(outcome.out)
@@ -125,7 +131,7 @@ def test_prompts_without_answers_are_tried_with_empty_ones(
     ("arguments", "problem"),
     [
         ([], "--reward is required"),
-        (["exakt", "regex=("], "reward 'exakt' is unknown: name a FILE.py"),
+        (["exakt", "regex=("], "reward 'exakt' is unknown (did you mean exact?): name a FILE.py"),
         (["exakt", "regex=("], "reward 'regex=(' is not a pattern"),
         (["missing.py"], "reward missing.py cannot be read: No such file or directory"),
         (["exact=0", "number=0"], "every reward has the weight 0"),

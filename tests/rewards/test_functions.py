@@ -313,3 +313,35 @@ def test_one_reward_must_have_a_weight() -> None:
         parse_rewards(["exact=0", "json=-0.0"])
     assert [each.weight for each in parse_rewards(["exact=0", "json=-1"])] == [0, -1]
     assert parse_rewards([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("reward", "hint"),
+    [
+        ("number=0.01", "has the weight 0.01: if it is the tolerance, write number:0.01"),
+        ("length=200", "has the weight 200: if it is the number of characters, write length:200"),
+        *((each, "") for each in ("number=0.5", "number:0.01=0.01", "length=-0.1", "exact=0.01")),
+        *((each, "") for each in ("number", "length=0", "length:200=200")),
+    ],
+)
+def test_weight_like_an_argument_has_a_hint(reward: str, hint: str) -> None:
+    found = RewardSpec.parse(reward).hint
+    assert found == (f"reward {reward} {hint}" if hint else "")
+
+
+@pytest.mark.parametrize(
+    ("reward", "meant"),
+    [
+        *(("good", "good.py"), ("good:other=2", "good.py:other"), ("exakt", "exact")),
+        *(("wonder", None), ("x" * 5000, None), ("", None), ("a\0", None)),
+    ],
+)
+def test_unknown_reward_names_a_similar_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, meant: str | None
+) -> None:
+    (tmp_path / "good.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is unknown") as raised:
+        RewardSpec.parse(reward)
+    asked = "" if meant is None else f" (did you mean {meant}?)"
+    assert f"is unknown{asked}: name a FILE.py" in str(raised.value)
