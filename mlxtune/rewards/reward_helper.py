@@ -148,13 +148,28 @@ def _function(module: types.ModuleType, name: str) -> Function:
     """Return a function that takes our arguments by their names."""
     call, remedy = getattr(module, name, None), f"define {name}(prompt, completion, row)"
     if not callable(call):
-        raise _FunctionError(f"has no function {name}: {remedy}")
-    signature = inspect.signature(call)
-    try:
-        signature.bind(prompt="", completion="", row={})
-    except TypeError:
-        raise _FunctionError(f"has the function {name}{signature}: {remedy}") from None
+        raise _FunctionError(f"has no function {name}{_suggestion(module)}: {remedy}")
+    if not _takes_arguments(call):
+        signature = inspect.signature(call)
+        raise _FunctionError(f"has the function {name}{signature}: {remedy}")
     return call  # type: ignore[no-any-return]
+
+
+def _takes_arguments(call: Function) -> bool:
+    try:
+        inspect.signature(call).bind(prompt="", completion="", row={})
+    except TypeError:
+        return False
+    return True
+
+
+def _suggestion(module: types.ModuleType) -> str:
+    """Return a question that names the first function of a file that can be a reward, if any."""
+    for name, each in vars(module).items():
+        own = inspect.isfunction(each) and each.__module__ == module.__name__
+        if own and not name.startswith("_") and _takes_arguments(each):
+            return f" (did you mean {Path(str(module.__file__)).name}:{name}?)"
+    return ""
 
 
 def _describe(error: BaseException, path: str) -> str:

@@ -319,6 +319,13 @@ def test_sum_that_is_not_finite_is_not_a_reward(tmp_path: Path) -> None:
         ("x = 1\nimport missing", "raised ModuleNotFoundError: No module named 'missing' (line 2)"),
         ("x = 1", "has no function reward: define reward(prompt, completion, row)"),
         (
+            "from os import fsync\n"
+            "def parse(text): ...\n"
+            "def _own(prompt, completion, row): ...\n"
+            "def right(prompt, completion, row): ...",
+            "has no function reward (did you mean check.py:right?): define reward(prompt, ",
+        ),
+        (
             "def reward(a): ...",
             "has the function reward(a): define reward(prompt, completion",
         ),
