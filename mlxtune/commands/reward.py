@@ -4,7 +4,7 @@ Each reward scores the row's own answer, the answer of another row, and an empty
 from a file.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from statistics import fmean
@@ -16,13 +16,16 @@ from mlxtune.core.data.prompt import PromptRow, read_prompts
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.core.formatting import pluralize
 from mlxtune.errors import DataError, as_called
-from mlxtune.rewards.functions import parse_rewards
+from mlxtune.rewards.functions import RewardSpec, parse_rewards
 from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, with_remedy
 from mlxtune.views.output import print_json, print_line
 from mlxtune.views.terminal import plain_table, result_console
 from mlxtune.views.visible import escape
 
 _MAX_PROBLEMS, _WIDTH = 10, 30
+# The kinds of answers: right ones, and wrong ones with a noun for them.
+_OWN, _OTHER, _EMPTY = "the row's", "another row's", "empty"
+_WRONG = {_OTHER: "a wrong answer", _EMPTY: "an empty answer"}
 
 # Where an answer comes from, the answer, and its reward.
 Tried = tuple[str, Completion, Reward]
@@ -59,15 +62,34 @@ def show(config: RewardConfig) -> bool:
         print_line(f"no reward: {more} more", stderr=True)
     for hint in filter(None, (each.hint for each in rewards)):
         print_line(f"warning: {hint}", stderr=True)
+    is_constant = len({reward.total for reward in scored}) == 1
+    ranked_wrongly = () if is_constant else _ranked_wrongly(means)
+    for warning in (*_constant(rewards, scored), *ranked_wrongly):
+        print_line(f"warning: {warning}", stderr=True)
+    return not problems
+
+
+def _constant(rewards: Sequence[RewardSpec], scored: Sequence[Reward]) -> Iterator[str]:
     for name in (each.name for each in rewards):
         values = {reward.values[name] for reward in scored}
         if len(scored) > 1 and len(values) == 1 and values != {None}:
-            print_line(
-                f"warning: {name} gives all of these answers the same value: a reward without "
-                "differences teaches nothing",
-                stderr=True,
+            yield (
+                f"{name} gives all of these answers the same value: a reward without differences "
+                "teaches nothing"
             )
-    return not problems
+
+
+def _ranked_wrongly(means: Mapping[str, Mapping[str, float | None]]) -> Iterator[str]:
+    """Yield a warning for each kind of wrong answer that scores as high as the rows' answers."""
+    sums = {kind: value for kind, each in means.items() if (value := each["sum"]) is not None}
+    if (own := sums.get(_OWN)) is None:
+        return
+    for kind, worth in _WRONG.items():
+        if (value := sums.get(kind)) is not None and value >= own:
+            yield (
+                f"{kind} answers get a mean of {_number(value)}, the rows' own {_number(own)}: "
+                f"score {worth} lower than a right one"
+            )
 
 
 def _means(tried: Sequence[Tried], kind: str) -> dict[str, float | None]:
@@ -123,12 +145,12 @@ def _answers(rows: Sequence[PromptRow]) -> Iterator[tuple[str, Completion]]:
     """Yield the answers to try: right ones, wrong ones and empty ones."""
     for number, row in enumerate(rows):
         if row.answer is not None:
-            yield "the row's", Completion(row, row.answer)
+            yield _OWN, Completion(row, row.answer)
         following = (each.answer for each in (*rows[number + 1 :], *rows[:number]))
         other = next((each for each in following if each not in (None, row.answer)), None)
         if other is not None:
-            yield "another row's", Completion(row, other)
-        yield "empty", Completion(row, "")
+            yield _OTHER, Completion(row, other)
+        yield _EMPTY, Completion(row, "")
 
 
 def _from_file(name: str, rows: Sequence[PromptRow]) -> Iterator[tuple[str, Completion]]:

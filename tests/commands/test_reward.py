@@ -85,6 +85,27 @@ def test_weight_like_a_tolerance_is_a_warning(cli: Cli, rows: Path) -> None:
     assert outcome.err.startswith("warning: reward number=0.01 has the weight 0.01: if it is the")
 
 
+@pytest.mark.parametrize(
+    ("value", "warned"),
+    [
+        ("len(completion) and float(completion) == row['sum']", []),
+        ("-len(completion)", ["another row's answers get", "empty answers get a mean of 0, the"]),
+        ("len(completion)", ["another row's answers get a mean of 1, the rows' own 1: a wrong"]),
+        ("1 if not completion else float(completion) == row['sum']", ["empty answers get a mean"]),
+        ("3", ["check.reward gives all of these answers the same value"]),
+    ],
+)
+def test_wrong_answers_that_score_high_are_a_warning(
+    cli: Cli, rows: Path, tmp_path: Path, value: str, warned: list[str]
+) -> None:
+    file = tmp_path / "check.py"
+    file.write_text(f"def reward(prompt, completion, row): return {value}\n")
+    outcome = cli("reward", file, "--data", rows)
+    lines = outcome.err.splitlines()
+    assert outcome.code == 0 and len(lines) == len(warned)
+    assert all(map(str.startswith, lines, (f"warning: {each}" for each in warned)))
+
+
 def test_json_has_every_answer(cli: Cli, rows: Path, check: Path) -> None:
     outcome = cli("reward", check, "exact=2", "--data", rows, "--json")
     result = json.loads(outcome.out)
