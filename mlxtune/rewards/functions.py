@@ -98,8 +98,8 @@ class RewardSpec:
         else:
             kind, _, argument = text.partition(":")
         if kind not in _BUILT_IN:
-            known = f"name a FILE.py, FILE.py:FUNCTION or {_KNOWN}"
-            raise ValueError(f"is unknown{_suggestion(kind, argument)}: {known}")
+            remedy = f"name a FILE.py, FILE.py:FUNCTION or {_KNOWN}"
+            raise ValueError(f"is unknown{_suggestion(kind, argument)}: {remedy}")
         schema = _read(as_path(argument), CONFIG) if kind == "json" and argument else None
         spec = cls(kind, argument, weight, content=schema)
         spec.built_in()

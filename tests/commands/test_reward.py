@@ -90,7 +90,10 @@ def test_weight_like_a_tolerance_is_a_warning(cli: Cli, rows: Path) -> None:
     [
         ("len(completion) and float(completion) == row['sum']", []),
         ("-len(completion)", ["another row's answers get", "empty answers get a mean of 0, the"]),
-        ("len(completion)", ["another row's answers get a mean of 1, the rows' own 1: a wrong"]),
+        (
+            "len(completion)",
+            ["another row's answers get a mean of 1, the rows' own 1: score a wrong"],
+        ),
         ("1 if not completion else float(completion) == row['sum']", ["empty answers get a mean"]),
         ("3", ["check.reward gives all of these answers the same value"]),
     ],
