@@ -164,9 +164,8 @@ class RewardSession:
         without = _unrewarded(before.problems, after.problems)
         if (evaluation := evaluate_rewards(judged, rewards, seed)) is None:
             assert without is not None
-            raise NonFiniteLossError(
-                f"no row has a reward before and after training; the first: {without.reason}"
-            )
+            problem = "no row has a reward both before and after training; the first problem: "
+            raise NonFiniteLossError(with_remedy(problem + without.reason))
         if without is not None:
             count = without.rows, without.total
             text = unrewarded_text(*count, "rows", without.reason)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune import TrainConfig, TrainResult, train
+from mlxtune.commands.verify import verify
 from tests.models import sums, write_chat, write_model
 
 
@@ -51,3 +52,29 @@ def test_run_whose_reward_does_not_rise_stops_early_and_says_why(
     # No token was trained on, so there is no speed in tokens.
     assert ", ," not in shown and "tokens/s" not in shown.partition("Done  ")[2]
     assert "add data" not in shown and "training loss" not in shown
+
+
+def test_verdict_of_a_run_counts_the_rows_without_a_reward(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "some.py"
+    file.write_text(
+        "def reward(prompt, completion, row):\n"
+        "    if int(row['messages'][0]['content'].split()[2]) % 2: raise ValueError('bad')\n"
+        "    return len(completion)\n"
+    )
+    output = tmp_path / "out"
+    evaluation = trained(
+        folder, output, str(file), max_steps=1, val_split=0.4, val_rows=8
+    ).evaluation
+    assert evaluation is not None and evaluation.unrewarded is not None
+    without = evaluation.unrewarded
+    assert 0 < without.rows < without.total == evaluation.rows + without.rows == 8
+    shown = " ".join(capsys.readouterr().err.split())
+    assert (
+        f"{without.rows} of 8 rows have no reward; the first: {without.reason}: return 0" in shown
+    )
+    assert f"; {without.rows} of 8 rows without a reward ({without.before} before, " in shown
+    assert shown.count("return 0 if such an answer is wrong") == 2
+    assert "of the sampled answers had no reward" in shown
+    assert verify(output).ok
