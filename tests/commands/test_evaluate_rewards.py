@@ -79,7 +79,7 @@ def test_adapter_against_itself_has_no_verdict(
     run: tuple[Path, TrainResult], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = run
-    rewards = (str(folder / "low.py"), "exact=2", "length")
+    rewards = (str(folder / "low.py"), "exact=2", "length=200")
     found = evaluate(options(folder, against=str(folder / "out"), reward=rewards))
     assert found.verdict == "cannot tell"
     names = ["", "low.reward", "exact", "length"]
@@ -88,6 +88,7 @@ def test_adapter_against_itself_has_no_verdict(
     ]
     assert all(each.before == each.after for each in found.rewards)
     assert found.generated is not None and not found.generated.differing
+    assert "warning: reward length=200 has the weight 200" in capsys.readouterr().err
 
 
 def test_code_that_a_run_names_is_not_executed(run: tuple[Path, TrainResult], cli: Cli) -> None:
