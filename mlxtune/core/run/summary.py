@@ -47,6 +47,7 @@ _OUTCOMES: dict[str, Outcome] = {HELPED: "good", HURT: "bad", CANNOT_TELL: "unce
 _NOT_IN_JSON = (
     *("problems", "curve", "rows_per_second", "last_val_loss", "best_place", "judged", "changes"),
     *("taught_nothing", "unrewarded_fraction"),
+    *("trained_on", "steps_per_epoch"),
 )
 
 
@@ -69,9 +70,9 @@ class RunView:
     `curve` has means of the validation losses or, with fewer than three, of the training losses; of
     the mean rewards of sampled answers in a run that learns from rewards.
     `judged` is the verdict of the evaluation, `best_place` the epoch or step of the best
-    validation, `changes` those of the rewards of sampled answers. A run `taught_nothing` if all
-    answers to each prompt got the same reward in all of its steps; `unrewarded_fraction` counts
-    answers without a reward.
+    validation, `changes` those of the rewards of sampled answers. `trained_on` has the data with
+    training rows. A run `taught_nothing` if all answers to each prompt got the same reward in all
+    of its steps; `unrewarded_fraction` counts answers without a reward.
     """
 
     name: str
@@ -106,6 +107,8 @@ class RunView:
     changes: tuple[MetricChange, ...] = ()
     taught_nothing: bool = False
     unrewarded_fraction: float = 0.0
+    trained_on: tuple[str, ...] = ()
+    steps_per_epoch: int | None = None
 
     @classmethod
     def of(cls, run: Run) -> RunView:
@@ -145,6 +148,8 @@ class RunView:
             changes=tuple(metric_changes(run)),
             taught_nothing=taught_nothing(run),
             unrewarded_fraction=unrewarded_fraction(run),
+            trained_on=data_names(run, trained=True),
+            steps_per_epoch=whole(run.about, "plan", "steps_per_epoch"),
         )
 
     @property
@@ -155,10 +160,24 @@ class RunView:
     @property
     def steps(self) -> str:
         if self.finished:
-            epochs = f" in {pluralize(self.epoch, 'epoch')}" if self.epoch else ""
+            epochs = f" in {self.epochs_taken}" if self.epochs_taken else ""
             return f"{self.step:,}{epochs}{', early' * (self.status == 'stopped early')}"
         total = f"/{self.total_steps:,}" if self.total_steps else ""
         return f"{self.step:,}{total} {self.status}"
+
+    @property
+    def _is_partial(self) -> bool:
+        """Whether training ended within an epoch."""
+        return bool(self.steps_per_epoch and self.step % self.steps_per_epoch)
+
+    @property
+    def epochs_taken(self) -> str:
+        """The epochs of training, such as `2 epochs` or `0.2 epochs`; empty without one."""
+        if self.steps_per_epoch and self._is_partial:
+            epochs = self.step / self.steps_per_epoch
+            digits = 1 if epochs >= 0.1 else 2
+            return f"{epochs:,.{digits}f} epochs" if epochs >= 0.01 else "under 0.01 epochs"
+        return pluralize(self.epoch, "epoch") if self.epoch else ""
 
     @property
     def course(self) -> str:
@@ -225,9 +244,10 @@ class RunView:
 
     @property
     def headline(self) -> str:
-        model, data = self.model or "The model", " and ".join(self.data[:2]) or "its data"
-        if len(self.data) > 2:
-            data = f"{self.data[0]} and {len(self.data) - 1} more files"
+        names = self.trained_on or self.data
+        model, data = self.model or "The model", " and ".join(names[:2]) or "its data"
+        if len(names) > 2:
+            data = f"{names[0]} and {len(names) - 1} more files"
         before, best, shown = self.initial_val_loss, self.best_val_loss, self.measured
         validated = before is not None and best is not None
         if not self.finished:
@@ -235,7 +255,9 @@ class RunView:
             verb = "is at" if self.status == "running" else "stopped at"
             losses = f"; {self.measure} {shown(before)} before, {shown(best)} at best"
             return f"{model} on {data} {verb} step {self.step:,}{total}{losses * validated}"
-        trained = pluralize(self.epoch, "epoch") if self.epoch else pluralize(self.step, "step")
+        trained = self.epochs_taken or pluralize(self.step, "step")
+        if self._is_partial:
+            trained = f"{pluralize(self.step, 'step')} ({self.epochs_taken})"
         if self.taught_nothing and not (validated and self.improved):
             return f"{trained} on {data} taught {model} nothing: its answers got equal rewards"
         if before is not None and best is not None:
@@ -283,8 +305,10 @@ def hub_data(run: Run) -> list[Mapping[str, Any]]:
     return [entry for entry in entries if isinstance(entry, Mapping)]
 
 
-def data_names(run: Run) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(data_name(run, ledger.path) for ledger in run.ledgers))
+def data_names(run: Run, *, trained: bool = False) -> tuple[str, ...]:
+    """Return the names of a run's data; with `trained`, of the data with training rows."""
+    ledgers = [each for each in run.ledgers if each.rows_train or not trained]
+    return tuple(dict.fromkeys(data_name(run, ledger.path) for ledger in ledgers))
 
 
 def data_name(run: Run, path: str) -> str:

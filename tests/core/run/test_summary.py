@@ -71,6 +71,35 @@ def test_headline_shows_the_result(tmp_path: Path, changes: dict[str, Any], head
     assert summary(tmp_path, **changes).headline == headline
 
 
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        (8, "8 steps (0.2 epochs)"),
+        (1, "1 step (0.03 epochs)"),
+        (60, "60 steps (1.5 epochs)"),
+        (40, "1 epoch"),
+    ],
+)
+def test_headline_names_training_data_and_partial_epochs(
+    tmp_path: Path, steps: int, text: str
+) -> None:
+    folder = write_run(tmp_path / "out", validation=False)
+    ledger = json.loads((folder / "ledger.json").read_text())[0]
+    rows = ledger["rows_train"] + ledger["rows_validation"]
+    held_out = ledger | {"path": "test.jsonl", "rows_train": 0, "rows_validation": rows}
+    (folder / "ledger.json").write_text(json.dumps([ledger, held_out]))
+    ended = {"kind": "epoch", "train_loss": 1.5, "train_perplexity": 2.0, "val_loss": None}
+    ended |= {"epoch": 1 + (steps - 1) // 40, "val_perplexity": None, "learning_rate": 1e-4}
+    ended |= {"epoch_time_ms": 8000, "samples_per_sec": 20.0}
+    records = [step_line(step, 40) for step in range(1, steps + 1)]
+    if steps > 40:
+        records.insert(40, ended | {"epoch": 1})
+    (folder / "metrics.jsonl").write_bytes(as_lines([*records, ended]))
+    view = RunView.of(read_run(folder))
+    assert view.headline == f"{text} on chat.jsonl brought tiny to a training loss of 1.50"
+    assert view.data == ("chat.jsonl", "test.jsonl")
+
+
 def test_headline_notes_a_run_that_did_not_improve(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "out")
     records = metrics(2, 40)
