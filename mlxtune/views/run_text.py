@@ -39,7 +39,7 @@ from mlxtune.core.machine.installation import DISTRIBUTION
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
-from mlxtune.core.run.sampled_answers import PARTIAL_CREDIT, gradient_warning
+from mlxtune.core.run.sampled_answers import PARTIAL_CREDIT, exploit_warning, gradient_warning
 from mlxtune.core.run.summary import EQUAL_REWARDS, RunView, option_text
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
@@ -328,6 +328,8 @@ def _mean_loss(steps: Sequence[StepRecord]) -> float:
 
 
 def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
+    """Yield the summary of a run; that a reward may be exploited comes first."""
+    yield from exploit_warning(view.changes)
     rates = f", {view.rows_per_second:.1f} rows/s" if view.rows_per_second else ""
     rates += f", {view.speed}" if rates and view.speed else ""
     predicted = f" (predicted {byte_size(size)})" if (size := view.predicted_memory) else ""

@@ -41,8 +41,11 @@ def test_page_of_a_run_is_written_into_its_folder(cli: Cli) -> None:
 def test_run_with_rewards_says_what_changed(cli: Cli) -> None:
     write_rewarded_run(Path("out"))
     assert cli("report", "out").out.splitlines() == [
-        "12 steps (0.3 epochs) on chat.jsonl took tiny’s mean reward of sampled answers from 1.12 to 1.52",
-        "✓ The run finished. Its adapter: out/adapters.safetensors",
+        "reward json fell while short.short rose: 12 steps (0.3 epochs) on chat.jsonl took tiny’s "
+        "mean reward of sampled answers from 1.12 to 1.52",
+        "! Reward json fell while short.short rose: the model may be exploiting short.short: read "
+        "the answers of the last steps in the report. The run finished. Its adapter: "
+        "out/adapters.safetensors",
         "sum of rewards rose: 1.12 in the first third of the steps, 1.52 in the last",
         "json fell: 0.875 in the first third of the steps, 0.475 in the last",
         "short.short rose: 0.125 in the first third of the steps, 0.525 in the last",

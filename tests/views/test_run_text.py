@@ -192,7 +192,11 @@ def test_summary_of_rewards_names_no_loss(tmp_path: Path) -> None:
         view, changes=(*view.changes, gradient), initial_val_loss=-0.5, best_val_loss=-0.25
     )
     config = TrainConfig("m", ("d",), objective="grpo", reward=("json",))
-    text = "\n".join(run_text.summary_lines(view, config))
+    lines = list(run_text.summary_lines(view, config))
+    assert lines[0].startswith(
+        "reward json fell while short.short rose: the model may be exploiting "
+    )
+    text = "\n".join(lines)
     assert "reward of sampled answers: sum of rewards rose: 1.12 in the first third" in text
     assert "in the last third, 75% of the rows taught nothing" in text
     assert "raise --group-size, or change --reward" in text

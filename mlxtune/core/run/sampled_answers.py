@@ -197,6 +197,22 @@ def opposites(changes: Sequence[MetricChange]) -> list[tuple[MetricChange, Metri
     return [(one, other) for one in better for other in worse]
 
 
+def exploit_sentence(changes: Sequence[MetricChange]) -> str:
+    """Return a clause on the first of the `opposites`; empty if no reward got worse."""
+    for better, worse in opposites(changes):
+        return f"reward {worse.name} {worse.verb} while {better.name} {better.verb}"
+    return ""
+
+
+def exploit_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
+    """Yield a line if a reward got better while another got worse."""
+    for better, _ in opposites(changes)[:1]:
+        yield (
+            f"{exploit_sentence(changes)}: the model may be exploiting {better.name}: read the "
+            "answers of the last steps in the report"
+        )
+
+
 # Samples
 
 

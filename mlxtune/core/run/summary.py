@@ -25,6 +25,8 @@ from mlxtune.core.run.run_folder import previous_number
 from mlxtune.core.run.sampled_answers import (
     PARTIAL_CREDIT,
     MetricChange,
+    exploit_sentence,
+    exploit_warning,
     mean_text,
     metric_changes,
     metric_values,
@@ -197,6 +199,15 @@ class RunView:
 
     @property
     def verdict(self) -> Verdict:
+        """The outcome of the run; that a reward may be exploited comes first."""
+        found = self._outcome
+        if (warning := " ".join(map(sentence, exploit_warning(self.changes)))) == "":
+            return found
+        outcome = "uncertain" if found.outcome == "good" else found.outcome
+        return Verdict(outcome, f"{warning} {found.text}", found.code)
+
+    @property
+    def _outcome(self) -> Verdict:
         if self.status == "running":
             return Verdict("uncertain", "The run is still training: these are its results so far.")
         if not self.finished:
@@ -244,6 +255,12 @@ class RunView:
 
     @property
     def headline(self) -> str:
+        """The result in a clause, after any reward that got worse while another got better."""
+        exploit = exploit_sentence(self.changes)
+        return f"{exploit}: {self._result}" if exploit else self._result
+
+    @property
+    def _result(self) -> str:
         names = self.trained_on or self.data
         model, data = self.model or "The model", " and ".join(names[:2]) or "its data"
         if len(names) > 2:
