@@ -355,7 +355,8 @@ def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
         yield view.not_better
     if view.status == "stopped early":
         yield f"stopped early after step {view.step}: see --patience {config.patience}"
-    source = f"{view.best_place}, the best" if view.best_place else "the last epoch"
+    rank = "worse than the starting model" if view.worsened else "the best"
+    source = f"{view.best_place}, {rank}" if view.best_place else "the last epoch"
     yield f"adapter of {source}: {config.output_path}"
     yield f"checkpoints, metrics and ledger: {config.checkpoint_path}"
 

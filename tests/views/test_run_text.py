@@ -223,6 +223,14 @@ def test_summary_notes_an_early_stop_and_a_run_that_did_not_improve(tmp_path: Pa
     assert not any(line.startswith("no epoch was better") for line in summary(tmp_path, 2.9))
 
 
+def test_summary_says_that_the_starting_model_was_better(tmp_path: Path) -> None:
+    found = summary(tmp_path, 3.5, 4.0)
+    assert any(line.startswith("the starting model was better on the validation") for line in found)
+    written = f"adapter of epoch 1, worse than the starting model: {tmp_path}"
+    assert any(line.startswith(written) for line in found)
+    assert not any("the best" in line for line in found)
+
+
 def test_rise_or_jump_of_the_training_loss_names_the_learning_rate() -> None:
     def steps(*losses: float) -> list[StepRecord]:
         return [record(i, loss=loss) for i, loss in enumerate(losses, start=1)]

@@ -198,6 +198,12 @@ class RunView:
         return before is None or best is None or best < before
 
     @property
+    def worsened(self) -> bool:
+        """Whether every validation was worse than the one before training."""
+        before, best = self.initial_val_loss, self.best_val_loss
+        return before is not None and best is not None and best > before
+
+    @property
     def verdict(self) -> Verdict:
         """The outcome of the run; that a reward may be exploited comes first."""
         found = self._outcome
@@ -219,7 +225,11 @@ class RunView:
         if self.taught_nothing:
             return Verdict("uncertain", f"The run {ended}. {sentence(EQUAL_REWARDS)}")
         if not self.improved:
-            return Verdict("uncertain", f"The run {ended}. {sentence(self.not_better)}")
+            text = f"The run {ended}. {sentence(self.not_better)}"
+            if self.worsened and self.adapter:
+                text += f" Its adapter, of {self.best_place}, is worse than the starting model:"
+                return Verdict("uncertain", text, self.adapter)
+            return Verdict("uncertain", text)
         note = f" {sentence(f'{self.best_place} was the best')}" if self.best_place else ""
         adapter = " Its adapter:" if self.adapter else ""
         return Verdict("good", f"The run {ended}.{note}{adapter}", self.adapter)
@@ -233,6 +243,8 @@ class RunView:
     def not_better(self) -> str:
         """A sentence on a run whose validations never improved, with the remedy."""
         problem = "no epoch was better on the validation rows than the model before training"
+        if self.worsened:
+            problem = "the starting model was better on the validation rows than every adapter trained from it"
         if self.is_rewarded:
             return f"{problem}: lower --lr, raise --group-size, or change --reward"
         return f"{problem}: lower --lr, or add data"

@@ -108,7 +108,10 @@ def test_headline_notes_a_run_that_did_not_improve(tmp_path: Path) -> None:
             epochs = record["epoch"] if record["kind"] == "epoch" else record["step"] / 40
             record["val_loss"] = 4.0 + epochs
     (folder / "metrics.jsonl").write_bytes(as_lines(records))
-    headline = RunView.of(read_run(folder)).headline
+    view = RunView.of(read_run(folder))
+    headline = view.headline
+    assert view.verdict.text.endswith("Its adapter, of epoch 1, is worse than the starting model:")
+    assert view.verdict.code == view.adapter
     assert headline.startswith("2 epochs on chat.jsonl did not improve tiny: ")
     assert "4.00 before, 5.00 at best" in headline
 
