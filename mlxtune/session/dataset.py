@@ -17,7 +17,7 @@ from mlxtune.core.data.problems import (
 )
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files, needs
 from mlxtune.core.data.sources.keys import field_option
-from mlxtune.core.data.sources.text_rows import encoding_of, is_text_file
+from mlxtune.core.data.sources.text_rows import GUESSED_ENCODINGS, encoding_of, is_text_file
 from mlxtune.core.formatting import pluralize
 from mlxtune.errors import DataError, ModelError, shorten
 from mlxtune.hub.dataset_download import HubData, fetch
@@ -202,7 +202,7 @@ def _encoding_findings(files: Sequence[EncodedFile]) -> Iterator[Finding]:
     """Yield a finding for each text file whose encoding is a guess."""
     for file in files:
         path = Path(file.skipped.path)
-        if is_text_file(path) and (encoding := encoding_of(path)) == "cp1252":
+        if is_text_file(path) and (encoding := encoding_of(path)) in GUESSED_ENCODINGS:
             rows = int(file.arrays.rows_kept.sum())
             place = findings.Place(str(path), 1)
             advice = "check its accents, and save it in UTF-8 if they are wrong"

@@ -103,9 +103,12 @@ ADVICE = {
     UNDECLARED_TOOL: "the model learns to invent tools: add the tool to the row's tools",
 }
 UTF8_BOM = b"\xef\xbb\xbf"
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
 GZIP, PARQUET, ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
 TABLE_ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 _HEAD_BYTES = 8192
+# The first end of a line outside quotation marks; some tools write CR CR LF.
+_LINE_END = re.compile(r'(?:[^"\r\n]|"[^"]*")*(\r+\n|\n|\r)')
 # The last line of a table whose record messages name, and the longest line to count at once.
 _LAST_COUNTED, _MAX_COUNTED = 100_000, 2**26
 # The maximum number of JSON values in a row. Values take some 20 times the memory of their text.
@@ -342,8 +345,9 @@ def _record_at(path: Path, row: int) -> int | None:
     quotation marks.
     """
     record, quotes = 0, 0
-    if row > _LAST_COUNTED:
-        return None
+    with suppress(OSError, EOFError, zlib.error):
+        if row > _LAST_COUNTED or ends_lines_in_cr(read_head(path)):
+            return None
     with suppress(OSError, EOFError, zlib.error), open_data(path) as file:
         for _ in range(row - 1):
             line = file.readline(_MAX_COUNTED)
@@ -355,6 +359,15 @@ def _record_at(path: Path, row: int) -> int | None:
 def has_elements(head: bytes) -> bool:
     """Return whether a file with these first bytes is parquet, an archive or a JSON array."""
     return head.startswith((PARQUET, ZIP)) or head.removeprefix(UTF8_BOM).lstrip().startswith(b"[")
+
+
+def ends_lines_in_cr(head: bytes) -> bool:
+    """Return whether the lines of a table with these first bytes end in CR.
+
+    Excel's CSV for the Macintosh has such lines, and LF within cells.
+    """
+    end = _LINE_END.match(head.decode("utf-16" if head[:2] in UTF16 else "latin-1", "ignore"))
+    return end is not None and end[1] == "\r"
 
 
 def is_zipped(path: Path) -> bool:

@@ -244,7 +244,7 @@ class RunView:
         """A sentence on a run whose validations never improved, with the remedy."""
         problem = "no epoch was better on the validation rows than the model before training"
         if self.worsened:
-            problem = "the starting model was better on the validation rows than every adapter trained from it"
+            problem = "the starting model was better on the validation rows than after any epoch"
         if self.is_rewarded:
             return f"{problem}: lower --lr, raise --group-size, or change --reward"
         return f"{problem}: lower --lr, or add data"

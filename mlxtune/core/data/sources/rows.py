@@ -21,6 +21,7 @@ from typing import IO, Any
 from mlxtune.core.data.problems import (
     PARQUET,
     UTF8_BOM,
+    UTF16,
     ZIP,
     BadRowError,
     check_values,
@@ -35,7 +36,6 @@ from mlxtune.core.data.sources import parquet_helper
 from mlxtune.core.data.sources.datafiles import CHATGPT_FILE, TO_PARQUET, needs, reading
 from mlxtune.core.data.sources.nulls import without_nulls
 from mlxtune.core.data.sources.text_rows import (
-    UTF16,
     NumberedRow,
     is_text_file,
     text_rows,

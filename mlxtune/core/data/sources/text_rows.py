@@ -1,7 +1,7 @@
 """Reads rows of text files that are not JSON: CSV and TSV with column names, and plain text.
 
-The encoding is UTF-8, UTF-16 if the file starts with its mark, or cp1252, in which Excel saves CSV
-on Windows.
+The encoding is UTF-8, UTF-16 if the file starts with its mark, or one in which Excel saves CSV:
+cp1252 on Windows, or mac_roman, with lines that end in CR, as CSV for the Macintosh.
 """
 
 import csv
@@ -13,14 +13,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from mlxtune.core.data.problems import TABLE_ENDINGS, UTF8_BOM, BadRowError, open_data
+from mlxtune.core.data.problems import (
+    TABLE_ENDINGS,
+    UTF8_BOM,
+    UTF16,
+    BadRowError,
+    ends_lines_in_cr,
+    open_data,
+    read_head,
+)
 from mlxtune.core.data.sources.datafiles import TEXT_ENDINGS, needs, reading
 from mlxtune.errors import DataError, one_line, shorten
 
 _MAX_LINE_BYTES = 1 << 26
 # The maximum number of columns of a table, and of characters in a piece of plain text.
 _MAX_COLUMNS, _MAX_TEXT = 1_000_000, 1 << 26
-UTF16 = (b"\xff\xfe", b"\xfe\xff")
+# Encodings of text that is neither UTF-8 nor UTF-16: a guess, of which users are warned.
+GUESSED_ENCODINGS = ("cp1252", "mac_roman")
 _DELIMITERS = ",;\t|"
 _NAMED = re.compile(r'"?sep=([^\w\s"]|\t)"?\r?\n')
 _JSON_START = re.compile(rb"\s*(\{|\[\s*[\[{\]\"])")
@@ -35,7 +44,7 @@ NumberedRow = tuple[int, dict[str, Any] | BadRowError]
 
 
 def encoding_of(path: Path) -> str:
-    """Return the encoding of a text file: utf-8, utf-16 or cp1252. Raises DataError.
+    """Return the encoding of a text file: utf-8, utf-16, cp1252 or mac_roman. Raises DataError.
 
     A file with some lines in UTF-8 is a file in UTF-8 with damaged lines.
     """
@@ -43,22 +52,27 @@ def encoding_of(path: Path) -> str:
         if file.read(2) in UTF16:
             return "utf-16"
         file.seek(0)
-        foreign = False
-        while line := file.readline(_MAX_LINE_BYTES):
-            if line.isascii():
-                continue
-            for encoding in ("utf-8", "cp1252"):
-                try:
-                    line.decode(encoding)
-                    break
-                except UnicodeDecodeError:
+        other, foreign = GUESSED_ENCODINGS[_has_cr_lines(path)], False
+        while read := file.readline(_MAX_LINE_BYTES):
+            for line in () if read.isascii() else read.split(b"\r"):
+                if line.isascii():
                     continue
-            else:
-                return "utf-8"
-            if encoding == "utf-8":
-                return "utf-8"
-            foreign = True
-        return "cp1252" if foreign else "utf-8"
+                for encoding in ("utf-8", other):
+                    try:
+                        line.decode(encoding)
+                        break
+                    except UnicodeDecodeError:
+                        continue
+                else:
+                    return "utf-8"
+                if encoding == "utf-8":
+                    return "utf-8"
+                foreign = True
+        return other if foreign else "utf-8"
+
+
+def _has_cr_lines(path: Path) -> bool:
+    return path.name.lower().endswith(TABLE_ENDINGS) and ends_lines_in_cr(read_head(path))
 
 
 def is_text_file(path: Path) -> bool:
@@ -89,13 +103,15 @@ def text_rows(
 def _open_text(path: Path) -> Iterator[TextIO]:
     """Open a text file, whose lines end in LF. Raises DataError."""
     encoding = encoding_of(path)
+    with reading(path):
+        newline = None if _has_cr_lines(path) else "\n"
     # Bytes that are not UTF-8 are reported with their row.
     errors = "surrogateescape" if encoding == "utf-8" else "replace"
     name = "utf-8-sig" if encoding == "utf-8" else encoding
     with (
         reading(path),
         open_data(path) as file,
-        io.TextIOWrapper(file, name, errors, newline="\n") as text,
+        io.TextIOWrapper(file, name, errors, newline=newline) as text,
     ):
         yield text
 

@@ -61,6 +61,27 @@ def test_text_that_spreadsheets_write_is_read_whole(
     assert [row["text"] for _, row in read(path)] == TEXTS
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "mac_roman"])
+def test_table_whose_lines_end_in_cr_is_read(tmp_path: Path, encoding: str) -> None:
+    """Excel's CSV for the Macintosh, which has LF within cells."""
+    letter = "é" if encoding == "mac_roman" else "č"
+    content = f'text,note\r"plain",1\r"5 “quoted”\n{letter}",2\rlast,"3\r'
+    path = file(tmp_path, content.encode(encoding), "a.csv")
+    assert encoding_of(path) == encoding.removesuffix("-sig")
+    *rows, damaged = read(path)
+    assert [row["text"] for _, row in rows] == ["plain", f"5 “quoted”\n{letter}"]
+    assert (damaged[0], "not valid CSV" in damaged[1]) == (5, True)
+    assert where(path, 5) == f"{path}:5"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+@pytest.mark.parametrize("head", ['"a\rb",č\n', "a,č\r\r\n", "a,č\r\n", "a,čb\n"])
+def test_cr_elsewhere_in_a_table_ends_no_line(tmp_path: Path, head: str, encoding: str) -> None:
+    path = file(tmp_path, f'{head}1,"x\ry"\n'.encode(encoding), "a.csv")
+    ((_, row),) = read(path)
+    assert "x\ry" in row.values()
+
+
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 def test_json_in_utf_16_is_read_as_in_utf_8(tmp_path: Path, encoding: str, pack: Any) -> None:
