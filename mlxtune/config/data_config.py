@@ -288,12 +288,13 @@ def is_jinja(template: str) -> bool:
 def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
     """Parse `name=key` pairs: a field's name, and the key that the file uses for it.
 
-    Raises ValueError with a sentence on the first invalid pair.
+    In `label=`, the empty key means that a file's label is a class, which nothing reads. Raises
+    ValueError with a sentence on the first invalid pair.
     """
     fields: dict[str, str] = {}
     for pair in pairs:
         name, equals, key = pair.partition("=")
-        if not equals or not key:
+        if not equals or not (key or name == "label"):
             raise ValueError(f"{shorten(pair)} is not a pair such as prompt=question")
         if name not in FIELD_NAMES:
             close = _MEANT.get(name) or "".join(difflib.get_close_matches(name, FIELD_NAMES, 1))

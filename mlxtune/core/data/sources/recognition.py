@@ -62,16 +62,16 @@ def read_rows(
     """Yield the conversation of each good row, and add bad rows to `skipped`.
 
     With `auto`, the first row whose format is recognised decides the file's format. `fields` maps
-    field names to the keys that the file uses for them. A preference `objective` accepts only
-    preference rows; `grpo` accepts rows without an answer; `sft` rejects pairs and answers labelled
-    as bad. `split_at` splits files of plain text under the format `text`. Raises DataError if the
-    file cannot be read, if it has rows of two formats under `auto`, if its rows are all messages,
-    or if nearly all of many rows are bad.
+    field names to the keys that the file uses for them, or to an empty key if it has no such field.
+    A preference `objective` accepts only preference rows; `grpo` accepts rows without an answer;
+    `sft` rejects pairs and answers labelled as bad. `split_at` splits files of plain text under the
+    format `text`. Raises DataError if the file cannot be read, if it has rows of two formats under
+    `auto`, if its rows are all messages, or if nearly all of many rows are bad.
     """
     fields, formats = fields or {}, formats_of(objective)
     file_format = None if format == "auto" else formats[format]
     name, since, good, bad, bare = format, 0, 0, 0, 0
-    absent = fields
+    absent = {name: key for name, key in fields.items() if key}
     is_table = path.name.lower().endswith(TABLE_ENDINGS)
     for row, content in read_objects(path, texts=format == "text", split_at=split_at):
         try:
@@ -361,4 +361,4 @@ def _rename(content: JsonObject, names: Mapping[str, str]) -> dict[str, Any]:
     # A renamed field is read only under its new key, as the row may have both keys.
     replaced = {*names, *names.values()}
     renamed = {key: value for key, value in content.items() if key not in replaced}
-    return renamed | {name: content[key] for name, key in names.items() if key in content}
+    return renamed | {name: content[key] for name, key in names.items() if key and key in content}

@@ -60,7 +60,11 @@ def test_answer_that_is_not_to_be_learned_is_skipped_by_name(
     assert [one.row for one in good] == [1, 2, 5, *[6] * (row is TEXT), 8]
     assert [str(problem) for problem in skipped.problems.values()] == [
         *["an answer labelled as bad ('label' is false: use --objective kto)"] * 2,
-        *["an answer labelled as bad ('label' is 0: use --objective kto)"] * (row is not TEXT),
+        *[
+            "an answer labelled as bad ('label' is 0: use --objective kto, or --field label= if it "
+            "is a class)"
+        ]
+        * (row is not TEXT),
         "a preference pair ('chosen' and 'rejected': use --objective dpo)",
     ]
 

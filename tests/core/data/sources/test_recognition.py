@@ -337,8 +337,23 @@ def test_reason_names_the_key_that_the_file_lacks(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("row", [PROMPT, {"question": "Hi", "answer": "Hello!"}, CHAT])
+@pytest.mark.parametrize("zero", [0, 0.0, "0"])
+def test_rows_with_a_class_are_read_without_it(
+    tmp_path: Path, row: dict[str, Any], zero: Any
+) -> None:
+    rows = [row | {"label": label, "": "x"} for label in (zero, 1)]
+    good, skipped = read(tmp_path, *rows)
+    assert (len(good), skipped.total) == (1, 1)
+    assert "or --field label= if it is a class" in str(skipped.first())
+    good, skipped = read(tmp_path, *rows, fields=parse_fields(["label="]))
+    assert (len(good), skipped.total, skipped.absent) == (2, 0, {})
+    assert "--field label=" not in reason(tmp_path, row | {"label": False})
+
+
 def test_pairs_of_fields_are_parsed() -> None:
     assert parse_fields(()) == {}
+    assert parse_fields(["label="]) == {"label": ""}
     assert parse_fields(["prompt=a=b", "from= who"]) == {"prompt": "a=b", "from": " who"}
     for name in FIELD_NAMES:
         assert parse_fields([f"{name}=x"]) == {name: "x"}
