@@ -36,7 +36,7 @@ from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.reader import Reader
 from mlxtune.session.run_session import RunSession
-from mlxtune.session.trained_model import LoadedModel, UseSession, load_model
+from mlxtune.session.trained_model import LoadedModel, UseSession, load_model, warn_of_base
 from mlxtune.views.console import VERDICT, RunConsole
 from mlxtune.views.run_text import less_likely_line
 
@@ -182,7 +182,9 @@ def measure_adapter(
     workers: Workers = SINGLE_PROCESS,
 ) -> _Measured:
     """Measure a model with an adapter; it is freed before another is loaded. Raises ModelError."""
-    loaded = load_model(config, adapter, folder, RunConsole(quiet=True), workers)
+    console = RunConsole(quiet=True)
+    warn_of_base(adapter, folder, console)
+    loaded = load_model(config, adapter, folder, console, workers)
     measured = measure(loaded)
     del loaded
     allocator.release()

@@ -165,7 +165,10 @@ class UseSession(Generic[U]):
         self.config = with_recorded_options(config, self.adapter, option_names)
         self.folder = model_folder(self.config)
         _base_options(self.config, self.adapter, self.folder)
-        if self.adapter is not None and self.config.template == "auto":
+        if self.adapter is None:
+            return
+        warn_of_base(self.adapter, self.folder, console)
+        if self.config.template == "auto":
             warn_of_template(self.adapter, self.folder, console)
 
     @cached_property
@@ -244,13 +247,23 @@ def _hash_of_template(folder: Path) -> str:
     return sha256(content).hexdigest()[:32] if sources else "none"
 
 
+def warn_of_base(adapter: AdapterFile, folder: Path, console: RunConsole) -> None:
+    """Warn if an adapter was trained on another base model. Raises ModelError as `check_model`."""
+    attach.check_model(adapter, folder)
+    if (problem := attach.base_difference(adapter, folder)) is not None:
+        console.warn(f"{problem}: answers and losses may differ from those in training")
+
+
 def warn_of_template(adapter: AdapterFile, folder: Path, console: RunConsole) -> None:
-    """Warn if the model's own template is not the one that an adapter was trained with."""
+    """Warn if the model's own template is not the one that an adapter was trained with.
+
+    Another model may have any template, so that `warn_of_base` says enough.
+    """
     trained = adapter.info.mlxtune.get(_CHAT_TEMPLATE)
     now = trained
     with suppress(ModelError):  # whoever needs the template says why it cannot be read
         now = _hash_of_template(folder)
-    if trained not in (None, now):
+    if trained not in (None, now) and attach.base_difference(adapter, folder) is None:
         console.warn(
             f"{folder}: its chat template has changed since {adapter.path} was trained, and "
             "prompts are rendered with it: bring back the model's files"
@@ -322,10 +335,9 @@ def load_model(
 ) -> LoadedModel:
     """Set the memory limits, and load the model, or this worker's part of it, with its adapter.
 
+    The adapter's base has been checked by `warn_of_base`.
     Reports each stage on the console, which then awaits a first result. Raises ModelError.
     """
-    if adapter is not None:
-        attach.check_model(adapter, folder)
     console.describe("Memory", allocator.set_limits(config.memory_limit).describe())
     base = loading.open_base(folder, config.dtype, _base_options(config, adapter, folder))
     if workers.shards_model:
@@ -342,8 +354,6 @@ def load_model(
         console.say("Base", f"quantised to {name}, as in training")
     elif config.quantize is not None and attach.base_mismatch(adapter, base, _as_stored(config)):
         console.warn("--quantize gives a base other than the one that the adapter was trained on")
-    if (problem := attach.base_difference(adapter, base.folder)) is not None:
-        console.warn(f"{problem}: answers and losses may differ from those in training")
     return LoadedModel(base, adapted)
 
 

@@ -113,6 +113,20 @@ def test_commands_warn_of_a_chat_template_that_changed(
     assert f"{base}: its chat template has changed since " in cli(*asked).err
 
 
+def test_another_model_is_named_before_its_template(cli: Cli, home: Path, tmp_path: Path) -> None:
+    asked = ["eval", "--adapter", home / "out", "--data", home / "chat.jsonl", "--quiet"]
+    tune = Path(shutil.copytree(home / "tune", tmp_path / "tune"))
+    (tune / "chat_template.jinja").write_text(CHATML)
+    warned = cli(*asked, "--model-path", tune).err
+    assert "was trained on another base model" in warned
+    assert "its chat template has changed" not in warned
+    larger = write_model(tmp_path / "larger", "llama")
+    (larger / "chat_template.jinja").write_text(CHATML)
+    refused = cli(*asked, "--model-path", larger)
+    assert refused.code == 1
+    assert "was trained on another base model" in refused.err.splitlines()[0]
+
+
 def test_adapter_of_another_tool_has_no_fingerprint(cli: Cli, home: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(home / "out", tmp_path / "out"))
     weights = folder / "adapters.safetensors"
