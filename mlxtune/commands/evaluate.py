@@ -71,6 +71,8 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
         elif not objective.is_sft:
             source = "" if "objective" in names else ", as in training"
             console.say("Objective", f"{objective.description}{source}")
+        if objective.is_sft and not config.reward and config.against is None:
+            _name_start(use)
         if changed := run_text.changed_options(config, use.config, READING_OPTIONS):
             console.say("Reading", f"{changed}, as in training")
         dataset = session.load()
@@ -136,6 +138,13 @@ def other_adapters(use: UseSession[EvalConfig], objective: Objective) -> list[Ad
     if use.config.against is not None:
         return [AdapterFile.find(use.config.against, "--against")]
     return [] if objective.is_sft else list(initial_adapter(use.adapter, use.console.warn))
+
+
+def _name_start(use: UseSession[EvalConfig]) -> None:
+    """Print from which adapter training started, as the verdict is against the base model."""
+    for start in () if use.adapter is None else initial_adapter(use.adapter, use.console.warn):
+        path = shlex.quote(str(start.path))
+        use.console.say("Start", f"{start.path}: add --against {path} for a verdict against it")
 
 
 def judged_rows(
