@@ -4,6 +4,7 @@ Other tools' keys are renamed to ours if they have one reading; if not, the reas
 that read them.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -42,12 +43,14 @@ from mlxtune.core.data.sources.messages import ROLES, SHAREGPT_ROLES, role_of
 from mlxtune.core.data.sources.nulls import may_be_filled
 from mlxtune.core.data.sources.rows import has_nulls, read_objects
 from mlxtune.core.data.sources.services import CLAUDE, as_sharegpt
+from mlxtune.core.data.sources.text_rows import WRITE_ROWS
 from mlxtune.errors import DataError, shorten
 
 # This many bad rows, if they exceed this fraction of all rows, mean a wrong file or format.
 _MANY, _MAX_BAD = 100_000, 0.99
 _LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 _TOOLS = ("tools", "functions")
+_SLACK_TIME = re.compile(r"\d{10}\.\d{6}")
 
 
 def read_rows(
@@ -66,7 +69,7 @@ def read_rows(
     A preference `objective` accepts only preference rows; `grpo` accepts rows without an answer;
     `sft` rejects pairs and answers labelled as bad. `split_at` splits files of plain text under the
     format `text`. Raises DataError if the file cannot be read, if it has rows of two formats under
-    `auto`, if its rows are all messages, or if nearly all of many rows are bad.
+    `auto`, if its rows are all messages or Slack's, or if nearly all of many rows are bad.
     """
     fields, formats = fields or {}, formats_of(objective)
     file_format = None if format == "auto" else formats[format]
@@ -77,6 +80,11 @@ def read_rows(
         try:
             if isinstance(content, BadRowError):
                 raise content
+            if format == "auto" and "text" not in fields and _is_of_slack(content):
+                raise DataError(
+                    f"{shown(path)} is an export of Slack, which does not say who answers whom: "
+                    f"{WRITE_ROWS}, or use --format text to train on each message alone"
+                )
             absent = {n: key for n, key in absent.items() if not _has_key(content, n, key)}
             renamed = _in_our_keys(content, fields, objective, name)
             if file_format is None or not file_format.fits(renamed):
@@ -211,6 +219,14 @@ def _is_message(content: JsonObject) -> bool:
     if recognize(content) is not None:
         return False
     return role_of(content) in ROLES or {"from", "value"} <= content.keys()
+
+
+def _is_of_slack(content: JsonObject) -> bool:
+    """Return whether a row is a message of Slack's export, whose `ts` has microseconds."""
+    time = content.get("ts")
+    return content.get("type") == "message" and (
+        isinstance(time, str) and _SLACK_TIME.fullmatch(time) is not None
+    )
 
 
 def _in_their_words(problem: BadRowError, content: JsonObject, renamed: JsonObject) -> BadRowError:

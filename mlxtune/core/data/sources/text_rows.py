@@ -37,6 +37,7 @@ _JSON_START = re.compile(rb"\s*(\{|\[\s*[\[{\]\"])")
 _WHATSAPP = re.compile(
     rb"\[?\d{1,4}[./-]\d{1,2}[./-]\d{1,4},? \d{1,2}[:.]\d\d[^\n]{0,20}?(\] | - )[^\n]*"
 )
+WRITE_ROWS = 'write JSON lines, such as {"text": "…"} or {"messages": […]}'
 _HEADING = re.compile(r" {0,3}#{1,6}([ \t]|$)")
 _FENCE = re.compile(r" {0,3}(```|~~~)")
 # The number of a row, and its object or the reason why it has none.
@@ -228,12 +229,13 @@ def _row_of_cells(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] 
 
 def _refusal(path: Path, head: bytes) -> DataError:
     """Return the error for plain text under a format that needs rows."""
-    rows = 'write JSON lines, such as {"text": "…"} or {"messages": […]}'
     if _WHATSAPP.match(head.removeprefix(UTF8_BOM).removeprefix(b"\xe2\x80\x8e")):
         return DataError(
-            f"{path} is a chat of WhatsApp, which does not say who answers whom: {rows}"
+            f"{path} is a chat of WhatsApp, which does not say who answers whom: {WRITE_ROWS}"
         )
-    return DataError(f"{path} is plain text: {rows}, or use --format text to train on it as it is")
+    return DataError(
+        f"{path} is plain text: {WRITE_ROWS}, or use --format text to train on it as it is"
+    )
 
 
 def _plain_text_rows(path: Path, split_at: str | None) -> Iterator[NumberedRow]:

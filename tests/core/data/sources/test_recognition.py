@@ -337,6 +337,18 @@ def test_reason_names_the_key_that_the_file_lacks(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("objective", ["sft", "dpo", "grpo"])
+def test_export_of_slack_is_refused(tmp_path: Path, objective: str) -> None:
+    message = {"type": "message", "user": "U1", "text": "Hi", "ts": "1715500501.000200"}
+    with pytest.raises(DataError, match="is an export of Slack, which does not say who answers"):
+        read(tmp_path, message, objective=objective)
+    for options in ({"format": "text"}, {"fields": {"text": "text"}}):
+        (one,), _ = read(tmp_path, message, **options)
+        assert isinstance(one, Document) and one.text == "Hi"
+    good, _ = read(tmp_path, message | {"ts": "10:15"}, message | {"type": "note"})
+    assert len(good) == 2
+
+
 @pytest.mark.parametrize("row", [PROMPT, {"question": "Hi", "answer": "Hello!"}, CHAT])
 @pytest.mark.parametrize("zero", [0, 0.0, "0"])
 def test_rows_with_a_class_are_read_without_it(
