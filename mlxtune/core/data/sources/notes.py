@@ -84,7 +84,7 @@ _TAGGED = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 # What pandas, Python, SQL and spreadsheets write for a cell without a value.
-_EMPTY_VALUES = ("nan", "NaN", "None", "NULL", "<NA>", "#N/A")
+_EMPTY_VALUES = ("nan", "NaN", "None", "NULL", "<NA>", "N/A", "#N/A")
 _REPLACEMENT = "\ufffd"
 _AROUND = 12
 # Longer control tokens do not occur in files.

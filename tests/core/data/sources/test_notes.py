@@ -86,6 +86,7 @@ def answering(text: str) -> dict[str, Any]:
         (answering("<think>3 + 3 Six."), problems.UNCLOSED_THINKING),
         (answering("nan"), problems.EMPTY_VALUE),
         (PROMPT | {"completion": " NULL\n"}, problems.EMPTY_VALUE),
+        (PROMPT | {"completion": "N/A"}, problems.EMPTY_VALUE),
         (answering("caf\ufffd"), problems.REPLACED),
         (answering("cafÃ© au lait"), problems.MOJIBAKE),
         (answering("it isnâ€™t"), problems.MOJIBAKE),
