@@ -337,6 +337,16 @@ def test_reason_names_the_key_that_the_file_lacks(tmp_path: Path) -> None:
     )
 
 
+def test_exact_keys_of_a_format_leave_other_answers_to_a_note(tmp_path: Path) -> None:
+    """As docs/guide.md says; without one of the exact keys, there are two readings."""
+    row = PROMPT | {"response": "Good day!"}
+    one = converted(tmp_path, row)
+    assert one.messages[-1].content == PROMPT["completion"]
+    assert ("key 'response' of a row is not read", "") in one.unread
+    renamed = {"question": row.pop("prompt"), "answer": row.pop("completion"), **row}
+    assert reason(tmp_path, renamed).startswith("two readings of 'question', 'response', 'answer'")
+
+
 @pytest.mark.parametrize("objective", ["sft", "dpo", "grpo"])
 def test_export_of_slack_is_refused(tmp_path: Path, objective: str) -> None:
     message = {"type": "message", "user": "U1", "text": "Hi", "ts": "1715500501.000200"}
