@@ -346,7 +346,7 @@ def _record_at(path: Path, row: int) -> int | None:
     """
     record, quotes = 0, 0
     with suppress(OSError, EOFError, zlib.error):
-        if row > _LAST_COUNTED or ends_lines_in_cr(read_head(path)):
+        if row > _LAST_COUNTED or uses_carriage_returns(read_head(path)):
             return None
     with suppress(OSError, EOFError, zlib.error), open_data(path) as file:
         for _ in range(row - 1):
@@ -361,7 +361,7 @@ def has_elements(head: bytes) -> bool:
     return head.startswith((PARQUET, ZIP)) or head.removeprefix(UTF8_BOM).lstrip().startswith(b"[")
 
 
-def ends_lines_in_cr(head: bytes) -> bool:
+def uses_carriage_returns(head: bytes) -> bool:
     """Return whether the lines of a table with these first bytes end in CR.
 
     Excel's CSV for the Macintosh has such lines, and LF within cells.

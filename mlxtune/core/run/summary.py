@@ -206,11 +206,11 @@ class RunView:
     @property
     def verdict(self) -> Verdict:
         """The outcome of the run; that a reward may be exploited comes first."""
-        found = self._outcome
+        verdict = self._outcome
         if (warning := " ".join(map(sentence, exploit_warning(self.changes)))) == "":
-            return found
-        outcome = "uncertain" if found.outcome == "good" else found.outcome
-        return Verdict(outcome, f"{warning} {found.text}", found.code)
+            return verdict
+        outcome = "uncertain" if verdict.outcome == "good" else verdict.outcome
+        return Verdict(outcome, f"{warning} {verdict.text}", verdict.code)
 
     @property
     def _outcome(self) -> Verdict:

@@ -18,7 +18,7 @@ from mlxtune.core.data.problems import (
     UTF8_BOM,
     UTF16,
     BadRowError,
-    ends_lines_in_cr,
+    uses_carriage_returns,
     open_data,
     read_head,
 )
@@ -54,8 +54,8 @@ def encoding_of(path: Path) -> str:
             return "utf-16"
         file.seek(0)
         other, foreign = GUESSED_ENCODINGS[_has_cr_lines(path)], False
-        while read := file.readline(_MAX_LINE_BYTES):
-            for line in () if read.isascii() else read.split(b"\r"):
+        while piece := file.readline(_MAX_LINE_BYTES):
+            for line in () if piece.isascii() else piece.split(b"\r"):
                 if line.isascii():
                     continue
                 for encoding in ("utf-8", other):
@@ -73,7 +73,7 @@ def encoding_of(path: Path) -> str:
 
 
 def _has_cr_lines(path: Path) -> bool:
-    return path.name.lower().endswith(TABLE_ENDINGS) and ends_lines_in_cr(read_head(path))
+    return path.name.lower().endswith(TABLE_ENDINGS) and uses_carriage_returns(read_head(path))
 
 
 def is_text_file(path: Path) -> bool:
