@@ -177,10 +177,10 @@ def check_kind(content: JsonObject, objective: str) -> None:
         bad = recognize(content) != "text" and str(verdict).strip().lower() in _BAD
         if bad or (kind == "labelled" and verdict is False):
             label = str(content["label"]).lower()
-            a_class = ", or --field label= if it is a class" * (label.strip() in ("0", "0.0"))
-            raise BadRowError(
-                "an answer labelled as bad", f"'label' is {label}: use --objective kto{a_class}"
-            )
+            use = "use --objective kto"
+            if label.strip() in ("0", "0.0"):
+                use += ", or --field label= if it is a class"
+            raise BadRowError("an answer labelled as bad", f"'label' is {label}: {use}")
     elif objective in PAIRED and kind == "labelled":
         raise BadRowError("an answer with a label, not a pair", "use --objective kto")
     elif objective in LABELED and kind == "pair":

@@ -18,9 +18,9 @@ from mlxtune.core.data.problems import (
     UTF8_BOM,
     UTF16,
     BadRowError,
-    uses_carriage_returns,
     open_data,
     read_head,
+    uses_carriage_returns,
 )
 from mlxtune.core.data.sources.datafiles import TEXT_ENDINGS, needs, reading
 from mlxtune.errors import DataError, one_line, shorten
