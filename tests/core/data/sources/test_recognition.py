@@ -364,7 +364,7 @@ def test_export_of_slack_is_refused(tmp_path: Path, objective: str) -> None:
 def test_rows_with_a_class_are_read_without_it(
     tmp_path: Path, row: dict[str, Any], zero: Any
 ) -> None:
-    rows = [row | {"label": label, "": "x"} for label in (zero, 1)]
+    rows = [row | {"label": label, "": False} for label in (zero, 1)]
     good, skipped = read(tmp_path, *rows)
     assert (len(good), skipped.total) == (1, 1)
     assert "or --field label= if it is a class" in str(skipped.first())
