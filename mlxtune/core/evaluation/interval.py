@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.evaluation.outcome import Difference
+from mlxtune.core.evaluation.outcome import MAX_SHARE, Difference
 
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 _TAIL = (1 - CONFIDENCE) / 2
@@ -57,8 +57,15 @@ def paired_difference(
         # The correction diverges if, for example, a single row differs; then it is skipped.
         levels.append(normal.cdf(bias + z / divisor) if divisor > 0 else fraction)
     low, high = np.quantile(means, levels).tolist()
-    fraction = observed * float(tokens.sum()) / float(base.sum()) if base.any() else 0.0
-    return Difference(observed, fraction, low, high, CONFIDENCE, resamples, seed)
+    share = _share(observed * float(tokens.sum()), float(base.sum()))
+    return Difference(observed, share, low, high, CONFIDENCE, resamples, seed)
+
+
+def _share(change: float, base: float) -> float:
+    """Return a change relative to a sum, at most MAX_SHARE: rewards may sum to 0, or nearly so."""
+    if abs(change) < MAX_SHARE * abs(base):
+        return change / base
+    return math.copysign(MAX_SHARE, change) * math.copysign(1, base) if change else 0.0
 
 
 def _tail(rows: int) -> float:
@@ -95,7 +102,8 @@ def _acceleration(change: Floats, tokens: npt.NDArray[np.int64]) -> float:
     without = (change.sum() - change) / (tokens.sum() - tokens)
     deviation = without.mean() - without
     spread = float((deviation**2).sum())
-    return float((deviation**3).sum()) / (6 * spread**1.5) if spread > 0 else 0.0
+    divisor = 6 * spread**1.5  # 0 for tiny changes
+    return float((deviation**3).sum()) / divisor if divisor > 0 else 0.0
 
 
 def paired_fraction_interval(

@@ -12,6 +12,8 @@ MIN_ROWS = 6
 # The name of the reward that is 1 for an answer equal to the row's, and 0 for any other.
 EXACT = "exact"
 PERPLEXITY_CAP = 1e6
+# The largest size of a relative difference: a loss of 0 before training has no multiple.
+MAX_SHARE = 1e6
 
 
 def perplexity(loss: float) -> float:
@@ -31,7 +33,8 @@ class Loss:
 class Difference:
     """The adapted model's loss minus another model's, and the interval of this difference.
 
-    A difference below 0 is better. `share` is the difference relative to the other model's loss.
+    A difference below 0 is better. `share` is the difference relative to the other model's loss,
+    at most 1e6 in size.
     """
 
     loss: float

@@ -94,3 +94,29 @@ def test_interval_is_a_function_of_the_seed() -> None:
     rows = drawn_rows(np.random.default_rng(0), 30, -0.1)
     assert paired_difference(*rows, 1) == paired_difference(*rows, 1)
     assert paired_difference(*rows, 1).low != paired_difference(*rows, 2).low
+
+
+@pytest.mark.parametrize("base", [0.0, 1e-320, -1e-320, 1e-17, 1.0])
+@pytest.mark.parametrize("change", [0.0, 1e-200, -1.0, 1e39])
+def test_difference_from_rewards_around_zero_is_finite(base: float, change: float) -> None:
+    """Rewards may have both signs, and so sum to 0 or to what rounding leaves of it."""
+    before = np.array([1.0, -1.0] * 4 + [base])
+    found = paired_difference(before, before + change * np.arange(9), np.full(9, 1), 0)
+    assert np.isfinite([found.loss, found.low, found.high]).all()
+    assert found.low <= found.loss <= found.high
+    assert abs(found.share) <= 1e6
+    # A change from nothing is not negligible.
+    assert (found.share == 0) == (found.loss == 0)
+
+
+def test_share_is_relative_to_the_sum_before() -> None:
+    before, tokens = np.array([1.0, 3.0]), np.array([1, 1])
+    assert paired_difference(before, before + 1, tokens, 0).share == 0.5
+    assert paired_difference(-before, 1 - before, tokens, 0).share == -0.5
+
+
+@pytest.mark.parametrize("size", [1e-110, 1e-160, 1e-300])
+def test_tiny_changes_have_an_interval(size: float) -> None:
+    changes = size * np.array([1.0, 2.0, 3.0, 4.0, 5.0, 9.0])
+    found = paired_difference(np.zeros(6), changes, np.full(6, 1), 0)
+    assert 0 < found.low < found.loss < found.high
