@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.evaluation.outcome import MAX_SHARE, Difference
+from mlxtune.core.evaluation.outcome import MAX_FRACTION, Difference
 
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 _TAIL = (1 - CONFIDENCE) / 2
@@ -57,15 +57,15 @@ def paired_difference(
         # The correction diverges if, for example, a single row differs; then it is skipped.
         levels.append(normal.cdf(bias + z / divisor) if divisor > 0 else fraction)
     low, high = np.quantile(means, levels).tolist()
-    share = _share(observed * float(tokens.sum()), float(base.sum()))
-    return Difference(observed, share, low, high, CONFIDENCE, resamples, seed)
+    fraction = _fraction(observed * float(tokens.sum()), float(base.sum()))
+    return Difference(observed, fraction, low, high, CONFIDENCE, resamples, seed)
 
 
-def _share(change: float, base: float) -> float:
-    """Return a change relative to a sum, at most MAX_SHARE: rewards may sum to 0, or nearly so."""
-    if abs(change) < MAX_SHARE * abs(base):
+def _fraction(change: float, base: float) -> float:
+    """Return a change relative to a sum, at most MAX_FRACTION: rewards may sum to 0, or nearly so."""
+    if abs(change) < MAX_FRACTION * abs(base):
         return change / base
-    return math.copysign(MAX_SHARE, change) * math.copysign(1, base) if change else 0.0
+    return math.copysign(MAX_FRACTION, change) * math.copysign(1, base) if change else 0.0
 
 
 def _tail(rows: int) -> float:

@@ -13,7 +13,7 @@ MIN_ROWS = 6
 EXACT = "exact"
 PERPLEXITY_CAP = 1e6
 # The largest size of a relative difference: a loss of 0 before training has no multiple.
-MAX_SHARE = 1e6
+MAX_FRACTION = 1e6
 
 
 def perplexity(loss: float) -> float:

@@ -6,7 +6,7 @@ from mlxtune.core.evaluation.outcome import (
     EXACT,
     HELPED,
     HURT,
-    MAX_SHARE,
+    MAX_FRACTION,
     MIN_ROWS,
     Difference,
     Evaluation,
@@ -205,8 +205,8 @@ def _amount(difference: Difference, other: str = "") -> str:
 def _percentage(fraction: float) -> str:
     if 0.995 <= fraction < 1:
         return "more than 99%"
-    if fraction >= MAX_SHARE:
-        return f"at least {MAX_SHARE:,.0%}"
+    if fraction >= MAX_FRACTION:
+        return f"at least {MAX_FRACTION:,.0%}"
     return f"{fraction:.0%}" if fraction >= 0.1 else f"{fraction:.1%}"
 
 
