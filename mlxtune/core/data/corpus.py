@@ -327,6 +327,14 @@ class CorpusRows:
                 excluded[indices[np.isin(hashes, identities)]] = True
         return self.only(np.flatnonzero(~excluded))
 
+    def distinct(self, text_hash: TextHash | None = None) -> CorpusRows:
+        """Return the first of the rows that say the same; without `text_hash`, of equal rows."""
+        keys: Sequence[Any] = self.identities.tolist()
+        if text_hash is not None:
+            keys = [tuple((each.role, text_hash(each)) for each in row) for row in self]
+        first = {key: i for i, key in reversed([*enumerate(keys)])}
+        return self.only(np.array(sorted(first.values()), dtype=np.int64))
+
     def only(self, indices: npt.NDArray[np.int64]) -> CorpusRows:
         """Return the rows at the given indices of this selection."""
         return CorpusRows(self.corpus, [self.indices[i] for i in indices.tolist()])

@@ -62,7 +62,7 @@ def paired_difference(
 
 
 def _fraction(change: float, base: float) -> float:
-    """Return a change relative to a sum, at most MAX_FRACTION: rewards may sum to 0, or nearly so."""
+    """Return a change relative to a sum, at most MAX_FRACTION: rewards may sum to about 0."""
     if abs(change) < MAX_FRACTION * abs(base):
         return change / base
     return math.copysign(MAX_FRACTION, change) * math.copysign(1, base) if change else 0.0

@@ -256,7 +256,8 @@ class Evaluation:
     `unrewarded` describes the rows without a reward, if there are any.
 
     `left_out` counts rows that are left out because they were also trained on; with `only_trained`,
-    no other rows remained, and all rows were evaluated. `files` has a verdict on each file, if
+    no other rows remained, and all rows were evaluated. `copies` counts rows that are left out
+    because an earlier row says the same. `files` has a verdict on each file, if
     there are several. With `unknown_rows`, it is unknown which rows the adapter was trained on.
     `against` names the adapter that `--against` compares with: then `start` is its loss, and
     `gained` and `lost` are differences from it. If training validated on these rows and chose the
@@ -285,18 +286,19 @@ class Evaluation:
     against: str | None = None
     rewards: tuple[RewardChange, ...] = ()
     unrewarded: Unrewarded | None = None
+    copies: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-ready values.
 
         They include `matches` only if matches were counted, `files` only for several files,
-        `rewards` and `unrewarded` only if there are any, `candidates` only for several adapters,
-        and `against` only if two adapters are compared.
+        `rewards`, `unrewarded` and `copies` only if there are any, `candidates` only for several
+        adapters, and `against` only if two adapters are compared.
         """
         values = asdict(self)
         if self.candidates == 1:
             del values["candidates"]
-        for name in ("files", "rewards"):
+        for name in ("files", "rewards", "copies"):
             if not values[name]:
                 del values[name]
         if not self.unknown_rows:

@@ -51,6 +51,8 @@ _Losses = TypeVar("_Losses", RowLossSums, AnswerLossSums)
 class JudgedRows:
     """Rows to evaluate: rows that were not trained on or, if there are none, all rows.
 
+    Rows that say the same count once, and `copies` is the number of the others: resampled copies
+    would vary less than rows that users will send, so the interval would be too narrow.
     `candidates` is the number of adapters from which training chose the best on these rows. With
     `unknown_rows`, it is unknown which rows were trained on. `against` names another adapter, whose
     losses take the place of those before training.
@@ -62,6 +64,7 @@ class JudgedRows:
     candidates: int = 1
     unknown_rows: bool = False
     against: str | None = None
+    copies: int = 0
 
     @classmethod
     def of(
@@ -76,10 +79,15 @@ class JudgedRows:
         With `text_hash`, near copies of rows in `trained` are left out too.
         """
         others = rows.without(trained, text_hash)
-        if not others:
-            return cls(rows, 0, only_trained=bool(rows), candidates=candidates)
-        left_out = len(rows) - len(others)
-        return cls(others, left_out, only_trained=False, candidates=candidates)
+        kept = others or rows
+        distinct = kept.distinct(text_hash)
+        return cls(
+            distinct,
+            len(rows) - len(kept),
+            only_trained=bool(rows) and not others,
+            candidates=candidates,
+            copies=len(kept) - len(distinct),
+        )
 
 
 def evaluate_losses(
@@ -235,6 +243,7 @@ def _compare_losses(
         candidates=judged.candidates,
         unknown_rows=judged.unknown_rows,
         against=judged.against,
+        copies=judged.copies,
     )
     if adapted is None:
         return evaluation

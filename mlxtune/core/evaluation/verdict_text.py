@@ -39,8 +39,8 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
     rows = (
         f"{pluralize(evaluation.rows, 'row')}, {pluralize(evaluation.tokens, 'supervised token')}"
     )
-    if evaluation.left_out:
-        rows += f"; without {pluralize(evaluation.left_out, 'row')} that training also used"
+    if left_out := _left_out(evaluation):
+        rows += f"; {left_out}"
     other = " of the base model" if further is None else " of the first adapter"
     if evaluation.against is not None:
         other = f" of {evaluation.against}"
@@ -49,6 +49,16 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
     if further is None:
         return [line]
     return [line, f"compared with the base model, {_amount(further)}"]
+
+
+def _left_out(evaluation: Evaluation) -> str:
+    """Return a phrase on rows that do not count, if there are any."""
+    parts = []
+    if evaluation.left_out:
+        parts.append(f"{pluralize(evaluation.left_out, 'row')} that training also used")
+    if evaluation.copies:
+        parts.append(f"{pluralize(evaluation.copies, 'repeated row')}")
+    return f"without {' and '.join(parts)}" if parts else ""
 
 
 def verdict_words(evaluation: Evaluation) -> str:
@@ -79,8 +89,8 @@ def _reward_lines(evaluation: Evaluation) -> list[str]:
     """Return the verdict with the change of the reward, and a line for each further reward."""
     first, *others = evaluation.rewards
     rows = pluralize(evaluation.rows, "row")
-    if evaluation.left_out:
-        rows += f" (without {pluralize(evaluation.left_out, 'row')} that training also used)"
+    if left_out := _left_out(evaluation):
+        rows += f" ({left_out})"
     before = "before" if evaluation.against is None else f"with {evaluation.against}"
     what = f"greedy answers to {rows} get a mean reward of {_reward_text(first, before)}"
     if (without := evaluation.unrewarded) is not None:
@@ -117,8 +127,8 @@ def _reward_text(change: RewardChange, before: str) -> str:
 def _preference_lines(evaluation: Evaluation, change: PreferenceDifference) -> list[str]:
     """Return the verdict with the changes in preferences and in the loss of the good answers."""
     rows = pluralize(evaluation.rows, "pair" if change.pairs else "answer")
-    if evaluation.left_out:
-        rows += f" (without {pluralize(evaluation.left_out, 'row')} that training also used)"
+    if left_out := _left_out(evaluation):
+        rows += f" ({left_out})"
     before, after = f"{change.before:.0%}", f"{change.after:.0%}"
     interval = (
         f"{100 * (change.after - change.before):+.0f} points, {change.confidence:.0%} interval "

@@ -245,9 +245,10 @@ def check_evaluation(run: Path, progress: Progress | None, options: Mapping[str,
     before = evaluation.base if evaluation.start is None else evaluation.start
     held_out = sum(ledger.rows_validation for ledger in ledgers)
     # Answers without a reward do not count.
-    if ledgers and not evaluation.rewards and evaluation.rows + evaluation.left_out != held_out:
+    rows = evaluation.rows + evaluation.left_out + evaluation.copies
+    if ledgers and not evaluation.rewards and rows != held_out:
         raise ValueError(
-            f"has {pluralize(evaluation.rows + evaluation.left_out, 'row')}, but {LEDGER} has "
+            f"has {pluralize(rows, 'row')}, but {LEDGER} has "
             f"{pluralize(held_out, 'validation row')}"
         )
     _check_difference(evaluation, before, evaluation.adapted)
@@ -255,7 +256,9 @@ def check_evaluation(run: Path, progress: Progress | None, options: Mapping[str,
         after = sum(validation.step > 0 for validation in progress.validations)
         check_equal("it", METRICS, {"candidates": (evaluation.candidates, after)})
     _check_verdict(evaluation)
-    if progress is not None and not evaluation.left_out and options.get("objective") == "sft":
+    # Validations are over all held-out rows.
+    all_count = not (evaluation.left_out or evaluation.copies)
+    if progress is not None and all_count and options.get("objective") == "sft":
         best = progress.best
         for name, loss, kept in (
             ("before", before, progress.initial_val_loss),

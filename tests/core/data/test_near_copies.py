@@ -224,3 +224,18 @@ def test_paragraphs_that_all_rows_start_with_do_not_count(
     assert len(corpus("Answer in words.\n\n").without(trained, hash_of)) == 0
     assert len(corpus(shared).without(identities_of(corpus(""), hash_of), hash_of)) == left
     assert len(corpus(shared, first=rows).without(trained, hash_of)) == rows
+
+
+def rows_of(*texts: tuple[str, ...]) -> CorpusRows:
+    """Return rows with these messages."""
+    file = [replace(example(*messages), row=i + 1) for i, messages in enumerate(texts)]
+    return Corpus([ExampleArrays.of(file).truncate()]).select()
+
+
+def test_first_of_rows_that_say_the_same_is_distinct() -> None:
+    rows = rows_of(("Hi!", "Ho"), ("Ha", "Ho"), ("hi", "Ho."), ("Hi!", "Ho"), ("Hi", "He"))
+    hash_of = TextHash(Bytes)  # type: ignore[arg-type]
+    assert rows.distinct(hash_of).indices == [0, 1, 4]
+    assert rows.distinct().indices == [0, 1, 2, 4]
+    assert rows.only(np.array([3, 2])).distinct(hash_of).indices == [3]
+    assert rows.only(np.zeros(0, dtype=np.int64)).distinct(hash_of).indices == []

@@ -196,3 +196,20 @@ def test_each_file_of_several_has_its_verdict() -> None:
     ]
     assert evaluation_lines(found)[3].split() == ["By", "file", *file_lines(found)[0].split()]
     assert evaluated([-1.0] * 8).files == ()
+
+
+def test_copies_of_a_row_count_as_one() -> None:
+    tokens = np.full(20, 4)
+    base, adapted = (RowLossSums(np.full(20, loss), tokens) for loss in (8.0, 4.0))
+    corpus = Corpus.of([replace(example(5, 9, 4), row=row) for row in range(20)])
+    judged = JudgedRows.of(corpus.select(), corpus.identities[:0])
+    assert (len(judged.rows), judged.copies) == (1, 19)
+    index = np.asarray(judged.rows.indices)
+    found = evaluate_losses(judged, base.only(index), adapted.only(index), 0)
+    assert (found.rows, found.copies, found.verdict) == (1, 19, "cannot tell")
+    (line,) = verdict_lines(found)
+    assert line.endswith("; without 19 repeated rows; at least 6 rows are needed")
+    both = replace(found, left_out=2)
+    assert "without 2 rows that training also used and 19 repeated rows;" in verdict_lines(both)[0]
+    assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
+    assert "copies" not in evaluated([1.0] * 9).as_dict()
