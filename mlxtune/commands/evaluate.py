@@ -157,7 +157,8 @@ def judged_rows(
     adapters = [other for other in (use.adapter, *others) if other is not None]
     trained = [trained_rows_of(adapter, rows, use.console.warn) for adapter in adapters]
     trained_rows = np.unique(np.concatenate([NO_ROWS, *trained]))
-    judged = JudgedRows.of(rows, trained_rows, text_hash=session.reader.text_hash)
+    text_hash, by_prompt = session.reader.text_hash, bool(use.config.reward)
+    judged = JudgedRows.of(rows, trained_rows, text_hash=text_hash, by_prompt=by_prompt)
     unknown = not all(map(len, trained))
     return replace(judged, unknown_rows=unknown, against=use.config.against)
 

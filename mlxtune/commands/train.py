@@ -163,7 +163,10 @@ def train(
         if stop_after is not None:
             return result_of(training=None, adapter=None, peak_memory_gb=allocator.peak_gb())
         run = finish_run(session, parts, trainer, training, files[run_folder.ABOUT])
-        judged = JudgedRows.of(trainer.val_rows, trained, count_candidates(training), text_hash)
+        candidates, by_prompt = count_candidates(training), rewards is not None
+        judged = JudgedRows.of(
+            trainer.val_rows, trained, candidates, text_hash, by_prompt=by_prompt
+        )
         peak_gb, total_steps = allocator.peak_gb(), trainer.total_steps
         # Free the model: the adapter is read back from its file and judged on a new one.
         del parts, trainer, write

@@ -75,6 +75,21 @@ def test_rewards_and_verdict_are_the_run_s(run: tuple[Path, TrainResult]) -> Non
     assert set(map(str, trained.generated.samples)) < set(map(str, found.generated.samples))
 
 
+@pytest.mark.parametrize("system", ["", "You are a bot."])
+def test_prompts_that_training_used_are_left_out_whatever_their_answers(
+    run: tuple[Path, TrainResult], tmp_path: Path, system: str
+) -> None:
+    folder, _ = run
+    start = [{"role": "system", "content": system}] if system else []
+    prompts = [[*start, {"role": "user", "content": row[0][1]}] for row in sums(30)]
+    answer = {"role": "assistant", "content": "None"}
+    without_answers = [{"prompt": each} for each in prompts]
+    for rows in (without_answers, [{"messages": [*each, answer]} for each in prompts]):
+        data = write_chat(tmp_path / "chat.jsonl", rows + rows[:1] + rows[-1:])
+        found = evaluate(options(folder, data=(str(data),), reward=("length:4",)))
+        assert (found.rows, found.left_out + found.copies) == (12, 20)
+
+
 def test_adapter_against_itself_has_no_verdict(
     run: tuple[Path, TrainResult], capsys: pytest.CaptureFixture[str]
 ) -> None:

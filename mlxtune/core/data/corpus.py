@@ -21,7 +21,7 @@ from mlxtune.core.data.encoded_file import (
     identity,
     starts_of_equal_keys,
 )
-from mlxtune.core.data.near_copies import TextHash
+from mlxtune.core.data.near_copies import NO_PROMPT, TextHash
 from mlxtune.core.data.problems import where
 
 RowExamples = tuple[Example, ...]
@@ -285,10 +285,46 @@ class CorpusRows:
         )
         return np.concatenate([hashes, self._hash_without_start(text_hash)[1]])
 
+    def hash_prompts(self, text_hash: TextHash) -> npt.NDArray[np.uint64]:
+        """Return the hashes of the prompts of all answers.
+
+        They include the hash without a system message, unless rows have several system messages
+        before the same words: then the system message may be what the model is asked.
+        """
+        examples = [each for row in self for each in row if each.role not in _COPIES]
+        pairs = [pair for each in examples for pair in text_hash.of_prompts(each)]
+        full, bare = np.unique(np.array(pairs, dtype=np.uint64).reshape(-1, 2), axis=0).T
+        single, counts = np.unique(bare, return_counts=True)
+        hashes = [full, single[counts == 1]]
+        if skipped := self._shared_start(text_hash):
+            rest = [pair[1] for each in examples for pair in text_hash.of_prompts(each, skipped)]
+            hashes.append(np.array(rest, dtype=np.uint64))
+        said: npt.NDArray[np.uint64] = np.setdiff1d(np.concatenate(hashes), [NO_PROMPT])
+        return said
+
+    def _hash_last_prompts(self, text_hash: TextHash) -> npt.NDArray[np.uint64]:
+        """Return the hashes of each row's last prompt, uint64 (R, 3).
+
+        They are with a system message, without it, and without what all rows start with.
+        """
+        skipped = self._shared_start(text_hash)
+        lasts = [text_hash.of_prompts(row[-1])[-1] for row in self]
+        rest = [text_hash.of_prompts(row[-1], skipped)[-1][1] for row in self] if skipped else []
+        hashes = np.full((len(lasts), 3), NO_PROMPT, dtype=np.uint64)
+        hashes[:, :2] = np.array(lasts, dtype=np.uint64).reshape(-1, 2)
+        hashes[: len(rest), 2] = rest
+        return hashes
+
     def _hash_without_start(
         self, text_hash: TextHash
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """Return `hash_answers` of the texts without the paragraphs with which all rows start.
+        """Return `hash_answers` of the texts without the paragraphs with which all rows start."""
+        if not (length := self._shared_start(text_hash)):
+            return self.only(np.zeros(0, dtype=np.int64)).hash_answers(text_hash)
+        return self.hash_answers(lambda example: text_hash.without_start(example, length))
+
+    def _shared_start(self, text_hash: TextHash) -> int:
+        """Return the number of characters of the paragraphs with which all rows start.
 
         Templates without system messages put such a message there.
         """
@@ -300,10 +336,7 @@ class CorpusRows:
             shared = [own for own, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
             if not shared:
                 break
-        if not shared or number < _MIN_ROWS:
-            return self.only(np.zeros(0, dtype=np.int64)).hash_answers(text_hash)
-        length = sum(len(each) + 2 for each in shared)
-        return self.hash_answers(lambda example: text_hash.without_start(example, length))
+        return sum(len(each) + 2 for each in shared) if number >= _MIN_ROWS else 0
 
     def _examples_of_answers(self) -> Iterator[tuple[int, Example]]:
         """Yield the index of a row, and its last example, for each role that is no copy."""
@@ -312,11 +345,16 @@ class CorpusRows:
                 yield index, example
 
     def without(
-        self, identities: npt.NDArray[np.uint64], text_hash: TextHash | None = None
+        self,
+        identities: npt.NDArray[np.uint64],
+        text_hash: TextHash | None = None,
+        *,
+        by_prompt: bool = False,
     ) -> CorpusRows:
         """Return the rows that have neither their identity nor an answer's hash in `identities`.
 
-        With `text_hash`, the hashes of the answers' texts count too.
+        With `text_hash`, the hashes of the answers' texts count too and, `by_prompt`, the hash of
+        the last prompt, whatever its answer.
         """
         excluded = np.isin(self.identities, identities)
         if len(identities):
@@ -325,12 +363,20 @@ class CorpusRows:
                 near = [self.hash_answers(text_hash), self._hash_without_start(text_hash)]
             for indices, hashes in (self.answers, *near):
                 excluded[indices[np.isin(hashes, identities)]] = True
+            if text_hash is not None and by_prompt:
+                excluded |= np.isin(self._hash_last_prompts(text_hash), identities).any(axis=1)
         return self.only(np.flatnonzero(~excluded))
 
-    def distinct(self, text_hash: TextHash | None = None) -> CorpusRows:
-        """Return the first of the rows that say the same; without `text_hash`, of equal rows."""
+    def distinct(self, text_hash: TextHash | None = None, *, by_prompt: bool = False) -> CorpusRows:
+        """Return the first of the rows that say the same; without `text_hash`, of equal rows.
+
+        Rows with the same last prompt are the same `by_prompt`, whatever their answers.
+        """
         keys: Sequence[Any] = self.identities.tolist()
-        if text_hash is not None:
+        if text_hash is not None and by_prompt:
+            prompts = self._hash_last_prompts(text_hash)[:, 0]
+            keys = np.where(prompts == NO_PROMPT, self.identities, prompts).tolist()
+        elif text_hash is not None:
             keys = [tuple((each.role, text_hash(each)) for each in row) for row in self]
         first = {key: i for i, key in reversed([*enumerate(keys)])}
         return self.only(np.array(sorted(first.values()), dtype=np.int64))

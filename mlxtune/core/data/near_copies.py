@@ -7,6 +7,9 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
 
 from mlxtune.core.data.encode import Example, Tokenizer
 
@@ -32,6 +35,8 @@ _DECODER = json.JSONDecoder()
 _DASHES_AND_QUOTES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-") | dict.fromkeys(map(ord, "“”„«»"), '"')
 # The separator of control tokens, a byte that UTF-8 never has.
 _CONTROL = b"\xff"
+# The hash of a prompt that says nothing.
+NO_PROMPT = 0
 _SYSTEM_ROLES = ("system", "developer")
 _ANSWER_ROLES = ("assistant", "model")
 _ROLES = (*_SYSTEM_ROLES, *_ANSWER_ROLES, "user", "tool")
@@ -128,12 +133,38 @@ class TextHash:
         texts = [text for _, text in self._messages(example)]
         return _hash_of_texts(["".join(texts[:1])[length:], *texts[1:]])
 
-    def _messages(self, example: Example) -> list[tuple[str, str]]:
-        """Return the messages of an example, without system messages, with their roles if named."""
+    def of_prompts(self, example: Example, skipped: int = 0) -> list[tuple[int, int]]:
+        """Return the hashes of the prompt before each answer, with and without a system message.
+
+        They differ from the hashes of any whole example. `skipped` is the number of characters to
+        leave out at the start of the first message that is not a system message.
+        """
+        edges = np.diff(example.assistant_mask.astype(np.int8), prepend=0)
+        starts = np.flatnonzero(edges == 1).tolist()
+        hashes, start = [], 0
+        full, bare = _PromptDigest(), _PromptDigest()
+        for end in starts:
+            part = replace(example, tokens=example.tokens[start:end])
+            for digest, has_system in ((full, True), (bare, start > 0)):
+                texts = [text for _, text in self._messages(part, has_system=has_system)]
+                if texts and digest is bare and not start:
+                    texts[0] = texts[0][skipped:]
+                digest.update(texts)
+            hashes.append((full.value, bare.value))
+            start = end
+        return hashes
+
+    def _messages(self, example: Example, *, has_system: bool = False) -> list[tuple[str, str]]:
+        """Return the messages of an example, with their roles if named.
+
+        System messages are left out unless `has_system`.
+        """
         content = self._bytes(example)
         if b"<" in content:
             content = _MARKS.sub(_CONTROL + rb"\1" + _CONTROL, content)
-        parts = _without_system([part.decode(errors="replace") for part in content.split(_CONTROL)])
+        parts = [part.decode(errors="replace") for part in content.split(_CONTROL)]
+        if not has_system:
+            parts = _without_system(parts)
         messages: list[tuple[str, str]] = []
         for text in parts[::2]:
             first, _, rest = text.partition("\n")
@@ -157,6 +188,23 @@ class TextHash:
         for token, content in zip(tokens, tokenizer.token_bytes(tokens), strict=True):
             is_control = token in tokenizer.control_ids
             self._spelled[token] = _CONTROL + content + _CONTROL if is_control else content
+
+
+class _PromptDigest:
+    """The hash of the words of a conversation that grows."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=8, person=b"prompt")
+        self._is_empty = True
+
+    def update(self, texts: Iterable[str]) -> None:
+        for words in filter(None, map(normalize, texts)):
+            self._digest.update(f" {words}".encode(errors="replace"))
+            self._is_empty = False
+
+    @property
+    def value(self) -> int:
+        return NO_PROMPT if self._is_empty else int.from_bytes(self._digest.digest(), "little")
 
 
 def _hash_of_texts(texts: Iterable[str]) -> int:

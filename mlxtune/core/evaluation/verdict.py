@@ -73,14 +73,17 @@ class JudgedRows:
         trained: npt.NDArray[np.uint64],
         candidates: int = 1,
         text_hash: TextHash | None = None,
+        *,
+        by_prompt: bool = False,
     ) -> "JudgedRows":
         """Leave out of `rows` those with identities in `trained`, unless no rows would remain.
 
-        With `text_hash`, near copies of rows in `trained` are left out too.
+        With `text_hash`, near copies of rows in `trained` are left out too. Rows count `by_prompt`,
+        whatever their answers, where rewards judge the model's own answers.
         """
-        others = rows.without(trained, text_hash)
+        others = rows.without(trained, text_hash, by_prompt=by_prompt)
         kept = others or rows
-        distinct = kept.distinct(text_hash)
+        distinct = kept.distinct(text_hash, by_prompt=by_prompt)
         return cls(
             distinct,
             len(rows) - len(kept),

@@ -25,10 +25,12 @@ def identities_of(rows: CorpusRows, text_hash: TextHash | None = None) -> npt.ND
     """Return the hashes of rows and answers; an answer's hash is the same under any objective.
 
     With `text_hash`, the hashes of the answers' texts are added, by which near copies are found,
-    also of a part of a conversation.
+    also of a part of a conversation, and those of the prompts.
     """
-    near = NO_ROWS if text_hash is None else rows.hash_texts(text_hash)
-    return np.union1d(np.union1d(rows.identities, rows.answers[1]), near)
+    hashes = [rows.identities, rows.answers[1]]
+    if text_hash is not None:
+        hashes += [rows.hash_texts(text_hash), rows.hash_prompts(text_hash)]
+    return np.unique(np.concatenate(hashes))
 
 
 def as_bytes(identities: npt.NDArray[np.uint64]) -> bytes:

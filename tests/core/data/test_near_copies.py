@@ -226,9 +226,13 @@ def test_paragraphs_that_all_rows_start_with_do_not_count(
     assert len(corpus(shared, first=rows).without(trained, hash_of)) == rows
 
 
+def answered(*messages: str) -> Example:
+    return example(*messages, supervised=len(messages[-1].rpartition("\n")[2]) + 1)
+
+
 def rows_of(*texts: tuple[str, ...]) -> CorpusRows:
-    """Return rows with these messages."""
-    file = [replace(example(*messages), row=i + 1) for i, messages in enumerate(texts)]
+    """Return rows with these messages, of which the last one is trained, without its role."""
+    file = [replace(answered(*messages), row=i + 1) for i, messages in enumerate(texts)]
     return Corpus([ExampleArrays.of(file).truncate()]).select()
 
 
@@ -239,3 +243,81 @@ def test_first_of_rows_that_say_the_same_is_distinct() -> None:
     assert rows.distinct().indices == [0, 1, 2, 4]
     assert rows.only(np.array([3, 2])).distinct(hash_of).indices == [3]
     assert rows.only(np.zeros(0, dtype=np.int64)).distinct(hash_of).indices == []
+
+
+def chat(*messages: str, system: str = "") -> tuple[str, ...]:
+    """Return messages with their roles, which alternate; the last one is an answer."""
+    roles = ("assistant", "user")
+    texts = [f"{roles[(len(messages) - i) % 2]}\n{text}" for i, text in enumerate(messages, 1)]
+    return (f"system\n{system}", *texts) if system else (*texts,)
+
+
+def judged(trained: list[tuple[str, ...]], *rows: tuple[str, ...]) -> list[int]:
+    """Return the indices of the rows that remain to be judged by rewards."""
+    hash_of = TextHash(Bytes)  # type: ignore[arg-type]
+    known = identities_of(rows_of(*trained), hash_of)
+    return [*rows_of(*rows).without(known, hash_of, by_prompt=True).indices]
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat("Where is the café?", "Here"),
+        chat("Where is the café?", "."),
+        chat(" WHERE is\nthe café", "There"),
+        chat("Where is the café?", "Here", system="You are a bot."),
+        chat("Where is the café?", "Here", system="Be brief."),
+    ],
+)
+def test_prompt_that_was_trained_on_is_found_whatever_its_answer(
+    system: str, row: tuple[str, ...]
+) -> None:
+    trained = [chat("Where is the café?", "There", system=system), chat("Who?", "I", system=system)]
+    other = chat("Where is the bar?", "There", system=system)
+    assert judged(trained, row, other) == [1]
+    # The losses of another answer are still judged.
+    hash_of = TextHash(Bytes)  # type: ignore[arg-type]
+    known = identities_of(rows_of(*trained), hash_of)
+    rows = rows_of(chat("Where is the café?", "Here", system=system), other)
+    assert len(rows.without(known, hash_of)) == 2
+
+
+def test_only_the_whole_prompt_counts() -> None:
+    trained = [chat("Hi", "Ho", "Go on", "Yes")]
+    rows = [chat("Go on", "No"), chat("Hi", "He", "Go on", "No"), chat("Hi", "Ho", "Go", "No")]
+    assert judged(trained, *rows, chat("Hi", "Ho", "Go on", "No")) == [0, 1, 2]
+
+
+def test_prompt_of_each_trained_answer_counts() -> None:
+    hash_of = TextHash(Bytes)  # type: ignore[arg-type]
+    turns = [answered(*chat("Hi", "Ho")), answered(*chat("Hi", "Ho", "Go on", "Yes"))]
+    long = turns[1]
+    mask = long.assistant_mask.copy()
+    mask[: len(turns[0])] = turns[0].assistant_mask
+    both = hash_of.of_prompts(replace(long, assistant_mask=mask))
+    assert both == [hash_of.of_prompts(each)[0] for each in turns]
+
+
+def test_system_message_counts_if_only_it_varies() -> None:
+    tasks = [chat("Go", f"{end}", system=f"Count to {end}.") for end in range(4)]
+    assert judged(tasks[:3], *tasks) == [3]
+    hash_of = TextHash(Bytes)  # type: ignore[arg-type]
+    assert len(rows_of(*tasks).distinct(hash_of, by_prompt=True)) == 4
+
+
+def test_rows_with_one_prompt_are_not_distinct_by_prompt() -> None:
+    hash_of = TextHash(Bytes)  # type: ignore[arg-type]
+    rows = rows_of(chat("Hi", "1"), chat("hi!", "2"), chat("Ho", "1"), ("?", "1"), ("!", "1"))
+    assert rows.distinct(hash_of, by_prompt=True).indices == [0, 2, 3, 4]
+
+
+def test_prompts_without_words_are_new() -> None:
+    assert judged([("?", "Yes"), ("", "Yes")], ("!", "No"), ("Who", "I")) == [0, 1]
+
+
+def test_shared_start_of_prompts_does_not_count() -> None:
+    trained = [chat(f"Be brief.\n\nText {i}", "Yes") for i in range(6)]
+    rows = [chat(f"Only JSON.\n\nText {i}", "No") for i in range(1, 8)]
+    assert judged(trained, *rows) == [5, 6]
+    assert judged(trained, *[chat(f"Text {i}", "No") for i in range(1, 8)]) == [5, 6]
