@@ -299,8 +299,8 @@ class CorpusRows:
         if skipped := self._shared_start(text_hash):
             rest = [pair[1] for each in examples for pair in text_hash.of_prompts(each, skipped)]
             hashes.append(np.array(rest, dtype=np.uint64))
-        said: npt.NDArray[np.uint64] = np.setdiff1d(np.concatenate(hashes), [NO_PROMPT])
-        return said
+        hashed: npt.NDArray[np.uint64] = np.setdiff1d(np.concatenate(hashes), [NO_PROMPT])
+        return hashed
 
     def _hash_last_prompts(self, text_hash: TextHash) -> npt.NDArray[np.uint64]:
         """Return the hashes of each row's last prompt, uint64 (R, 3).

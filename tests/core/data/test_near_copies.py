@@ -270,7 +270,7 @@ def judged(trained: list[tuple[str, ...]], *rows: tuple[str, ...]) -> list[int]:
         chat("Where is the café?", "Here", system="Be brief."),
     ],
 )
-def test_prompt_that_was_trained_on_is_found_whatever_its_answer(
+def test_prompt_that_was_trained_on_is_found_under_any_answer(
     system: str, row: tuple[str, ...]
 ) -> None:
     trained = [chat("Where is the café?", "There", system=system), chat("Who?", "I", system=system)]
