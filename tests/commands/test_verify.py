@@ -60,6 +60,26 @@ def test_sound_run_passes_each_check_and_exits_with_0(cli: Cli, run: Path) -> No
     }
 
 
+def test_run_with_repeated_validation_rows_passes(model: Path, tmp_path: Path) -> None:
+    rows = sums(12)
+    chat = write_chat(tmp_path / "chat.jsonl", rows[:4])
+    validation = write_chat(tmp_path / "valid.jsonl", [*rows[4:], *rows[4:7]])
+    result = train(
+        TrainConfig(
+            str(model),
+            str(chat),
+            val_data=str(validation),
+            output=str(tmp_path / "out"),
+            max_steps=1,
+            samples=0,
+            quiet=True,
+        )
+    )
+    assert result.evaluation is not None
+    assert (result.evaluation.rows, result.evaluation.copies) == (8, 3)
+    assert bad(tmp_path / "out") == {}
+
+
 def test_json_is_for_programs(cli: Cli, run: Path) -> None:
     outcome = cli("verify", run, "--json")
     found = json.loads(outcome.out)
