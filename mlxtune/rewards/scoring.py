@@ -17,6 +17,7 @@ from typing import Any, Self
 from mlxtune.core.data.prompt import PromptRow
 from mlxtune.core.files.processes import LimitedProcess, ProcessEndedError
 from mlxtune.core.formatting import byte_size
+from mlxtune.core.objectives.policy import MAX_REWARD
 from mlxtune.errors import ConfigError
 from mlxtune.rewards import reward_helper
 from mlxtune.rewards.functions import NoRewardError, RewardSpec
@@ -123,14 +124,20 @@ class RewardScorer:
                 total += weight * value
             except NoRewardError as problem:
                 problems.append(f"{place}: reward {name}: {problem}")
-        if not math.isfinite(total):
-            problems.append(f"{place}: the sum of the rewards is {total}")
+        if not abs(total) <= MAX_REWARD:
+            problems.append(
+                f"{place}: the sum of the rewards is {total:g}, beyond {MAX_REWARD:g}: lower the "
+                "weights"
+            )
         return Reward(values, None if problems else total, tuple(problems))
 
     def _value(self, name: str, completion: Completion) -> float:
         if (score := self._built_in.get(name)) is not None:
             return score(completion.text, completion.row.answer)
-        return self._call(name, completion)
+        value = self._call(name, completion)
+        if abs(value) > MAX_REWARD:
+            raise NoRewardError(f"returned {value:g}: return a number up to {MAX_REWARD:g}")
+        return value
 
     def _start(self) -> None:
         """Start the process if there is none. Raises ConfigError if a file cannot be imported."""

@@ -38,6 +38,7 @@ def none(row): return None
 def nan(row): return math.nan
 def infinite(row): return -math.inf
 def huge(row): return 10**400
+def large(row): return 1e50
 def array(row): return numpy().zeros(3)
 def complex_number(row): return 1j
 def raises(row):
@@ -123,6 +124,7 @@ WHY = {
     "nan": "returned nan, not a finite number",
     "infinite": "returned -inf, not a finite number",
     "huge": "returned inf, not a finite number",
+    "large": "returned 1e+50: return a number up to 1e+38",
     "array": "returned ndarray, not a number",
     "complex_number": "returned complex, not a number",
     "raises": f"raised KeyError: 'missing' (line {RAISING})",
@@ -303,12 +305,13 @@ def test_several_functions_of_several_files_are_weighted(tmp_path: Path) -> None
     assert reward.total == 2 + 61.5 - 3
 
 
-def test_sum_that_is_not_finite_is_not_a_reward(tmp_path: Path) -> None:
-    (tmp_path / "check.py").write_text("def reward(prompt, completion, row): return 1e308")
-    with RewardScorer([RewardSpec.parse(f"{tmp_path}/check.py=10")], SECONDS) as scorer:
+@pytest.mark.parametrize("weight", ["1e308", "1e10", "-1e2"])
+def test_sum_beyond_the_range_of_records_is_not_a_reward(tmp_path: Path, weight: str) -> None:
+    (tmp_path / "check.py").write_text("def reward(prompt, completion, row): return 9e37")
+    with RewardScorer([RewardSpec.parse(f"{tmp_path}/check.py={weight}")], SECONDS) as scorer:
         (reward,) = scorer.score([completion({})])
-    assert (reward.values, reward.total) == ({"check.reward": 1e308}, None)
-    assert reward.problems == ("rows.jsonl:1: the sum of the rewards is inf",)
+    assert (reward.values, reward.total) == ({"check.reward": 9e37}, None)
+    assert reward.problems[0].startswith("rows.jsonl:1: the sum of the rewards is ")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from mlxtune.core.objectives.objective import SFT, Objective
 _EPSILON = 1e-4
 # The largest weight of a token with --correct, TRL's default.
 MAX_CORRECTION = 3.0
+# The largest reward: an advantage may be twice as large, and is used in float32.
+MAX_REWARD = 1e38
 
 
 @dataclass(frozen=True)
