@@ -288,7 +288,8 @@ def open_rewards(session: RunSession, cleanup: ExitStack) -> "RewardSession | No
     # Only these runs import the rewards.
     from mlxtune.session.rewarding import RewardSession
 
-    return RewardSession(session, session.config.part(RewardedConfig), cleanup)
+    options = session.config.part(RewardedConfig)
+    return RewardSession(session, options, cleanup, session.resume)
 
 
 def make_trainer(

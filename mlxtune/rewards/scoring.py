@@ -7,7 +7,6 @@ the process is started again, and the other answers are scored.
 import codecs
 import hashlib
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -265,18 +265,33 @@ def _has_null(value: Any) -> bool:
 
 def check_unchanged(resume: ResumePoint, trainer: InstructTrainer) -> None:
     """Raise DataError or ModelError if the run's model or data have changed."""
-    metadata, now = resume.checkpoint.metadata, trainer.describe()
-    for name, (error, problem) in _UNCHANGED.items():
-        if metadata.get(name) != now.get(name):
-            checkpoint = resume.checkpoint.folder
-            raise error(
-                problem.format(
-                    now=now.get(name),
-                    before=metadata.get(name),
-                    rows="".join(f"; {each}" for each in _changes(checkpoint.parent, trainer)),
-                    checkpoint=shlex.quote(str(checkpoint)),
-                )
+    now = trainer.describe()
+    for name in _UNCHANGED:
+        _check_fact(resume, name, now.get(name), lambda run: _changes(run, trainer))
+
+
+def check_rewards(resume: ResumePoint, reward_hash: str) -> None:
+    """Raise DataError if a run's rewards have changed, before any of their code runs."""
+    _check_fact(resume, "reward_hash", reward_hash)
+
+
+def _check_fact(
+    resume: ResumePoint,
+    name: str,
+    now: Any,
+    changes: Callable[[Path], Iterable[str]] = lambda run: (),
+) -> None:
+    before, checkpoint = resume.checkpoint.metadata.get(name), resume.checkpoint.folder
+    error, problem = _UNCHANGED[name]
+    if before != now:
+        raise error(
+            problem.format(
+                now=now,
+                before=before,
+                rows="".join(f"; {each}" for each in changes(checkpoint.parent)),
+                checkpoint=shlex.quote(str(checkpoint)),
             )
+        )
 
 
 def _changes(run: Path, trainer: InstructTrainer) -> Iterator[str]:

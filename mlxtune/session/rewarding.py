@@ -24,7 +24,7 @@ from mlxtune.core.evaluation.outcome import EXACT, Evaluation, Generated, Sample
 from mlxtune.core.evaluation.verdict import JudgedRows, RowRewards, evaluate_rewards
 from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
 from mlxtune.core.run.checkpoint import RECORDS
-from mlxtune.core.run.run_folder import INITIAL, SAMPLED
+from mlxtune.core.run.run_folder import INITIAL, SAMPLED, ResumePoint
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.training.pipeline import StepSource
 from mlxtune.errors import ModelError, NonFiniteLossError
@@ -33,6 +33,7 @@ from mlxtune.rewards.rollouts import Prompts, Rollouts, sampling_of
 from mlxtune.rewards.samples import SampleRecords
 from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, unrewarded_text, with_remedy
 from mlxtune.session.reader import Reader
+from mlxtune.session.resuming import check_rewards
 from mlxtune.session.run_session import RunSession
 from mlxtune.session.session import Session
 from mlxtune.session.trained_model import LoadedModel
@@ -63,15 +64,24 @@ class RewardSession:
 
     Files of rewards and the rows are read once, so a change of a file during a run changes nothing.
     The process of reward functions ends when `cleanup` closes. Raises ConfigError for rewards that
-    cannot be used, and ModelError if only a text ends answers.
+    cannot be used, ModelError if only a text ends answers, and DataError for other rewards than
+    those of the run to `resume`.
     """
 
-    def __init__(self, session: Session[Any], config: RewardedConfig, cleanup: ExitStack) -> None:
+    def __init__(
+        self,
+        session: Session[Any],
+        config: RewardedConfig,
+        cleanup: ExitStack,
+        resume: ResumePoint | None = None,
+    ) -> None:
         self._session, self._config = session, config
         specs = parse_rewards(config.reward)
         for hint in filter(None, (spec.hint for spec in specs)):
             session.console.warn(hint)
         self._scorer = RewardScorer(specs, config.reward_timeout)
+        if resume is not None:
+            check_rewards(resume, self._scorer.hash)
         self._ends, self._prompts = _turn_ends(session.reader), _read_prompts(session)
         names = [spec.name for spec in self._scorer.rewards]
         # A single reward is the sum.

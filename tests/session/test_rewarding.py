@@ -236,9 +236,11 @@ def test_changed_reward_is_refused_on_resume(folder: Path, tmp_path: Path) -> No
     made = config(folder, tmp_path / "out", reward=(str(file),))
     with pytest.raises(TrainingInterrupted):
         train(made, stop_after=1)
-    file.write_text(LOW.replace("9", "8"))
+    # Before any of the new code runs.
+    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{LOW}")
     with pytest.raises(DataError, match="--reward: the rewards differ"):
         resume(tmp_path / "out", quiet=True)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("changed", ["", None], ids=["edited", "deleted"])
