@@ -1,6 +1,7 @@
 """Options of the objective: the function that a step minimises."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from mlxtune.config.fields import CheckedConfig, flag
@@ -15,6 +16,7 @@ REWARD_NAMES = (
     "with an optional weight, such as json=0.5"
 )
 OBJECTIVES = ("sft", *PAIRED, *LABELED, *REWARDED)
+_WEIGHT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?inf|nan")
 # The default peak learning rates: for `sft`, and for all other objectives.
 DEFAULT_RATE, PREFERENCE_RATE = 1e-4, 5e-6
 
@@ -26,6 +28,16 @@ class DefaultRate(float):
 def is_rewarded(objective: object) -> bool:
     """Return whether an objective's rows are prompts, to which the model samples answers."""
     return objective in REWARDED
+
+
+def split_weight(reward: str) -> tuple[str, float]:
+    """Return a reward without its weight, and the weight: the number after the last `=`, or 1."""
+    named, equals, number = reward.rpartition("=")
+    return (named, float(number)) if equals and _WEIGHT.fullmatch(number) else (reward, 1.0)
+
+
+def weight_of(reward: str) -> float:
+    return split_weight(reward)[1]
 
 
 def default_rate(objective: object) -> float:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Self
 
 from mlxtune.config.fields import as_path
 from mlxtune.config.limits import CODE, CONFIG, RECORD, Limits, check_pattern, parse_json
+from mlxtune.config.objective_config import split_weight
 from mlxtune.core.evaluation.matching import canonical
 from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.machine.installation import installs_extra
@@ -84,10 +85,7 @@ class RewardSpec:
 
     @classmethod
     def _parse(cls, text: str) -> Self:
-        named, equals, number = text.rpartition("=")
-        weight = 1.0
-        if equals and _WEIGHT.fullmatch(number):
-            text, weight = named, float(number)
+        text, weight = split_weight(text)
         if not math.isfinite(weight):
             raise ValueError(f"has the weight {weight}: give a finite number")
         if text.startswith("regex="):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress
-from statistics import fmean
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,14 @@ from mlxtune.core.objectives.policy import (
     SampleRequest,
     advantages_of,
 )
+from mlxtune.core.run.checkpoint import WRITTEN_SAMPLES
 from mlxtune.core.run.metrics import FileLoss, InstructBatchResult
+from mlxtune.core.run.sample_checks import (
+    check_rollout,
+    sample_metrics,
+    step_metrics,
+    without_gradient,
+)
 from mlxtune.core.run.sampled_answers import PARTIAL_CREDIT, GroupRecord, SampleRecord, groups_in
 from mlxtune.core.training.pipeline import OnProgress, Step, StepData
 from mlxtune.errors import NonFiniteLossError, OutputError
@@ -63,7 +70,7 @@ class Prompts:
         example = rows[index][-1]
         return tuple(example.tokens[: last_answer(example)[0]].tolist())
 
-    def text(self, answer: SampledAnswer) -> str:
+    def text(self, answer: SampledAnswer | SampleRecord) -> str:
         """Return an answer's text, without the token that ended it."""
         tokens = answer.tokens[: len(answer.tokens) - answer.finished]
         return text_of(self.token_bytes(tokens))
@@ -108,6 +115,9 @@ class Rollouts:
     def describe(self) -> Mapping[str, str]:
         return {"reward_hash": self._scorer.hash}
 
+    def written(self, step: int) -> Mapping[str, Any]:
+        return {WRITTEN_SAMPLES: self._records.written(step)}
+
     # A step
 
     def examples_of(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
@@ -120,7 +130,9 @@ class Rollouts:
         if self._last[0] != first:
             if step.number == first:
                 groups = self._rollout(rows, first, step.row_indices, on_progress)
-            elif not (groups := self._recorded(first, None)):
+            elif groups := self._recorded(first, None):
+                self._check_recorded(rows, first, step.row_indices, groups)
+            else:
                 raise OutputError(
                     f"the record of samples has none of step {first}, which the next step trains "
                     "on: bring it back, or start over with --overwrite"
@@ -135,7 +147,7 @@ class Rollouts:
             for row, group in zip(keys, groups, strict=True)
             for sample in group.samples
         ]
-        return StepData(examples, _step_metrics(groups))
+        return StepData(examples, step_metrics(groups))
 
     def _stop_without_rewards(self, step: int, groups: Sequence[GroupRecord]) -> None:
         samples = [sample for group in groups for sample in group.samples]
@@ -154,7 +166,7 @@ class Rollouts:
     def _warn_without_gradient(self, step: int, groups: Sequence[GroupRecord]) -> None:
         """Warn once if the run has learned nothing in its first rollouts."""
         number = 1 + (step - 1) // self.updates
-        if number > _FIRST_ROLLOUTS or not all(map(_without_gradient, groups)):
+        if number > _FIRST_ROLLOUTS or not all(map(without_gradient, groups)):
             return
         self._first_without_gradient += 1
         if self._first_without_gradient == _FIRST_ROLLOUTS:
@@ -171,6 +183,7 @@ class Rollouts:
         on_progress(0, len(indices) * self._config.group_size)
         adapter = self._policy.adapter_hash()
         if recorded := self._recorded(step, adapter):
+            self._check_recorded(rows, step, indices, recorded)
             return recorded
         groups = self._drawn(rows, step, indices, adapter, on_progress)
         if self.updates > 1 or self._config.kl:
@@ -184,6 +197,24 @@ class Rollouts:
         groups = self._records.read(step, adapter) if self._workers.rank == 0 else None
         content = b"".join(group.as_json() for group in groups or ())
         return groups_in(self._workers.broadcast_bytes(content))
+
+    def _check_recorded(
+        self, rows: CorpusRows, step: int, indices: Sequence[int], groups: Sequence[GroupRecord]
+    ) -> None:
+        """Raise OutputError for samples that this run cannot have drawn for the rows of a step."""
+        try:
+            check_rollout(groups, self._config, self._seed)
+            if (groups[0].step, len(groups)) != (step, len(indices)):
+                raise ValueError(f"has {len(groups)} rows, not {len(indices)}")
+            for index, use, group in zip(indices, _uses(indices), groups, strict=True):
+                row, prompt = self._prompts.row(rows, index), self._prompts.tokens(rows, index)
+                if (group.use, group.prompt, group.prompt_tokens) != (use, row.prompt, prompt):
+                    raise ValueError(f"{group.row} is not the prompt of {row.place}")
+                for each in group.samples:
+                    if each.text != self._prompts.text(each):
+                        raise ValueError(f"a sample for {group.row} has other tokens than its text")
+        except ValueError as problem:
+            raise self._records.error(step, problem) from problem
 
     def _drawn(
         self,
@@ -354,44 +385,12 @@ def _record(answer: SampledAnswer, text: str, reward: Reward) -> SampleRecord:
 
 
 def _evaluated(samples: Sequence[SampleRecord]) -> InstructBatchResult:
-    metrics = _metrics(samples)
+    metrics = sample_metrics(samples)
     if "reward" not in metrics:
         problems = [problem for sample in samples for problem in sample.problems]
         raise NonFiniteLossError(f"no answer to a validation row has a reward: {problems[0]}")
     loss, tokens = -metrics["reward"], sum(len(sample.tokens) for sample in samples)
     return InstructBatchResult(loss, tokens, perplexity(loss), metrics=metrics)
-
-
-def _without_gradient(group: GroupRecord) -> bool:
-    """Return whether all rewards of a group are equal or missing."""
-    return all(sample.advantage == 0 for sample in group.samples)
-
-
-def _step_metrics(groups: Sequence[GroupRecord]) -> dict[str, float]:
-    without = list(map(_without_gradient, groups))
-    samples = [sample for group in groups for sample in group.samples]
-    return {**_metrics(samples), "frac_reward_zero_std": fmean(without)}
-
-
-def _metrics(samples: Sequence[SampleRecord]) -> dict[str, float]:
-    """Return TRL's metrics of samples, and the fraction of samples without a reward."""
-    totals = [sample.reward for sample in samples if sample.reward is not None]
-    values = {f"rewards/{name}": [s.rewards[name] for s in samples] for name in samples[0].rewards}
-    metrics = {}
-    for name, each in values.items():
-        if numbers := [value for value in each if value is not None]:
-            metrics[f"{name}/mean"], metrics[f"{name}/std"] = fmean(numbers), _deviation(numbers)
-    if totals:
-        metrics |= {"reward": fmean(totals), "reward_std": _deviation(totals)}
-    return metrics | {
-        "completions/mean_length": fmean(len(sample.tokens) for sample in samples),
-        "completions/clipped_ratio": fmean(not sample.finished for sample in samples),
-        "completions/without_reward": 1 - len(totals) / len(samples),
-    }
-
-
-def _deviation(values: Sequence[float]) -> float:
-    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
 def _uses(indices: Sequence[int]) -> list[int]:

@@ -1,73 +1,165 @@
 """The record of a run's samples, which a resumed run reads."""
 
 import gzip
+import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.writing import as_output_error, open_to_append, write_file
+from mlxtune.core.run.checkpoint import WRITTEN_SAMPLES, Checkpoint
 from mlxtune.core.run.sampled_answers import (
     GroupRecord,
     groups_at,
     places_in,
-    read_members,
-    step_of,
 )
+from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.errors import OutputError
+
+_PIECE = 2**20
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the member of a rollout starts and ends, with the hash of the file up to its end."""
+
+    start: int
+    end: int
+    digest: Any
 
 
 class SampleRecords:
     """The file of a run's samples, in the order of their steps.
 
-    Only a `resumed` run reads the samples that are there. Raises OutputError if the file cannot be
-    read or written.
+    Only a `resumed` run reads the samples that are there; those after the step `until` are drawn
+    again. `checkpoint` is the checkpoint from which the run resumes, and `on_problem` gets a
+    sentence if the samples up to it are missing or others, or if the end of the file is damaged.
+    Raises OutputError if the file cannot be read or written.
     """
 
-    def __init__(self, path: Path, *, resumed: bool = True) -> None:
-        self._path = path
-        # By step, where a rollout's member starts and ends.
-        self._places: dict[int, Sequence[int]] = {}
-        if not (resumed and path.exists()):
-            return
-        try:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resumed: bool = True,
+        checkpoint: Checkpoint | None = None,
+        until: int | None = None,
+        on_problem: Callable[[str], None] = lambda problem: None,
+    ) -> None:
+        self._path, self._on_problem = path, on_problem
+        self._places: dict[int, _Place] = {}
+        # The last step whose samples must not be used, because they are not those of the run.
+        self._foreign_until = 0
+        if resumed and path.exists():
             with as_output_error(path, "file"), open_regular(path, links=False) as file:
-                self._places = {step: place for step, *place in places_in(file)}
-        except ValueError as problem:
-            raise self._damaged(problem) from problem
+                self._places = self._find(file, _written(checkpoint).get("bytes"))
+        if resumed and checkpoint is not None:
+            self._compare(checkpoint)
+        if until is not None:
+            self._places = {step: each for step, each in self._places.items() if step <= until}
+
+    def _find(self, file: io.BufferedReader, needed: Any) -> dict[int, _Place]:
+        """Find the rollouts; a damaged end, behind the `needed` bytes if known, is left out."""
+        found, problem = list[tuple[int, int, int]](), None
+        try:
+            found.extend(places_in(file))
+        except ValueError as error:
+            problem = error
+        end = max((end for _, _, end in found), default=0)
+        if problem is not None:
+            if not found or (isinstance(needed, int) and end < needed):
+                raise self._damaged(problem) from problem
+            self._on_problem(
+                f"{self._path} {problem} behind step {found[-1][0]}: the rest is replaced"
+            )
+        places, digest = dict[int, _Place](), sha256()
+        file.seek(0)
+        for step, start, end in found:
+            for piece in _pieces(file, end - start):
+                digest.update(piece)
+            places[step] = _Place(start, end, digest.copy())
+        return places
+
+    def _compare(self, checkpoint: Checkpoint) -> None:
+        """Report samples up to a checkpoint that are not those of the run."""
+        expected = _written(checkpoint)
+        if expected and self.written(checkpoint.step) != expected:
+            self._foreign_until = checkpoint.step
+            what = "has other samples than the run drew" if self._path.exists() else "is missing"
+            self._on_problem(
+                f"{self._path} {what} up to step {checkpoint.step}: bring it back, or mlxtune "
+                "verify will report it"
+            )
 
     def read(self, step: int, adapter: str | None) -> list[GroupRecord] | None:
         """Return a rollout's groups; None if LoRA matrices other than `adapter` sampled them."""
-        if step not in self._places:
+        if step not in self._places or step <= self._foreign_until:
             return None
         try:
             with as_output_error(self._path, "file"), open_regular(self._path, links=False) as file:
-                groups = groups_at(file, self._places[step][0])
+                groups = groups_at(file, self._places[step].start)
         except ValueError as problem:
             raise self._damaged(problem) from problem
         same = adapter is None or all(group.adapter == adapter for group in groups)
         return groups if same else None
 
+    def error(self, step: int, problem: ValueError) -> OutputError:
+        """Return the error of samples of a step that cannot be trained on."""
+        return OutputError(
+            f"{self._path}: step {step}: {problem}: bring the file back, or start over with "
+            "--overwrite"
+        )
+
     def _damaged(self, problem: ValueError) -> OutputError:
-        return OutputError(f"{self._path} {problem}: start over with --overwrite")
+        return OutputError(
+            f"{self._path} {problem}: bring it back, or move it away to train on without the "
+            "samples so far"
+        )
+
+    def written(self, step: int) -> dict[str, Any]:
+        """Return the size and the hash of the file up to a step, for a checkpoint."""
+        last = self._last_before(step + 1)
+        return {"bytes": last.end, "sha256": last.digest.hexdigest()}
+
+    def _last_before(self, step: int) -> _Place:
+        places = [place for each, place in self._places.items() if each < step]
+        return max(places, key=lambda place: place.end, default=_Place(0, 0, sha256()))
 
     def add(self, groups: Sequence[GroupRecord]) -> None:
         """Add the groups of a rollout; remove later rollouts, which an abandoned run wrote."""
         step = groups[0].step
         self._places = {each: place for each, place in self._places.items() if each < step}
-        start = max((end for _, end in self._places.values()), default=0)
+        last = self._last_before(step)
         # Without the time of writing, so that the same samples have the same bytes.
         content = gzip.compress(b"".join(group.as_json() for group in groups), mtime=0)
         with as_output_error(self._path, "file"), open_to_append(self._path) as file:
-            file.truncate(start)
+            file.truncate(last.end)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        self._places[step] = start, start + len(content)
+        digest = last.digest.copy()
+        digest.update(content)
+        self._places[step] = _Place(last.end, last.end + len(content), digest)
+
+
+def _written(checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+    return {} if checkpoint is None else get_mapping(checkpoint.metadata, WRITTEN_SAMPLES)
+
+
+def _pieces(file: io.BufferedReader, size: int) -> Iterator[bytes]:
+    """Yield the next bytes of a file."""
+    while size and (piece := file.read(min(size, _PIECE))):
+        yield piece
+        size -= len(piece)
 
 
 def copy_samples(source: Path, copy: Path, last_step: int) -> None:
     """Copy the samples up to a step. Raises OutputError, OSError, or ValueError."""
     with open_regular(source, links=False) as file:
-        kept = [content for _, _, content in read_members(file) if step_of(content) <= last_step]
-    write_file(copy, [gzip.compress(content, mtime=0) for content in kept])
+        end = max((end for step, _, end in places_in(file) if step <= last_step), default=0)
+        file.seek(0)
+        write_file(copy, _pieces(file, end))

@@ -22,6 +22,7 @@ from mlxtune.core.evaluation.interval import Floats
 from mlxtune.core.evaluation.matching import count_exact
 from mlxtune.core.evaluation.outcome import EXACT, Evaluation, Generated, Sample, Unrewarded
 from mlxtune.core.evaluation.verdict import JudgedRows, RowRewards, evaluate_rewards
+from mlxtune.core.files.remembered import is_own
 from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
 from mlxtune.core.run.checkpoint import RECORDS
 from mlxtune.core.run.run_folder import INITIAL, SAMPLED, ResumePoint
@@ -106,7 +107,7 @@ class RewardSession:
             self._ends,
             self._prompts,
             self._scorer,
-            SampleRecords(config.checkpoint_path / SAMPLED, resumed=session.resume is not None),
+            _records(session),
             session.console.warn,
             session.workers,
         )
@@ -202,6 +203,23 @@ class RewardSession:
             against=before.greedy[index] if against else None,
             against_right=_as_bool(before.exact[index]) if against else None,
         )
+
+
+def _records(session: RunSession) -> SampleRecords:
+    """Open the record of a run's samples.
+
+    In another user's run, samples that no checkpoint vouches for are drawn again.
+    """
+    folder, resume = session.config.checkpoint_path, session.resume
+    if resume is None:
+        return SampleRecords(folder / SAMPLED, resumed=False)
+    checkpoint = resume.checkpoint
+    return SampleRecords(
+        folder / SAMPLED,
+        checkpoint=checkpoint,
+        until=None if is_own(folder) else checkpoint.step,
+        on_problem=session.console.warn,
+    )
 
 
 def _means(groups: Sequence[Sequence[Reward]], name: str) -> Floats:

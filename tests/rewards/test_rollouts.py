@@ -131,6 +131,7 @@ class Made:
 
 def made(path: Path, workers: Workers = SINGLE_PROCESS, **options: Any) -> Made:
     policy, scorer, problems = FakePolicy(), FakeScorer(), list[str]()
+    options = {"reward": ("length",), "max_new_tokens": SIZE, **options}
     config = RewardedConfig(group_size=SIZE, **options)
     rollouts = Rollouts(
         *(config, 42, policy, frozenset({END}), prompts(), scorer),

@@ -116,5 +116,5 @@ def test_rollout_of_another_adapter_replaces_the_later_ones(path: Path) -> None:
 )
 def test_damaged_file_is_an_error(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    with pytest.raises(OutputError, match=r"samples.jsonl.gz .*start over with --overwrite"):
+    with pytest.raises(OutputError, match=r"samples.jsonl.gz .*move it away to train on"):
         SampleRecords(path)

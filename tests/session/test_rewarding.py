@@ -180,7 +180,7 @@ def test_run_that_died_after_sampling_reads_the_samples(
 ) -> None:
     whole, died = tmp_path / "whole", tmp_path / "died"
     train(config(folder, whole, save_steps=1))
-    real = rollouts._step_metrics
+    real = rollouts.step_metrics
 
     class Death(BaseException):
         pass
@@ -191,7 +191,7 @@ def test_run_that_died_after_sampling_reads_the_samples(
         return real(groups)
 
     with monkeypatch.context() as patched:
-        patched.setattr(rollouts, "_step_metrics", dying)
+        patched.setattr(rollouts, "step_metrics", dying)
         with pytest.raises(Death):
             train(config(folder, died, save_steps=1))
     samples = died / "checkpoints" / SAMPLED

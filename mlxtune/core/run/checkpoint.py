@@ -40,6 +40,8 @@ MANIFEST = "manifest.json"
 BEST = "best"
 # The metadata entry with the SHA-256 of the files that the run wrote before its first step.
 RECORDS = "records"
+# The metadata entry of the size and the SHA-256 of the record of samples up to the checkpoint.
+WRITTEN_SAMPLES = "samples"
 # The version of this layout; checkpoints of other versions are rejected.
 FORMAT = 1
 _NUMBERED = re.compile("(epoch|step)-[0-9]+")

@@ -18,6 +18,7 @@ from mlxtune.core.run.checkpoint import (
     OPTIMIZER,
     PARAMETERS,
     RECORDS,
+    WRITTEN_SAMPLES,
     Checkpoint,
 )
 from mlxtune.core.run.checkpoint_checks import difference, named
@@ -29,7 +30,7 @@ from mlxtune.core.run.stored_run import get_mapping, read_evaluation, read_ledge
 # Parts of the records that the machine, the place or later options decide.
 _OF_METADATA = (
     *(*MEASURED, "total_time_ms", "versions", "working_directory", "workers", "extensions"),
-    *("config", RECORDS, "quantized_compute"),
+    *("config", RECORDS, WRITTEN_SAMPLES, "quantized_compute"),
 )
 _OF_RESULT = ("total_time_ms", "peak_memory", "adapter", "sha256", EVALUATION_HASH)
 _OF_ABOUT = ("model", "lora", "template", "lengths", "data_hash", "validation_hash")

@@ -159,6 +159,9 @@ class StepSource(Protocol):
     def describe(self) -> Mapping[str, str]:
         """Return hashes of what decides the examples besides rows, for checkpoints' metadata."""
 
+    def written(self, step: int) -> Mapping[str, Any]:
+        """Return facts on what the source has recorded up to a step, for its checkpoint."""
+
     def examples_of(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
         """Return the examples of a step's rows, the same ones whenever it is asked.
 
@@ -180,6 +183,9 @@ class RowSource:
         self._pipeline = pipeline
 
     def describe(self) -> Mapping[str, str]:
+        return {}
+
+    def written(self, step: int) -> Mapping[str, Any]:
         return {}
 
     def examples_of(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:

@@ -36,7 +36,7 @@ class RunRecorder:
     """Adds records to the `progress` of a run, and writes metrics.jsonl and checkpoints.
 
     `schedule` returns the learning rate of a step. `metadata` has the entries of each checkpoint's
-    metadata that are known before the run starts.
+    metadata that are known before the run starts, and `written` returns the entries of a step.
     """
 
     pipeline: Pipeline
@@ -47,6 +47,7 @@ class RunRecorder:
     total_steps: int
     schedule: Callable[[int], float]
     metadata: Mapping[str, Any]
+    written: Callable[[int], Mapping[str, Any]]
 
     def __post_init__(self) -> None:
         self._folder = Path(self.config.checkpoint_dir)
@@ -183,6 +184,7 @@ class RunRecorder:
             "best_val_loss": best.val_loss if best else None,
             **self.pipeline.describe(),
             **self.metadata,
+            **self.written(progress.step),
             **self._file_hashes,
             **self._extensions,
         }

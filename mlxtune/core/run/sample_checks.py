@@ -1,0 +1,269 @@
+"""Checks the record of samples against a run's options, steps, rows and checkpoints.
+
+What follows from the samples is computed again: advantages, weighted sums and metrics of steps.
+"""
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from mlxtune.config.objective_config import RewardedConfig, weight_of
+from mlxtune.core.files.reading import open_regular
+from mlxtune.core.files.typed_json import from_json
+from mlxtune.core.formatting import pluralize
+from mlxtune.core.objectives.policy import MAX_REWARD, advantages_of
+from mlxtune.core.run.checkpoint import METRICS, WRITTEN_SAMPLES, Checkpoint
+from mlxtune.core.run.metrics import StepRecord
+from mlxtune.core.run.progress import Progress
+from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_in, read_members
+from mlxtune.core.run.stored_run import get_mapping, whole
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+_MAX_TOKEN = 2**31
+# Rounding may make a log-probability larger than 0.
+_MAX_LOGP = 1e-3
+_PRECISION = 1e-9
+_PIECE = 2**20
+
+
+# Metrics
+
+
+def without_gradient(group: GroupRecord) -> bool:
+    """Return whether all rewards of a group are equal or missing."""
+    return all(sample.advantage == 0 for sample in group.samples)
+
+
+def step_metrics(groups: Sequence[GroupRecord]) -> dict[str, float]:
+    """Return the metrics of a step that its samples alone decide."""
+    without = list(map(without_gradient, groups))
+    samples = [sample for group in groups for sample in group.samples]
+    return {**sample_metrics(samples), "frac_reward_zero_std": fmean(without)}
+
+
+def sample_metrics(samples: Sequence[SampleRecord]) -> dict[str, float]:
+    """Return TRL's metrics of samples, and the fraction of samples without a reward."""
+    totals = [sample.reward for sample in samples if sample.reward is not None]
+    values = {f"rewards/{name}": [s.rewards[name] for s in samples] for name in samples[0].rewards}
+    metrics = {}
+    for name, each in values.items():
+        if numbers := [value for value in each if value is not None]:
+            metrics[f"{name}/mean"], metrics[f"{name}/std"] = fmean(numbers), _deviation(numbers)
+    if totals:
+        metrics |= {"reward": fmean(totals), "reward_std": _deviation(totals)}
+    return metrics | {
+        "completions/mean_length": fmean(len(sample.tokens) for sample in samples),
+        "completions/clipped_ratio": fmean(not sample.finished for sample in samples),
+        "completions/without_reward": 1 - len(totals) / len(samples),
+    }
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+# The samples of one step
+
+
+def check_rollout(groups: Sequence[GroupRecord], config: RewardedConfig, seed: int) -> None:
+    """Compare the samples of a step with the options, and compute their advantages again.
+
+    Raises ValueError, which names the row, for the first contradiction.
+    """
+    if not groups:
+        raise ValueError("has no samples")
+    step, adapter, uses = groups[0].step, groups[0].adapter, dict[str, int]()
+    for group in groups:
+        found = (group.step, group.adapter, group.seed, group.use)
+        if found != (step, adapter, seed, uses.setdefault(group.row, 0)):
+            raise ValueError(f"{group.row} has another step, adapter, seed or use than expected")
+        uses[group.row] += 1
+        if len(group.samples) != config.group_size or not group.prompt_tokens:
+            raise ValueError(f"{group.row} has no prompt, or not {config.group_size} samples")
+    rewards = [[sample.reward for sample in group.samples] for group in groups]
+    weights = list(map(weight_of, config.reward))
+    advantages = advantages_of(rewards, config.scale_rewards)
+    for group, expected in zip(groups, advantages, strict=True):
+        for sample, advantage in zip(group.samples, expected, strict=True):
+            try:
+                _check_sample(sample, config, weights)
+                if not _is_close(sample.advantage, advantage):
+                    raise ValueError(
+                        f"has advantage {sample.advantage:g}, but its rewards give {advantage:g}"
+                    )
+            except ValueError as problem:
+                raise ValueError(f"a sample for {group.row} {problem}") from None
+
+
+def _check_sample(sample: SampleRecord, config: RewardedConfig, weights: Sequence[float]) -> None:
+    count, most = len(sample.tokens), config.max_new_tokens
+    if not (0 < count <= most) or (count < most and not sample.finished):
+        raise ValueError(f"has {pluralize(count, 'token')}, of at most {most:,}")
+    if max(sample.tokens) >= _MAX_TOKEN:
+        raise ValueError(f"has the token {max(sample.tokens)}")
+    # Later updates and the divergence need log-probabilities where there is a gradient.
+    masked = sample.reward is None or (config.mask_truncated and not sample.finished)
+    trained = not masked and bool(sample.advantage or config.kl)
+    for name, logps, needed in (
+        ("log-probabilities", sample.logps, True),
+        ("earlier log-probabilities", sample.old_logps, trained and config.updates > 1),
+        ("reference's log-probabilities", sample.reference_logps, trained and config.kl > 0),
+    ):
+        if len(logps or ()) != count * needed:
+            raise ValueError(f"has {len(logps or ())} {name} of {pluralize(count, 'token')}")
+        if max(logps or (), default=0.0) > _MAX_LOGP:
+            raise ValueError(f"has {name} above 0")
+    _check_sum(sample, weights)
+
+
+def _check_sum(sample: SampleRecord, weights: Sequence[float]) -> None:
+    values = list(sample.rewards.values())
+    if len(values) != len(weights):
+        raise ValueError(f"has {pluralize(len(values), 'reward')}, but the run {len(weights)}")
+    if any(value is None for value in values):
+        total = None
+    else:
+        total = sum(weight * (value or 0.0) for weight, value in zip(weights, values, strict=True))
+        total = total if abs(total) <= MAX_REWARD else None
+    same = sample.reward == total or (
+        sample.reward is not None and total is not None and _is_close(sample.reward, total)
+    )
+    if not same:
+        raise ValueError(f"has reward {sample.reward}, but its weighted sum is {total}")
+    if (sample.reward is None) != bool(sample.problems):
+        raise ValueError("has a reward and a problem, or neither")
+
+
+def _is_close(value: float, expected: float) -> bool:
+    return math.isclose(value, expected, rel_tol=_PRECISION, abs_tol=_PRECISION)
+
+
+# The whole record
+
+
+def check_samples(
+    path: Path,
+    options: Mapping[str, Any],
+    good: Sequence[Checkpoint],
+    progress: Progress | None,
+    files: Sequence[str],
+    *,
+    finished: bool,
+) -> str:
+    """Compare the record of a run with the checkpoints' hashes, with its steps and its data files.
+
+    Returns its size in words. Raises OSError, or ValueError for the first contradiction.
+    """
+    for checkpoint in good:
+        _check_hash(path, checkpoint)
+    config = rewarded_config(options)
+    expected = None if progress is None else _expected(progress, config.updates)
+    groups, steps, end, last = 0, list[int](), 0, 0
+    with open_regular(path, links=False) as file:
+        size = os.fstat(file.fileno()).st_size
+        for _, end, content in read_members(file):  # noqa: B007
+            own = groups_in(content)
+            groups += len(own)
+            step = own[0].step if own else 0
+            try:
+                check_rollout(own, config, whole(options, "seed") or 0)
+                _check_places(own, files)
+                if step <= last:
+                    raise ValueError(f"comes after step {last}")
+                if expected is not None:
+                    is_next = not finished and progress is not None and step == progress.step + 1
+                    _check_steps(own, expected.get(step), is_next=is_next)
+            except ValueError as problem:
+                raise ValueError(f"step {step}: {problem}") from None
+            steps.append(step)
+            last = step
+    if finished and end < size:
+        raise ValueError(f"has {pluralize(size - end, 'byte')} behind its last step")
+    if expected is not None and (missing := sorted(expected.keys() - set(steps))):
+        raise ValueError(f"lacks the samples of step {missing[0]}")
+    return f"{groups * config.group_size:,} samples of {pluralize(groups, 'prompt')}"
+
+
+def rewarded_config(options: Mapping[str, Any]) -> RewardedConfig:
+    """Return the options of rewards from a run's options. Raises ValueError."""
+    names = [field.name for field in fields(RewardedConfig) if field.name in options]
+    config: RewardedConfig = from_json(RewardedConfig, {name: options[name] for name in names})
+    return config
+
+
+def _check_hash(path: Path, checkpoint: Checkpoint) -> None:
+    """Compare the start of the record with its hash in a checkpoint."""
+    expected = get_mapping(checkpoint.metadata, WRITTEN_SAMPLES)
+    size, name = whole(expected, "bytes"), checkpoint.folder.name
+    if size is None or "sha256" not in expected:
+        raise ValueError(f"cannot be confirmed: {name} lacks its hash")
+    if start_hash(path, size) != expected["sha256"]:
+        raise ValueError(
+            f"has changed: the hash of the samples up to step {checkpoint.step} is not that in "
+            f"{name}"
+        )
+
+
+def start_hash(path: Path, size: int) -> str | None:
+    """Return the SHA-256 of a file's first bytes; None if it has fewer. Raises OSError."""
+    digest = hashlib.sha256()
+    with open_regular(path, links=False) as file:
+        while size and (piece := file.read(min(size, _PIECE))):
+            digest.update(piece)
+            size -= len(piece)
+    return None if size else digest.hexdigest()
+
+
+def _expected(progress: Progress, updates: int) -> dict[int, list[StepRecord]]:
+    """Return the records by the first step on the same samples; a skipped step has no record."""
+    expected: dict[int, list[StepRecord]] = {
+        number: [] for number in range(1, progress.step + 1, updates)
+    }
+    for record in progress.steps:
+        expected[(record.step - 1) // updates * updates + 1].append(record)
+    return expected
+
+
+def _check_places(groups: Sequence[GroupRecord], files: Sequence[str]) -> None:
+    if not _HASH.fullmatch(groups[0].adapter):
+        raise ValueError("has no hash of the adapter that sampled")
+    for group in groups:
+        if files and not group.row.startswith(
+            tuple(f"{each}{mark}" for each in files for mark in ":[")
+        ):
+            raise ValueError(f"{group.row} is in no file of the run")
+
+
+def _check_steps(
+    groups: Sequence[GroupRecord], records: Sequence[StepRecord] | None, *, is_next: bool
+) -> None:
+    """Compare samples with the records of their steps: their rows, and their metrics by name.
+
+    An unfinished run may have the samples of its next step.
+    """
+    if records is None:
+        if not is_next:
+            raise ValueError(f"is no step of {METRICS}")
+        return
+    metrics = step_metrics(groups)
+    for record in records:
+        for name, own, other in _values(groups, metrics, record):
+            if other is None or not _is_close(own, other):
+                raise ValueError(f"has {name} {own:.6g}, but {METRICS} has {other}")
+
+
+def _values(
+    groups: Sequence[GroupRecord], metrics: Mapping[str, float], record: StepRecord
+) -> Iterator[tuple[str, float, float | None]]:
+    """Yield the name of each value that both have, the value of the samples and of the step."""
+    yield "rows", len(groups), record.rows
+    for name, value in metrics.items():
+        yield name, value, record.metrics.get(name)
