@@ -290,6 +290,12 @@ COMMANDS: tuple[click.Command, ...] = (
         _RUN,
         _flag("--replay", "Train again from the first checkpoint, and compare the results."),
         _MOVED_MODEL,
+        _option(
+            "--reward",
+            "With --replay: reward of a run that another user made; may be repeated.",
+            multiple=True,
+            metavar="REWARD",
+        ),
         _JSON,
     ),
     _command(

@@ -1,6 +1,6 @@
 """`mlxtune verify`: checks a run's files and adapters, and can replay its training."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,12 +57,15 @@ from mlxtune.views.output import print_json, print_line
 _NOT_CHECKED = "times, memory, versions and device, and the page"
 
 
-def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Verification:
+def verify(
+    run: str | Path, *, replay: bool = False, model_path: str = "", reward: Sequence[str] = ()
+) -> Verification:
     """Check a run's files, its records, and its adapters against the base model.
 
     With `replay`, also retrain from the first checkpoint (from the start if there is only one) to
     the end of a finished run, or else to the newest checkpoint, judge a finished run again, and
-    compare the results. `model_path` is the current folder of the base model.
+    compare the results. `model_path` is the current folder of the base model, and `reward` has the
+    rewards of another user's run, which are code, for its replay.
 
     Raises OutputError if there is no such run. Problems in the run are returned, not raised.
     """
@@ -70,22 +73,32 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
     result, good = verify_files(folder)
     if not good:
         return result
-    try:
-        overrides = {"model_path": model_path} if model_path else {}
-        # Only a replay reads the data, and runs rewards.
-        names = ["model_path", *(["data", "val_data", "reward"] if replay else [])]
-        check_asked_again(folder, good[0], overrides, names)
+    overrides: dict[str, Any] = {"model_path": model_path} if model_path else {}
+    overrides |= {"reward": tuple(reward)} if reward else {}
+    config: TrainConfig | None = None
+    with _adding_errors(result, "model"):
+        check_asked_again(folder, good[0], overrides, ["model_path"])
         config = run_config(folder, good[0], overrides)
         _verify_model(result, config, good)
-        if replay:
+    if replay and config is not None:
+        with _adding_errors(result, "replay"):
+            # Only a replay reads the data, and runs rewards.
+            check_asked_again(folder, good[0], overrides, ["data", "val_data", "reward"])
             _replay(result, config, good)
+    return result
+
+
+@contextmanager
+def _adding_errors(result: Verification, name: str) -> Iterator[None]:
+    """Add an error as a check that fails."""
+    try:
+        yield
     except DataError as problem:
         # Drop advice on options such as --data, which `verify` does not have.
         text, advised, _ = problem.with_flags.partition(": check --")
         result.add("data", f"{text}: bring it back" if advised else text, "")
     except MlxTuneError as problem:
-        result.add("model", str(problem), "")
-    return result
+        result.add(name, str(problem), "")
 
 
 def _compare_samples(result: Verification, run: Path, again: Path, replay: "_Replay") -> None:
@@ -106,9 +119,11 @@ def _compare_samples(result: Verification, run: Path, again: Path, replay: "_Rep
     result.add("samples", problem, f"those of {pluralize(len(own), 'prompt')} drawn again")
 
 
-def show(run: str, *, replay: bool, model_path: str, as_json: bool) -> bool:
+def show(
+    run: str, *, replay: bool, model_path: str, reward: tuple[str, ...], as_json: bool
+) -> bool:
     """Print each check as a line, or all as JSON. Return whether all passed."""
-    result = verify(run, replay=replay, model_path=model_path)
+    result = verify(run, replay=replay, model_path=model_path, reward=reward)
     if as_json:
         print_json(result.as_dict())
         return result.ok

@@ -281,7 +281,10 @@ def test_strangers_rewards_run_only_if_given_again(folder: Path, tmp_path: Path)
         resume(received, quiet=True)
     asked = "".join(f" --reward {shlex.quote(each)}" for each in rewards)
     assert str(refused.value).endswith(f"if you want them:{asked}")
-    assert "--reward" in str([each for each in verify(received, replay=True).checks if not each.ok])
+    found = verify(received, replay=True)
+    assert [each.name for each in found.checks if not each.ok] == ["replay"]
+    assert "--reward" in found.checks[-1].detail
+    assert "base model" in [each.name for each in found.checks]
     assert not (tmp_path / "ran").exists()
     # The same code may be elsewhere on this machine.
     file.unlink()
@@ -290,7 +293,9 @@ def test_strangers_rewards_run_only_if_given_again(folder: Path, tmp_path: Path)
     (tmp_path / "sent.py").rename(file)
     with pytest.raises(DataError, match="--reward: the rewards differ"):
         resume(received, quiet=True, reward=(f"{file}:reward=3", rewards[1]))
-    assert resume(received, quiet=True, reward=(f"{file}:reward=2", rewards[1])).adapter
+    given = (f"{file}:reward=2", rewards[1])
+    assert resume(received, quiet=True, reward=given).adapter
+    assert verify(received, replay=True, reward=given).ok
 
 
 def test_own_rewards_are_found_from_another_folder(
