@@ -1,5 +1,6 @@
 """`mlxtune verify`: checks a run's files and adapters, and can replay its training."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig, as_path, user_cache
+from mlxtune.config.objective_config import is_rewarded
 from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.reading import file_hash, read_own
 from mlxtune.core.files.scratch import scratch_folder
@@ -36,7 +38,7 @@ from mlxtune.core.run.replay_checks import (
     up_to,
 )
 from mlxtune.core.run.run_folder import REFERENCE, SAMPLED, ResumePoint
-from mlxtune.core.run.stored_run import run_folder_at
+from mlxtune.core.run.stored_run import get_mapping, run_folder_at
 from mlxtune.core.run.verification import Verification, verify_files
 from mlxtune.core.training.schedule import make_schedule
 from mlxtune.errors import (
@@ -73,6 +75,9 @@ def verify(
     result, good = verify_files(folder)
     if not good:
         return result
+    rewarded = is_rewarded(get_mapping(good[0].metadata, "config").get("objective"))
+    if rewarded or os.path.lexists(folder / SAMPLED):
+        result.attempt(SAMPLED, partial(_check_samples, result, folder, good))
     overrides: dict[str, Any] = {"model_path": model_path} if model_path else {}
     overrides |= {"reward": tuple(reward)} if reward else {}
     config: TrainConfig | None = None
@@ -99,6 +104,13 @@ def _adding_errors(result: Verification, name: str) -> Iterator[None]:
         result.add("data", f"{text}: bring it back" if advised else text, "")
     except MlxTuneError as problem:
         result.add(name, str(problem), "")
+
+
+def _check_samples(result: Verification, run: Path, good: list[Checkpoint]) -> str:
+    # Only runs that learn from rewards have samples, and import the rewards.
+    from mlxtune.rewards.sample_checks import check_samples
+
+    return check_samples(run, good, finished=result.finished)
 
 
 def _compare_samples(result: Verification, run: Path, again: Path, replay: "_Replay") -> None:

@@ -30,14 +30,14 @@ def is_rewarded(objective: object) -> bool:
     return objective in REWARDED
 
 
-def split_weight(reward: str) -> tuple[str, float]:
+def parse_weight(reward: str) -> tuple[str, float]:
     """Return a reward without its weight, and the weight: the number after the last `=`, or 1."""
     named, equals, number = reward.rpartition("=")
     return (named, float(number)) if equals and _WEIGHT.fullmatch(number) else (reward, 1.0)
 
 
-def weight_of(reward: str) -> float:
-    return split_weight(reward)[1]
+def reward_weight(reward: str) -> float:
+    return parse_weight(reward)[1]
 
 
 def default_rate(objective: object) -> float:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 
 from mlxtune.config.fields import as_path
 from mlxtune.config.limits import CODE, CONFIG, RECORD, Limits, check_pattern, parse_json
-from mlxtune.config.objective_config import split_weight
+from mlxtune.config.objective_config import parse_weight
 from mlxtune.core.evaluation.matching import canonical
 from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.machine.installation import installs_extra
@@ -85,7 +85,7 @@ class RewardSpec:
 
     @classmethod
     def _parse(cls, text: str) -> Self:
-        text, weight = split_weight(text)
+        text, weight = parse_weight(text)
         if not math.isfinite(weight):
             raise ValueError(f"has the weight {weight}: give a finite number")
         if text.startswith("regex="):

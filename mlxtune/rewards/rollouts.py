@@ -30,15 +30,15 @@ from mlxtune.core.objectives.policy import (
 )
 from mlxtune.core.run.checkpoint import WRITTEN_SAMPLES
 from mlxtune.core.run.metrics import FileLoss, InstructBatchResult
-from mlxtune.core.run.sample_checks import (
+from mlxtune.core.run.sampled_answers import PARTIAL_CREDIT, GroupRecord, SampleRecord, groups_in
+from mlxtune.core.training.pipeline import OnProgress, Step, StepData
+from mlxtune.errors import NonFiniteLossError, OutputError
+from mlxtune.rewards.sample_checks import (
     check_rollout,
     sample_metrics,
     step_metrics,
     without_gradient,
 )
-from mlxtune.core.run.sampled_answers import PARTIAL_CREDIT, GroupRecord, SampleRecord, groups_in
-from mlxtune.core.training.pipeline import OnProgress, Step, StepData
-from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.samples import SampleRecords
 from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, unrewarded_text, with_remedy
 

@@ -64,21 +64,21 @@ class SampleRecords:
 
     def _find(self, file: io.BufferedReader, needed: Any) -> dict[int, _Place]:
         """Find the rollouts; a damaged end, behind the `needed` bytes if known, is left out."""
-        found, problem = list[tuple[int, int, int]](), None
+        rollouts, problem = list[tuple[int, int, int]](), None
         try:
-            found.extend(places_in(file))
+            rollouts.extend(places_in(file))
         except ValueError as error:
             problem = error
-        end = max((end for _, _, end in found), default=0)
+        end = max((end for _, _, end in rollouts), default=0)
         if problem is not None:
-            if not found or (isinstance(needed, int) and end < needed):
+            if not rollouts or (isinstance(needed, int) and end < needed):
                 raise self._damaged(problem) from problem
             self._on_problem(
-                f"{self._path} {problem} behind step {found[-1][0]}: the rest is replaced"
+                f"{self._path} {problem} behind step {rollouts[-1][0]}: the rest is replaced"
             )
         places, digest = dict[int, _Place](), sha256()
         file.seek(0)
-        for step, start, end in found:
+        for step, start, end in rollouts:
             for piece in _pieces(file, end - start):
                 digest.update(piece)
             places[step] = _Place(start, end, digest.copy())

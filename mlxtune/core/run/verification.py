@@ -1,14 +1,13 @@
 """Checks of a run that need only its files."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.objective_config import is_rewarded
 from mlxtune.core.files.ours import is_ours
 from mlxtune.core.files.reading import read_json, read_own
 from mlxtune.core.files.remembered import MARK
@@ -33,11 +32,9 @@ from mlxtune.core.run.run_folder import (
     LEDGER,
     REFERENCE,
     RESULT,
-    SAMPLED,
     TRAINED_ROWS,
 )
-from mlxtune.core.run.sample_checks import check_samples
-from mlxtune.core.run.stored_run import get_mapping, read_ledgers
+from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.run.trained_rows import check_trained_rows
 
 
@@ -117,26 +114,8 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
     options = get_mapping(good[0].metadata, "config") if good else {}
     if os.path.lexists(run / REFERENCE) or options.get("objective") in ("dpo", "kto"):
         verification.attempt(REFERENCE, partial(check_references, run / REFERENCE))
-    if os.path.lexists(run / SAMPLED) or is_rewarded(options.get("objective")):
-        verification.attempt(
-            SAMPLED, partial(_check_samples, run, options, good, progress, finished=finished)
-        )
     _verify_evaluation(verification, run, progress, options)
     return verification, good
-
-
-def _check_samples(
-    run: Path,
-    options: Mapping[str, Any],
-    good: Sequence[Checkpoint],
-    progress: Progress | None,
-    *,
-    finished: bool,
-) -> str:
-    files: list[str] = []
-    with suppress(OSError, ValueError):  # another check reports the error
-        files = [ledger.path for ledger in read_ledgers(run / LEDGER)]
-    return check_samples(run / SAMPLED, options, good, progress, files, finished=finished)
 
 
 def _verify_evaluation(

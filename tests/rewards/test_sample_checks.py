@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from mlxtune import TrainingInterrupted, resume, train
+from mlxtune.commands.verify import verify
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.remembered import mark
 from mlxtune.core.run.checkpoint import MANIFEST, METADATA, WRITTEN_SAMPLES
 from mlxtune.core.run.run_folder import SAMPLED
 from mlxtune.core.run.sampled_answers import read_members
-from mlxtune.core.run.verification import verify_files
 from mlxtune.errors import OutputError
 from tests.session.test_rewarding import config, folder, result_of
 
@@ -117,7 +117,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 def problem_of(run: Path) -> str:
     """Return what the check of samples finds; other checks must pass."""
-    checks = [each for each in verify_files(run)[0].checks if not each.ok]
+    checks = [each for each in verify(run).checks if not each.ok]
     assert [each.name for each in checks] in ([], [SAMPLED])
     return checks[0].detail if checks else ""
 

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
@@ -15,16 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.config.objective_config import RewardedConfig, weight_of
-from mlxtune.core.files.reading import open_regular
+from mlxtune.config.objective_config import RewardedConfig, reward_weight
+from mlxtune.core.data.ledger import Ledger
+from mlxtune.core.files.reading import open_regular, read_own
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.formatting import pluralize
 from mlxtune.core.objectives.policy import MAX_REWARD, advantages_of
 from mlxtune.core.run.checkpoint import METRICS, WRITTEN_SAMPLES, Checkpoint
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.run.progress import Progress
+from mlxtune.core.run.run_folder import LEDGER, SAMPLED
 from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_in, read_members
-from mlxtune.core.run.stored_run import get_mapping, whole
+from mlxtune.core.run.stored_run import get_mapping, read_ledgers, whole
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _MAX_TOKEN = 2**31
@@ -82,14 +85,14 @@ def check_rollout(groups: Sequence[GroupRecord], config: RewardedConfig, seed: i
         raise ValueError("has no samples")
     step, adapter, uses = groups[0].step, groups[0].adapter, dict[str, int]()
     for group in groups:
-        found = (group.step, group.adapter, group.seed, group.use)
-        if found != (step, adapter, seed, uses.setdefault(group.row, 0)):
+        facts = (group.step, group.adapter, group.seed, group.use)
+        if facts != (step, adapter, seed, uses.setdefault(group.row, 0)):
             raise ValueError(f"{group.row} has another step, adapter, seed or use than expected")
         uses[group.row] += 1
         if len(group.samples) != config.group_size or not group.prompt_tokens:
             raise ValueError(f"{group.row} has no prompt, or not {config.group_size} samples")
     rewards = [[sample.reward for sample in group.samples] for group in groups]
-    weights = list(map(weight_of, config.reward))
+    weights = list(map(reward_weight, config.reward))
     advantages = advantages_of(rewards, config.scale_rewards)
     for group, expected in zip(groups, advantages, strict=True):
         for sample, advantage in zip(group.samples, expected, strict=True):
@@ -149,46 +152,41 @@ def _is_close(value: float, expected: float) -> bool:
 # The whole record
 
 
-def check_samples(
-    path: Path,
-    options: Mapping[str, Any],
-    good: Sequence[Checkpoint],
-    progress: Progress | None,
-    files: Sequence[str],
-    *,
-    finished: bool,
-) -> str:
+def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> str:
     """Compare the record of a run with the checkpoints' hashes, with its steps and its data files.
 
-    Returns its size in words. Raises OSError, or ValueError for the first contradiction.
+    `good` are the intact checkpoints, the newest first. Returns the record's size in words. Raises
+    OSError, or ValueError for the first contradiction.
     """
+    path, options = run / SAMPLED, get_mapping(good[0].metadata, "config")
     for checkpoint in good:
         _check_hash(path, checkpoint)
-    config = rewarded_config(options)
-    expected = None if progress is None else _expected(progress, config.updates)
-    groups, steps, end, last = 0, list[int](), 0, 0
+    progress, ledgers = Progress(), list[Ledger]()
+    with suppress(OSError, ValueError):  # other checks report the error
+        progress = Progress.from_jsonl(read_own(run / METRICS))
+        ledgers = read_ledgers(run / LEDGER)
+    config, seed = rewarded_config(options), whole(options, "seed") or 0
+    expected, last, end, groups = _expected(progress, config.updates), 0, 0, 0
     with open_regular(path, links=False) as file:
         size = os.fstat(file.fileno()).st_size
         for _, end, content in read_members(file):  # noqa: B007
             own = groups_in(content)
-            groups += len(own)
             step = own[0].step if own else 0
             try:
-                check_rollout(own, config, whole(options, "seed") or 0)
-                _check_places(own, files)
+                check_rollout(own, config, seed)
+                _check_places(own, [ledger.path for ledger in ledgers])
                 if step <= last:
                     raise ValueError(f"comes after step {last}")
-                if expected is not None:
-                    is_next = not finished and progress is not None and step == progress.step + 1
-                    _check_steps(own, expected.get(step), is_next=is_next)
+                # An unfinished run may have the samples of its next step.
+                if finished or step != progress.step + 1:
+                    _check_steps(own, expected.pop(step, None))
             except ValueError as problem:
                 raise ValueError(f"step {step}: {problem}") from None
-            steps.append(step)
-            last = step
+            last, groups = step, groups + len(own)
     if finished and end < size:
         raise ValueError(f"has {pluralize(size - end, 'byte')} behind its last step")
-    if expected is not None and (missing := sorted(expected.keys() - set(steps))):
-        raise ValueError(f"lacks the samples of step {missing[0]}")
+    if expected:
+        raise ValueError(f"lacks the samples of step {min(expected)}")
     return f"{groups * config.group_size:,} samples of {pluralize(groups, 'prompt')}"
 
 
@@ -242,17 +240,10 @@ def _check_places(groups: Sequence[GroupRecord], files: Sequence[str]) -> None:
             raise ValueError(f"{group.row} is in no file of the run")
 
 
-def _check_steps(
-    groups: Sequence[GroupRecord], records: Sequence[StepRecord] | None, *, is_next: bool
-) -> None:
-    """Compare samples with the records of their steps: their rows, and their metrics by name.
-
-    An unfinished run may have the samples of its next step.
-    """
+def _check_steps(groups: Sequence[GroupRecord], records: Sequence[StepRecord] | None) -> None:
+    """Compare samples with the records of their steps: their rows, and their metrics by name."""
     if records is None:
-        if not is_next:
-            raise ValueError(f"is no step of {METRICS}")
-        return
+        raise ValueError(f"is no step of {METRICS}")
     metrics = step_metrics(groups)
     for record in records:
         for name, own, other in _values(groups, metrics, record):
