@@ -14,9 +14,11 @@ regex=PATTERN          matches anywhere, thinking included; if the pattern has a
                        must also find what it finds in the row's answer
 """
 
+import ast
 import difflib
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +63,7 @@ class RewardSpec:
     `kind` is `function` or the name of a built-in reward. `argument` is what follows the name: the
     name of the function in `file`, a pattern, a tolerance, a schema's file or a length. `content`
     is the text of the Python file or the schema, which is read once, so that all uses agree.
+    `modules` has the path and the text of each module of the file's folder that it imports.
     """
 
     kind: str
@@ -68,6 +71,7 @@ class RewardSpec:
     weight: float = 1.0
     file: Path | None = None
     content: bytes | None = field(default=None, repr=False)
+    modules: tuple[tuple[str, bytes], ...] = field(default=(), repr=False)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -92,7 +96,8 @@ class RewardSpec:
             kind, argument = "regex", text.removeprefix("regex=")
         elif match := _FILE.fullmatch(text):
             file = as_path(match["file"])
-            return cls(FUNCTION, match["function"] or _USUAL, weight, file, _read(file, CODE))
+            content, function = _read(file, CODE), match["function"] or _USUAL
+            return cls(FUNCTION, function, weight, file, content, _modules_beside(file, content))
         else:
             kind, _, argument = text.partition(":")
         if kind not in _BUILT_IN:
@@ -150,6 +155,47 @@ def _read(file: Path, limits: Limits) -> bytes:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or one_line(error)
         raise ConfigError([f"reward {file} cannot be read: {why}: check its path"]) from error
+
+
+def _modules_beside(file: Path, content: bytes) -> tuple[tuple[str, bytes], ...]:
+    """Return the path and the text of the modules in a file's folder that its imports reach.
+
+    Only import statements count, not imports by a computed name. Raises ConfigError.
+    """
+    modules, left = dict[Path, bytes](), [(file, content)]
+    while left:
+        path, source = left.pop()
+        for each in _imports(path, source, file.parent):
+            if each != file and each not in modules and each.is_file():
+                modules[each] = _read(each, CODE)
+                left.append((each, modules[each]))
+    named = ((str(path.relative_to(file.parent)), text) for path, text in modules.items())
+    return tuple(sorted(named))
+
+
+def _imports(path: Path, source: bytes, folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder that the import statements of a file may name."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # importing it fails too
+        return
+    for node in nodes:
+        start, names = folder, list[str]()
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            # A level too many, which importing refuses, ends at the root.
+            start = [folder, path.parent, *path.parent.parents][: node.level + 1][-1]
+            names = [f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            # The installed ones come first.
+            if start == folder and parts[0] in sys.stdlib_module_names:
+                continue
+            for count in range(1, len(parts) + 1):
+                module = start.joinpath(*parts[:count])
+                if module.is_relative_to(folder):
+                    yield from (module.with_name(f"{module.name}.py"), module / "__init__.py")
 
 
 def parse_rewards(texts: Iterable[str]) -> tuple[RewardSpec, ...]:

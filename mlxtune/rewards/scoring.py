@@ -92,9 +92,13 @@ class RewardScorer:
 
     @property
     def hash(self) -> str:
-        """A hash of the rewards, with the content of their files."""
+        """A hash of the rewards, with the content of their files and of the modules beside them."""
         parts = [
-            [spec.name, spec.weight, "" if (content := spec.content) is None else _sha256(content)]
+            [
+                *(spec.name, spec.weight),
+                "" if spec.content is None else _sha256(spec.content),
+                *([path, _sha256(content)] for path, content in spec.modules),
+            ]
             for spec in self.rewards
         ]
         return f"sha256:{_sha256(json.dumps(parts).encode())}"

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mlxtune.errors import ConfigError
 from mlxtune.rewards.functions import NoRewardError, RewardSpec, last_number, parse_rewards
+from mlxtune.rewards.scoring import RewardScorer
 
 
 def reward(spec: str, text: str, answer: str | None = None) -> float:
@@ -345,3 +346,41 @@ def test_unknown_reward_names_a_similar_one(
         RewardSpec.parse(reward)
     asked = "" if meant is None else f" (did you mean {meant}?)"
     assert f"is unknown{asked}: name a FILE.py" in str(raised.value)
+
+
+IMPORTING = """
+import json, direct, os.path
+from package import part
+def reward(prompt, completion, row):
+    from later import value
+    return value
+"""
+
+
+def test_hash_covers_the_modules_that_imports_reach(tmp_path: Path) -> None:
+    file, package = tmp_path / "check.py", tmp_path / "package"
+    package.mkdir()
+    file.write_text(IMPORTING)
+    reached = {
+        "direct.py": "import check, indirect",
+        "indirect.py": "import not_there",
+        "later.py": "value = 1",
+        "package/__init__.py": "",
+        "package/part.py": "from .sibling import x\nfrom .............. import above",
+        "package/sibling.py": "x = 1",
+    }
+    others = {"json.py": "", "unused.py": "", "package/unused.py": "(", "part.py": ""}
+    for name, source in {**reached, **others}.items():
+        (tmp_path / name).write_text(source)
+
+    def current() -> str:
+        return RewardScorer([RewardSpec.parse(str(file))], 1.0).hash
+
+    before = current()
+    assert [name for name, _ in RewardSpec.parse(str(file)).modules] == sorted(reached)
+    for name, source in {**reached, **others}.items():
+        (tmp_path / name).write_text(f"{source}\n# changed")
+        assert (current() != before) == (name in reached), name
+        (tmp_path / name).write_text(source)
+    file.write_text("import (")
+    assert RewardSpec.parse(str(file)).modules == ()
