@@ -202,6 +202,7 @@ class Rollouts:
         self, rows: CorpusRows, step: int, indices: Sequence[int], groups: Sequence[GroupRecord]
     ) -> None:
         """Raise OutputError for samples that this run cannot have drawn for the rows of a step."""
+        names = [spec.name for spec in self._scorer.rewards]
         try:
             check_rollout(groups, self._config, self._seed)
             if (groups[0].step, len(groups)) != (step, len(indices)):
@@ -211,6 +212,8 @@ class Rollouts:
                 if (group.use, group.prompt, group.prompt_tokens) != (use, row.prompt, prompt):
                     raise ValueError(f"{group.row} is not the prompt of {row.place}")
                 for each in group.samples:
+                    if list(each.rewards) != names:
+                        raise ValueError(f"a sample for {group.row} has other rewards")
                     if each.text != self._prompts.text(each):
                         raise ValueError(f"a sample for {group.row} has other tokens than its text")
         except ValueError as problem:

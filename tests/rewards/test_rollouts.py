@@ -22,6 +22,7 @@ from mlxtune.core.objectives.policy import SampledAnswer, SampledExample, Sample
 from mlxtune.core.run.sampled_answers import read_samples
 from mlxtune.core.training.pipeline import Step
 from mlxtune.errors import NonFiniteLossError, OutputError
+from mlxtune.rewards.functions import parse_rewards
 from mlxtune.rewards.rollouts import Prompts, Rollouts
 from mlxtune.rewards.samples import SampleRecords
 from mlxtune.rewards.scoring import Completion, Reward
@@ -73,6 +74,7 @@ class FakeScorer:
     """Rewards the length of an answer, and gives none to a row of the number 3."""
 
     def __init__(self) -> None:
+        self.rewards = parse_rewards(["length"])
         self.scored: list[Completion] = []
         self.equal_row, self.bonus, self.broken = 0, 0.0, False
         self.problem = "no"

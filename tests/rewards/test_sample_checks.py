@@ -55,6 +55,12 @@ def add_step(members: list[Member]) -> None:
         group["step"] = 100
 
 
+def rename_rewards(members: list[Member]) -> None:
+    for group in members[0]:
+        for sample in group["samples"]:
+            sample["rewards"] = {"other": sample["rewards"]["low.reward"]}
+
+
 def move_row(members: list[Member]) -> None:
     members[0][0]["row"] = "elsewhere.jsonl:3"
 
@@ -253,6 +259,7 @@ def test_samples_that_do_not_fit_the_rows_are_an_error(finished: Path, stopped: 
     for edit, problem in (
         (set_in_groups(prompt="forged"), "is not the prompt of"),
         (set_in_groups(prompt_tokens=[5]), "is not the prompt of"),
+        (rename_rewards, "has other rewards"),
         (set_in_samples(text="forged"), "has other tokens than its text"),
         (lambda members: members[0].pop(), "has 1 rows, not 2"),
     ):
