@@ -47,7 +47,8 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
     With `against`, compares the adapter with another one instead; an adapter that learned
     preferences is compared with the adapter that its training started from, if any. With `reward`,
     compares rewards of answers instead of losses. Leaves out rows that an adapter was trained on,
-    if they are known, unless no other rows are left.
+    and with `reward` also rows whose prompts it was trained on, if they are known, unless no other
+    rows are left. Of rows that say the same, only the first counts.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
