@@ -204,8 +204,8 @@ def test_summary_of_rewards_names_no_loss(tmp_path: Path) -> None:
     assert "no reward" not in text and "nothing was learned" not in text
     nothing = dataclasses.replace(view, taught_nothing=True, unrewarded_fraction=0.3)
     lines = list(run_text.summary_lines(nothing, config))
-    assert lines[1] == "30.0% of the sampled answers had no reward"
-    assert lines[2].startswith("all answers to each prompt got the same reward, so nothing")
+    assert lines[2] == "30.0% of the sampled answers had no reward"
+    assert lines[3].startswith("all answers to each prompt got the same reward, so nothing")
     line = run_text.epoch_line(epoch(1, val_loss=-0.5), best=True, objective="grpo")
     assert line.startswith("epoch 1: loss 2.0000, validation reward 0.5000, best so far")
 
