@@ -75,7 +75,7 @@ def test_rewards_and_verdict_are_the_run_s(run: tuple[Path, TrainResult]) -> Non
     assert set(map(str, trained.generated.samples)) < set(map(str, found.generated.samples))
 
 
-@pytest.mark.parametrize("system", ["", "You are a bot."])
+@pytest.mark.parametrize("system", ["", slow("You are a bot.")])
 def test_prompts_that_training_used_are_left_out_under_any_answer(
     run: tuple[Path, TrainResult], tmp_path: Path, system: str
 ) -> None:

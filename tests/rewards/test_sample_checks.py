@@ -215,6 +215,7 @@ def test_damaged_end_is_replaced(
     assert "behind step 2: the rest is replaced" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_damage_before_the_checkpoint_is_an_error_and_its_remedy_works(
     finished: Path, stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +256,7 @@ def test_wrong_samples_of_the_next_step_are_an_error(
     assert str(refused.value).count("\n") == 0
 
 
+@pytest.mark.slow
 def test_samples_that_do_not_fit_the_rows_are_an_error(finished: Path, stopped: Path) -> None:
     for edit, problem in (
         (set_in_groups(prompt="forged"), "is not the prompt of"),

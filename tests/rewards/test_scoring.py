@@ -223,6 +223,7 @@ def test_function_that_hangs_is_ended_and_the_rest_is_scored(
         assert value(reward) == 1
 
 
+@pytest.mark.slow
 def test_rewards_depend_on_neither_order_nor_process(folder: Path, scorer: RewardScorer) -> None:
     names = [*REPEATED, "fine", "changes_folder", "sees_folder", "mutates", "handles_signals"]
     names += ["sees_signals", "raises", "ends", "nan", "closes_streams", "closes_pipes", "fine"]

@@ -128,7 +128,7 @@ def test_every_sample_is_on_record(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"updates": 2, "kl": 0.1}, slow({"grpo_loss": "gspo", "correct": True, "dropout": 0.1})],
+    [slow({"updates": 2, "kl": 0.1}), slow({"grpo_loss": "gspo", "correct": True, "dropout": 0.1})],
 )
 def test_resumed_run_ends_like_an_undisturbed_one(
     folder: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -210,7 +210,7 @@ def test_run_that_died_after_sampling_reads_the_samples(
     assert result_of(died) == result_of(whole)
 
 
-@pytest.mark.parametrize("save_steps", [slow(None), 1])
+@pytest.mark.parametrize("save_steps", [slow(None), slow(1)])
 def test_replay_draws_the_samples_again(
     folder: Path, tmp_path: Path, save_steps: int | None
 ) -> None:
@@ -223,6 +223,7 @@ def test_replay_draws_the_samples_again(
     assert checks["samples"] == f"those of {drawn} prompts drawn again"
 
 
+@pytest.mark.slow
 def test_new_run_replaces_the_samples_of_an_earlier_one(folder: Path, tmp_path: Path) -> None:
     train(config(folder, tmp_path))
     train(config(folder, tmp_path, seed=1, overwrite=True))
@@ -243,7 +244,7 @@ def test_changed_reward_is_refused_on_resume(folder: Path, tmp_path: Path) -> No
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("changed", ["", None], ids=["edited", "deleted"])
+@pytest.mark.parametrize("changed", [slow("", id="edited"), slow(None, id="deleted")])
 def test_files_of_rewards_are_read_once_in_a_run(
     folder: Path, tmp_path: Path, changed: str | None
 ) -> None:
@@ -298,6 +299,7 @@ def test_strangers_rewards_run_only_if_given_again(folder: Path, tmp_path: Path)
     assert verify(received, replay=True, reward=given).ok
 
 
+@pytest.mark.slow
 def test_own_rewards_are_found_from_another_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +348,7 @@ def test_equal_rewards_teach_nothing(folder: Path, tmp_path: Path) -> None:
     assert result.evaluation is not None and result.evaluation.verdict == "cannot tell"
 
 
+@pytest.mark.slow
 def test_other_commands_and_objectives_do_not_import_the_rewards() -> None:
     import subprocess
 
