@@ -10,6 +10,7 @@ from mlxtune import EvalConfig, TrainConfig, TrainResult, evaluate, train
 from mlxtune.errors import ConfigError, NonFiniteLossError
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model
+from tests.slow import slow
 
 # The number of an answer's ASCII characters, in ninths. The file leaves a mark when it is run.
 LOW = """
