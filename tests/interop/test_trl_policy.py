@@ -18,7 +18,6 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.config import InstructConfig
 from mlxtune.config.objective_config import PolicyConfig
 from mlxtune.core.objectives.policy import (
     PolicyObjective,
@@ -28,7 +27,7 @@ from mlxtune.core.objectives.policy import (
 )
 from tests.backend.step.executions import model_folder
 from tests.interop.test_family_peft import give, parameters, tensor_of
-from tests.interop.trl_steps import POLICY, RATE, TARGETS
+from tests.interop.trl_steps import CONFIG, POLICY, RATE, TARGETS
 from tests.models import VOCAB_SIZE
 from tests.slow import slow_except
 
@@ -142,18 +141,10 @@ def samples() -> list[Sample]:
 
 def our_pipeline(case: Case) -> InstructPipeline:
     """Return a pipeline of a policy, whose initial model is the base."""
-    config = InstructConfig(
-        lora_rank=4,
-        lora_alpha=8.0,
-        targets=TARGETS,
-        gradient_clip_norm=0.0,
-        learning_rate=RATE,
-        weight_decay=0.0,
-    )
     options = PolicyConfig(max_new_tokens=MAX_TOKENS, **case.ours)
     made = InstructPipeline(
         load_base(model_folder("qwen3"), "float32").model,
-        config,
+        CONFIG,
         objective=PolicyObjective(options),
     )
     rng = np.random.default_rng(POLICY)

@@ -34,6 +34,9 @@ from tests.interop.test_family_peft import give, parameters, tensor_of
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 RATE = 1e-3
+CONFIG = InstructConfig(
+    rank=4, alpha=8.0, targets=TARGETS, max_grad_norm=0.0, lr=RATE, weight_decay=0.0
+)
 # Seeds of the LoRA matrices, for the reference and for the policy.
 REFERENCE, POLICY = 11, 12
 _TRAINERS = {"dpo": "DPO", "orpo": "ORPO", "cpo": "CPO", "simpo": "CPO", "kto": "KTO"}
@@ -53,16 +56,8 @@ class Numbers:
 
 def pipeline(family: str, seed: int, objective: Objective = SFT) -> InstructPipeline:
     """Return a pipeline whose LoRA matrices A and B are both random."""
-    config = InstructConfig(
-        lora_rank=4,
-        lora_alpha=8.0,
-        targets=TARGETS,
-        gradient_clip_norm=0.0,
-        learning_rate=RATE,
-        weight_decay=0.0,
-    )
     made = InstructPipeline(
-        load_base(model_folder(family), "float32").model, config, objective=objective
+        load_base(model_folder(family), "float32").model, CONFIG, objective=objective
     )
     rng = np.random.default_rng(seed)
     filled = [

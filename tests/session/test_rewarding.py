@@ -74,6 +74,18 @@ def result_of(output: Path) -> tuple[bytes, bytes, list[Any]]:
     return adapter, (output / "checkpoints" / SAMPLED).read_bytes(), found
 
 
+def drawn_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the first step of each rollout that is drawn from now on."""
+    steps, draw = list[int](), Rollouts._drawn
+
+    def counted(self: Rollouts, rows: Any, step: int, *rest: Any) -> Any:
+        steps.append(step)
+        return draw(self, rows, step, *rest)
+
+    monkeypatch.setattr(Rollouts, "_drawn", counted)
+    return steps
+
+
 def test_rewards_rise_and_the_adapter_helps(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,14 +152,7 @@ def test_resumed_run_ends_like_an_undisturbed_one(
     # Stopped after its first step, within the first rollout if it has two updates.
     with pytest.raises(TrainingInterrupted):
         train(config(folder, stopped, **options), stop_after=1)
-    drawn: list[int] = []
-    real = Rollouts._drawn
-
-    def counted(self: Rollouts, rows: Any, step: int, *rest: Any) -> Any:
-        drawn.append(step)
-        return real(self, rows, step, *rest)
-
-    monkeypatch.setattr(Rollouts, "_drawn", counted)
+    drawn = drawn_steps(monkeypatch)
     resume(stopped, quiet=True)
     assert result_of(stopped) == result_of(whole)
     assert drawn == ([3] if options.get("updates") else [2, 3, 4])
@@ -197,14 +202,7 @@ def test_run_that_died_after_sampling_reads_the_samples(
     samples = died / "checkpoints" / SAMPLED
     # The power went while the next rollout was written.
     samples.write_bytes(samples.read_bytes() + gzip.compress(b"{}")[:15])
-    drawn: list[int] = []
-    drawing = Rollouts._drawn
-
-    def counted(self: Rollouts, rows: Any, step: int, *rest: Any) -> Any:
-        drawn.append(step)
-        return drawing(self, rows, step, *rest)
-
-    monkeypatch.setattr(Rollouts, "_drawn", counted)
+    drawn = drawn_steps(monkeypatch)
     resume(died, quiet=True)
     assert drawn == [4]
     assert result_of(died) == result_of(whole)
@@ -220,7 +218,7 @@ def test_replay_draws_the_samples_again(
     checks = {each.name: each.detail for each in result.checks}
     assert checks[SAMPLED] == "16 samples of 4 prompts"
     drawn = 4 if save_steps is None else 2
-    assert checks["samples"] == f"those of {drawn} prompts drawn again"
+    assert checks["samples"] == f"{drawn} prompts answered again"
 
 
 @pytest.mark.slow
