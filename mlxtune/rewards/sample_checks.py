@@ -28,13 +28,13 @@ from mlxtune.core.run.progress import Progress
 from mlxtune.core.run.run_folder import LEDGER, SAMPLED
 from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_in, read_members
 from mlxtune.core.run.stored_run import get_mapping, read_ledgers, whole
+from mlxtune.rewards.samples import pieces
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _MAX_TOKEN = 2**31
 # Rounding may make a log-probability larger than 0.
 _MAX_LOGP = 1e-3
 _PRECISION = 1e-9
-_PIECE = 2**20
 
 
 # Metrics
@@ -212,12 +212,12 @@ def _check_hash(path: Path, checkpoint: Checkpoint) -> None:
 
 def start_hash(path: Path, size: int) -> str | None:
     """Return the SHA-256 of a file's first bytes; None if it has fewer. Raises OSError."""
-    digest = hashlib.sha256()
+    digest, read = hashlib.sha256(), 0
     with open_regular(path, links=False) as file:
-        while size and (piece := file.read(min(size, _PIECE))):
+        for piece in pieces(file, size):
             digest.update(piece)
-            size -= len(piece)
-    return None if size else digest.hexdigest()
+            read += len(piece)
+    return digest.hexdigest() if read == size else None
 
 
 def _expected(progress: Progress, updates: int) -> dict[int, list[StepRecord]]:

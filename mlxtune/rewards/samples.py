@@ -12,11 +12,7 @@ from typing import Any
 from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.writing import as_output_error, open_to_append, write_file
 from mlxtune.core.run.checkpoint import WRITTEN_SAMPLES, Checkpoint
-from mlxtune.core.run.sampled_answers import (
-    GroupRecord,
-    groups_at,
-    places_in,
-)
+from mlxtune.core.run.sampled_answers import GroupRecord, groups_at, places_in
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.errors import OutputError
 
@@ -52,7 +48,7 @@ class SampleRecords:
     ) -> None:
         self._path, self._on_problem = path, on_problem
         self._places: dict[int, _Place] = {}
-        # The last step whose samples must not be used, because they are not those of the run.
+        # The last step whose samples must not be used, because other runs drew them.
         self._foreign_until = 0
         if resumed and path.exists():
             with as_output_error(path, "file"), open_regular(path, links=False) as file:
@@ -79,13 +75,13 @@ class SampleRecords:
         places, digest = dict[int, _Place](), sha256()
         file.seek(0)
         for step, start, end in rollouts:
-            for piece in _pieces(file, end - start):
+            for piece in pieces(file, end - start):
                 digest.update(piece)
             places[step] = _Place(start, end, digest.copy())
         return places
 
     def _compare(self, checkpoint: Checkpoint) -> None:
-        """Report samples up to a checkpoint that are not those of the run."""
+        """Report samples up to a checkpoint that another run drew."""
         expected = _written(checkpoint)
         if expected and self.written(checkpoint.step) != expected:
             self._foreign_until = checkpoint.step
@@ -150,8 +146,8 @@ def _written(checkpoint: Checkpoint | None) -> Mapping[str, Any]:
     return {} if checkpoint is None else get_mapping(checkpoint.metadata, WRITTEN_SAMPLES)
 
 
-def _pieces(file: io.BufferedReader, size: int) -> Iterator[bytes]:
-    """Yield the next bytes of a file."""
+def pieces(file: io.BufferedReader, size: int) -> Iterator[bytes]:
+    """Yield the next `size` bytes of a file, or fewer at its end."""
     while size and (piece := file.read(min(size, _PIECE))):
         yield piece
         size -= len(piece)
@@ -162,4 +158,4 @@ def copy_samples(source: Path, copy: Path, last_step: int) -> None:
     with open_regular(source, links=False) as file:
         end = max((end for step, _, end in places_in(file) if step <= last_step), default=0)
         file.seek(0)
-        write_file(copy, _pieces(file, end))
+        write_file(copy, pieces(file, end))
