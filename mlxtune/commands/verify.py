@@ -128,7 +128,7 @@ def _compare_samples(result: Verification, run: Path, again: Path, replay: "_Rep
     problem = None if len(own) == len(drawn_again) else "another number of samples"
     if (first := next(differing, None)) is not None:
         problem = f"step {first.step} gives other samples for {first.row}"
-    result.add("samples", problem, f"those of {pluralize(len(own), 'prompt')} drawn again")
+    result.add("samples", problem, f"{pluralize(len(own), 'prompt')} answered again")
 
 
 def show(

@@ -173,7 +173,7 @@ class CheckedConfig:
 
 
 def part_of(options: Mapping[str, Any], kind: type[_Part], **changes: Any) -> _Part:
-    """Return a `kind` with those of the options that it has; see `CheckedConfig.part`."""
+    """Return a `kind` with the options that it has too; see `CheckedConfig.part`."""
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     shared = {name: options[name] for name in names if options.get(name) is not None}
     return kind(**shared | changes)

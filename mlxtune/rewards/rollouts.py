@@ -84,9 +84,9 @@ class Rollouts:
     """Supplies steps with sampled answers, and evaluates rows by the rewards of greedy answers.
 
     Answers are recorded in `records` before they are trained on, and read from there if a resumed
-    run needs them again. `on_problem` gets a sentence on answers without a reward. Of
-    several `workers`, each answers a part of the rows, all
-    get the same answers and rewards, and worker 0 keeps the record.
+    run needs them again. `on_problem` gets a sentence on answers without a reward. Of several
+    `workers`, each answers a part of the rows, all get the same answers and rewards, and worker 0
+    keeps the record.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Rollouts:
     def _rollout(
         self, rows: CorpusRows, step: int, indices: Sequence[int], on_progress: OnProgress
     ) -> list[GroupRecord]:
-        """Return the groups of a rollout, from the ledger or drawn anew and recorded."""
+        """Return the groups of a rollout: recorded ones, or new ones, which are then recorded."""
         # This also waits for the step that the policy still takes.
         on_progress(0, len(indices) * self._config.group_size)
         adapter = self._policy.adapter_hash()

@@ -65,8 +65,8 @@ class RewardSession:
 
     Files of rewards and the rows are read once, so a change of a file during a run changes nothing.
     The process of reward functions ends when `cleanup` closes. Raises ConfigError for rewards that
-    cannot be used, ModelError if only a text ends answers, and DataError for other rewards than
-    those of the run to `resume`.
+    cannot be used, ModelError if only a text ends answers, and DataError if the run to `resume` had
+    other rewards.
     """
 
     def __init__(

@@ -234,7 +234,7 @@ class InstructPipeline:
     ) -> list[npt.NDArray[np.float32]]:
         """Return the log-probability of each example's supervised tokens, float32 (A,).
 
-        With `before_training`, they are those of the model before its first step, which the
+        With `before_training`, the model is as it was before its first step, which the
         pipeline keeps if its objective weights the divergence from it.
         """
         engine = self._idle()

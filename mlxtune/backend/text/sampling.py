@@ -145,7 +145,7 @@ def _prefilled(
 ) -> list[list[Any]]:
     """Return a cache of all but the last token of each prompt; equal prompts share one.
 
-    mlx-lm copies the caches into those of its batch.
+    mlx-lm copies them into the caches of its batch.
     """
     caches: dict[tuple[int, ...], list[Any]] = {}
     for request in requests:
@@ -201,8 +201,8 @@ def _fitting(
 class _KeyedSampler:
     """Draws the next token of each sample with the sample's own key.
 
-    `samples` are those of the next call, in order. The log-probabilities of tokens are read a call
-    later, as waiting for them would idle the GPU. They are those at the sampling temperature.
+    `samples` take part in the next call, in this order. The log-probabilities of tokens, at the
+    sampling temperature, are read a call later, as waiting for them would idle the GPU.
     """
 
     def __init__(self, samples: list[_Drawn], sampling: Sampling) -> None:

@@ -281,7 +281,7 @@ class PolicyObjective:
     def _divergence(self, logps: TokenLogps, ratio: Any, xp: Any) -> Any:
         """Return the divergence of each token from the reference: k3 of Schulman's estimators.
 
-        The ratio makes its gradient that of the reverse divergence (arXiv:2512.02556).
+        The ratio makes its gradient equal the reverse divergence's (arXiv:2512.02556).
         """
         difference = logps.reference - logps.trained
         return ratio * (xp.exp(difference) - difference - 1)

@@ -55,7 +55,7 @@ _MEASURES = {
 }
 _NEGATIVE_WEIGHT = re.compile(r"=-[\d.eE+-]+$")
 Kind = Literal["reward", "sum", "answers"]
-# The bytes of a read, and those of a member's start with its step.
+# The bytes of a read, and of a member's start with its step.
 _PIECE, _START = 2**20, 64
 _STEP = re.compile(rb'\{"step": (\d{1,15}),')
 
@@ -114,7 +114,7 @@ def reward_keys(run: Run) -> dict[str, str]:
 
 
 def spread_key(key: str) -> str:
-    """Return the metric of a reward's spread, given that of its mean."""
+    """Return the name of the metric of a reward's spread, by the name of its mean's metric."""
     return f"{key}_std" if key == "reward" else key.removesuffix(_MEAN) + "/std"
 
 
@@ -222,7 +222,7 @@ class SampleRecord:
 
     `finished` says whether the model ended it; otherwise, its length was limited. A reward is None
     if it has no value, and `reward`, the weighted sum, is None if any is; `problems` say why.
-    `old_logps` and `reference_logps` are those of `SampledExample`.
+    `SampledExample` describes `old_logps` and `reference_logps`.
     """
 
     tokens: tuple[int, ...]

@@ -72,7 +72,7 @@ class RunView:
     `curve` has means of the validation losses or, with fewer than three, of the training losses; of
     the mean rewards of sampled answers in a run that learns from rewards.
     `judged` is the verdict of the evaluation, `best_place` the epoch or step of the best
-    validation, `changes` those of the rewards of sampled answers. `trained_on` has the data with
+    validation, `changes` the changes of sampled answers' rewards. `trained_on` has the data with
     training rows. A run `taught_nothing` if all answers to each prompt got the same reward in all
     of its steps; `unrewarded_fraction` counts answers without a reward.
     """
@@ -260,7 +260,7 @@ class RunView:
         return REWARD_MEASURE if self.is_rewarded else LOSS_MEASURE
 
     def measured(self, loss: float | None) -> str:
-        """Return a validation's loss as text; that of rewards is their negative mean."""
+        """Return a validation's loss as text, or the mean reward, whose negative is the loss."""
         if loss is not None and self.is_rewarded:
             return loss_text(-loss)
         return loss_text(loss)

@@ -25,7 +25,7 @@ def identities_of(rows: CorpusRows, text_hash: TextHash | None = None) -> npt.ND
     """Return the hashes of rows and answers; an answer's hash is the same under any objective.
 
     With `text_hash`, the hashes of the answers' texts are added, by which near copies are found,
-    also of a part of a conversation, and those of the prompts.
+    also of a part of a conversation, and of the prompts.
     """
     hashes = [rows.identities, rows.answers[1]]
     if text_hash is not None:
