@@ -89,7 +89,9 @@ class PreferenceRows(CorpusRows):
 
 def of_objective(rows: CorpusRows, objective: StepObjective) -> CorpusRows:
     """Return rows with the examples that an objective needs."""
-    return rows if objective.is_sft else PreferenceRows.of(rows, objective)
+    if objective.needs_reference or objective.needs_kl:
+        return PreferenceRows.of(rows, objective)
+    return rows
 
 
 def with_reference_logps(
