@@ -20,6 +20,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -41,6 +42,7 @@ _THINKING_ENDS, _THINKING_STARTS = "</think>", "<think>"
 _SEARCH_SECONDS = 0.5
 # Numbers are equal if they differ by this fraction of the larger.
 _PRECISION = 1e-6
+_INVALID = object()
 
 # The longest name of a reward that is looked up.
 _MAX_NAME = 60
@@ -112,9 +114,8 @@ class RewardSpec:
     def hint(self) -> str:
         """A warning of a weight that looks like a tolerance or a length; empty for others."""
         weight, meaning = abs(self.weight), _COLON_SETS.get(self.kind)
-        if self.argument or meaning is None:
-            return ""
-        if not (0 < weight <= _LIKE_A_TOLERANCE or weight >= _LIKE_A_LENGTH):
+        is_weight = weight == 0 or _LIKE_A_TOLERANCE < weight < _LIKE_A_LENGTH
+        if self.argument or meaning is None or is_weight:
             return ""
         number = f"{self.weight:g}"
         return (
@@ -136,7 +137,12 @@ class RewardSpec:
         """Return the function of a built-in reward. Raises ValueError for a bad argument."""
         if self.content is not None:
             return _json_schema(self.content)
-        return _BUILT_IN[self.kind](self.argument)
+        if (made := _WITH_ARGUMENT.get(self.kind)) is not None:
+            return made(self.argument)
+        if self.argument:
+            raise ValueError(f"has an argument, which {self.kind} does not take: leave it out")
+        compare = _COMPARED[self.kind]
+        return lambda text, answer: compare(without_thinking(text), _required(answer))
 
 
 def _suggestion(kind: str, argument: str) -> str:
@@ -226,14 +232,12 @@ def without_thinking(text: str) -> str:
 # Built-in rewards
 
 
-def _exact(argument: str) -> Score:
-    _refuse_argument("exact", argument)
-    return lambda text, answer: float(without_thinking(text) == _required(answer))
+def _exact(text: str, answer: str) -> float:
+    return float(text == answer)
 
 
-def _contains(argument: str) -> Score:
-    _refuse_argument("contains", argument)
-    return lambda text, answer: float(_required(answer) in without_thinking(text))
+def _contains(text: str, answer: str) -> float:
+    return float(answer in text)
 
 
 def _regex(pattern: str) -> Score:
@@ -243,13 +247,12 @@ def _regex(pattern: str) -> Score:
             "a number, as regex=a=5=1"
         )
     check_pattern(pattern)
-    compiled = _compiled(pattern)
 
     def score(text: str, answer: str | None) -> float:
-        match = _search(compiled, text)
-        if match is None or not compiled.groups:
+        match = _search(pattern, text)
+        if match is None or not match.re.groups:
             return float(match is not None)
-        expected = _search(compiled, _required(answer))
+        expected = _search(pattern, _required(answer))
         if expected is None:
             raise NoRewardError("the pattern finds nothing in the row's answer")
         return float(match[1] == expected[1])
@@ -257,16 +260,12 @@ def _regex(pattern: str) -> Score:
     return score
 
 
-def _compiled(pattern: str) -> Any:
+def _search(pattern: str, text: str) -> Any:
     # Import only for a pattern, because the import takes time.
     import regex
 
-    return regex.compile(pattern)
-
-
-def _search(pattern: Any, text: str) -> Any:
     try:
-        return pattern.search(text, timeout=_SEARCH_SECONDS)
+        return regex.search(pattern, text, timeout=_SEARCH_SECONDS)
     except TimeoutError:
         raise NoRewardError(f"a search takes more than {_SEARCH_SECONDS:g} s") from None
 
@@ -296,11 +295,6 @@ def _number(argument: str) -> Score:
     return score
 
 
-def _refuse_argument(name: str, argument: str) -> None:
-    if argument:
-        raise ValueError(f"has an argument, which {name} does not take: leave it out")
-
-
 def _number_argument(argument: str, meaning: str) -> float:
     if not _WEIGHT.fullmatch(argument) or not 0 <= (number := float(argument)) < math.inf:
         raise ValueError(f"must have {meaning} after the colon, such as 0.01 or 200")
@@ -318,24 +312,28 @@ def _required(answer: str | None) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of JSON in the strict sense, without NaN. Raises ValueError."""
-    return parse_json(text.encode(), RECORD, "the answer", constants=False)
+    """Return the value of JSON in the strict sense, without NaN; `_INVALID` for other texts."""
+    with suppress(ValueError):
+        return parse_json(text.encode(), RECORD, "the answer", constants=False)
+    return _INVALID
 
 
-def _json(argument: str) -> Score:
-    _refuse_argument("json", argument)
+def _json(text: str, answer: str) -> float:
+    value, expected = _parsed(text), _parsed(answer)
+    if expected is _INVALID:
+        raise NoRewardError("the row's answer is not JSON")
+    return float(value is not _INVALID and canonical(value) == canonical(expected))
 
-    def score(text: str, answer: str | None) -> float:
-        try:
-            expected = canonical(_parsed(_required(answer)))
-        except ValueError:
-            raise NoRewardError("the row's answer is not JSON") from None
-        try:
-            return float(canonical(_parsed(without_thinking(text))) == expected)
-        except ValueError:
-            return 0.0
 
-    return score
+def _json_keys(text: str, answer: str) -> float:
+    values, expected = _parsed(text), _parsed(answer)
+    if not isinstance(expected, dict) or not expected:
+        raise NoRewardError("the row's answer is not a JSON object with keys")
+    if not isinstance(values, dict):
+        return 0.0
+    shared = expected.keys() & values.keys()
+    right = sum(canonical(values[key]) == canonical(expected[key]) for key in shared)
+    return right / len(expected.keys() | values.keys())
 
 
 def _json_schema(content: bytes) -> Score:
@@ -359,12 +357,9 @@ def _json_schema(content: bytes) -> Score:
     allows = limited(schema, registry=Registry()).is_valid
 
     def score(text: str, answer: str | None) -> float:
+        value = _parsed(without_thinking(text))
         try:
-            value = _parsed(without_thinking(text))
-        except ValueError:
-            return 0.0
-        try:
-            return float(allows(value))
+            return float(value is not _INVALID and allows(value))
         except Exception as error:  # an unknown or endless reference, or a slow pattern
             raise NoRewardError(f"the schema cannot be applied: {one_line(error)}") from error
 
@@ -375,33 +370,8 @@ def _schema_pattern(validator: Any, pattern: str, value: Any, schema: Any) -> It
     """Yield an error for a text without a match, as jsonschema asks."""
     from jsonschema import ValidationError
 
-    if isinstance(value, str) and not _search(_compiled(pattern), value):
+    if isinstance(value, str) and not _search(pattern, value):
         yield ValidationError("no match")
-
-
-def _json_keys(argument: str) -> Score:
-    _refuse_argument("json_keys", argument)
-
-    def score(text: str, answer: str | None) -> float:
-        expected = _object(_required(answer))
-        if not expected:
-            raise NoRewardError("the row's answer is not a JSON object with keys")
-        values = _object(without_thinking(text)) or {}
-        right = sum(values.get(key) == value for key, value in expected.items())
-        return right / len(expected.keys() | values.keys())
-
-    return score
-
-
-def _object(text: str) -> dict[str, str] | None:
-    """Return the canonical value of each key of a JSON object; None for other texts."""
-    try:
-        value = _parsed(text)
-    except ValueError:
-        return None
-    if not isinstance(value, dict):
-        return None
-    return {key: canonical(each) for key, each in value.items()}
 
 
 # Numbers
@@ -459,13 +429,8 @@ def _value(match: re.Match[str]) -> float:
     return -value if (match["sign"] or "+")[0] in "-−–" else value
 
 
-_BUILT_IN: dict[str, Callable[[str], Score]] = {
-    "exact": _exact,
-    "contains": _contains,
-    "regex": _regex,
-    "number": _number,
-    "json": _json,
-    "json_keys": _json_keys,
-    "length": _length,
-}
+# Compare an answer without its thinking with the row's, which is required.
+_COMPARED = {"exact": _exact, "contains": _contains, "json": _json, "json_keys": _json_keys}
+_WITH_ARGUMENT = {"regex": _regex, "number": _number, "length": _length}
+_BUILT_IN = (*_COMPARED, *_WITH_ARGUMENT)
 _KNOWN = "exact, contains, regex=PATTERN, number, json, json_keys or length"
