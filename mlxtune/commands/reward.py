@@ -7,7 +7,6 @@ from a file.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
-from statistics import fmean
 
 from mlxtune.config import DataConfig, RewardConfig, as_path
 from mlxtune.config.data_config import parse_fields
@@ -17,7 +16,7 @@ from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.core.formatting import pluralize
 from mlxtune.errors import DataError, as_called
 from mlxtune.rewards.functions import RewardSpec, parse_rewards
-from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, with_remedy
+from mlxtune.rewards.scoring import Reward, RewardScorer, mean_of, with_remedy
 from mlxtune.views.output import print_json, print_line
 from mlxtune.views.terminal import plain_table, result_console
 from mlxtune.views.visible import escape
@@ -27,8 +26,9 @@ _MAX_PROBLEMS, _WIDTH = 10, 30
 _OWN, _OTHER, _EMPTY = "the row's", "another row's", "empty"
 _WRONG = {_OTHER: "a wrong answer", _EMPTY: "an empty answer"}
 
-# Where an answer comes from, the answer, and its reward.
-Tried = tuple[str, Completion, Reward]
+# The kind of an answer, its row, its text, and its reward.
+Answer = tuple[str, PromptRow, str]
+Tried = tuple[str, PromptRow, str, Reward]
 
 
 def show(config: RewardConfig) -> bool:
@@ -39,19 +39,19 @@ def show(config: RewardConfig) -> bool:
     rewards, rows = parse_rewards(config.reward), _rows(config)
     answers = list(_answers(rows) if config.answers is None else _from_file(config.answers, rows))
     with RewardScorer(rewards, config.reward_timeout) as scorer:
-        scored = scorer.score([completion for _, completion in answers])
-    tried = [(*answer, reward) for answer, reward in zip(answers, scored, strict=True)]
-    means = {kind: _means(tried, kind) for kind in dict.fromkeys(kind for kind, _ in answers)}
+        tried = [(*answer, scorer.score(*answer[1:])) for answer in answers]
+    scored = [reward for *_, reward in tried]
+    means = {kind: _means(tried, kind) for kind in dict.fromkeys(kind for kind, *_ in answers)}
     if config.json:
         own = [
-            {"row": completion.row.place, "kind": kind, "answer": completion.text, **asdict(reward)}
-            for kind, completion, reward in tried
+            {"row": row.place, "kind": kind, "answer": text, **asdict(reward)}
+            for kind, row, text, reward in tried
         ]
         named = [{"name": each.name, "weight": each.weight} for each in rewards]
         print_json({"rewards": named, "answers": own, "means": means})
     else:
-        weights = {each.name: f" × {each.weight:g}" * (each.weight != 1) for each in rewards}
-        _print([name + weight for name, weight in weights.items()], tried, means)
+        names = [each.name + f" × {each.weight:g}" * (each.weight != 1) for each in rewards]
+        _print(names, tried, means)
     problems = [problem for reward in scored for problem in reward.problems]
     advised = False
     for problem in problems[:_MAX_PROBLEMS]:
@@ -94,11 +94,8 @@ def _ranked_wrongly(means: Mapping[str, Mapping[str, float | None]]) -> Iterator
 
 def _means(tried: Sequence[Tried], kind: str) -> dict[str, float | None]:
     """Return the mean of each reward, and of the sums, of one kind of answer."""
-    scored = [{**reward.values, "sum": reward.total} for each, _, reward in tried if each == kind]
-    values_of = {
-        name: [v for each in scored if (v := each[name]) is not None] for name in scored[0]
-    }
-    return {name: fmean(values) if values else None for name, values in values_of.items()}
+    scored = [{**reward.values, "sum": reward.total} for own, *_, reward in tried if own == kind]
+    return {name: mean_of(each[name] for each in scored) for name in scored[0]}
 
 
 def _print(
@@ -106,11 +103,12 @@ def _print(
 ) -> None:
     console = result_console()
     rows = []
-    for kind, completion, reward in tried:
+    for kind, row, text, reward in tried:
+        shown = escape(text)
+        shown = shown if len(shown) <= _WIDTH else f"{shown[: _WIDTH - 1]}…"
         # The folder of the file would take most of the line.
-        row, text = completion.row.place.rpartition("/")[2], escape(completion.text)
-        short = text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
-        rows.append([row, kind, short, *map(_number, (*reward.values.values(), reward.total))])
+        start = [row.place.rpartition("/")[2], kind, shown]
+        rows.append([*start, *map(_number, (*reward.values.values(), reward.total))])
     console.print(plain_table(["row", "answer", "text", *names, "sum"], rows))
     console.print()
     of_kinds = [[kind, *map(_number, values.values())] for kind, values in means.items()]
@@ -141,19 +139,19 @@ def _rows(config: RewardConfig) -> list[PromptRow]:
     return rows
 
 
-def _answers(rows: Sequence[PromptRow]) -> Iterator[tuple[str, Completion]]:
+def _answers(rows: Sequence[PromptRow]) -> Iterator[Answer]:
     """Yield the answers to try: right ones, wrong ones and empty ones."""
     for number, row in enumerate(rows):
         if row.answer is not None:
-            yield _OWN, Completion(row, row.answer)
+            yield _OWN, row, row.answer
         following = (each.answer for each in (*rows[number + 1 :], *rows[:number]))
         other = next((each for each in following if each not in (None, row.answer)), None)
         if other is not None:
-            yield _OTHER, Completion(row, other)
-        yield _EMPTY, Completion(row, "")
+            yield _OTHER, row, other
+        yield _EMPTY, row, ""
 
 
-def _from_file(name: str, rows: Sequence[PromptRow]) -> Iterator[tuple[str, Completion]]:
+def _from_file(name: str, rows: Sequence[PromptRow]) -> Iterator[Answer]:
     """Yield the answers of a file that `generate --data` wrote for these rows. Raises DataError."""
     path, by_number, has_rows = as_path(name), {row.number: row for row in rows}, False
     for number, content in read_objects(path):
@@ -165,7 +163,7 @@ def _from_file(name: str, rows: Sequence[PromptRow]) -> Iterator[tuple[str, Comp
             raise DataError(f"{place}: no 'row' and 'answer': pass what generate --data writes")
         if row in by_number:
             has_rows = True
-            yield "from the file", Completion(by_number[row], text)
+            yield "from the file", by_number[row], text
     if not has_rows:
         first = pluralize(len(rows), "row")
         raise DataError(f"{path} has no answer to the first {first}: raise --rows")

@@ -81,6 +81,10 @@ class State:
         )
 
 
+# The pipes, the state, and each function with the path of its file, by the name of its reward.
+Prepared = tuple[Channel, State, dict[str, tuple[str, Function]]]
+
+
 def _number(value: Any) -> float:
     if value is None or isinstance(value, str | bytes | bytearray):
         raise _FunctionError(f"returned {'None' if value is None else 'text'}, not a number")
@@ -95,40 +99,44 @@ def _number(value: Any) -> float:
     return number
 
 
-class Server:
-    """Imports the files that the first request lists as [path, source, names], and calls them."""
+def prepare() -> Prepared:
+    """Import the functions, before memory is limited.
 
-    def __init__(self) -> None:
-        self._channel, self._state = Channel(), State()
-        self._functions: list[tuple[str, Function]] = []
-        path = ""
+    The first request lists them as [name, path, source, function].
+    """
+    channel, state, path = Channel(), State(), ""
+    modules, functions = dict[str, types.ModuleType](), dict[str, tuple[str, Function]]()
+    try:
+        for name, path, source, function in channel.request():
+            if path not in modules:
+                modules[path] = _import(path, source, len(modules))
+            functions[name] = path, _function(modules[path], function)
+    except BaseException as error:  # noqa: BLE001  a file may fail in any way
+        channel.reply({"path": path, "error": _describe(error, path)})
+        os._exit(1)
+    return channel, state, functions
+
+
+def serve(prepared: Prepared) -> None:
+    """Answer requests until the parent closes the pipe."""
+    channel, state, functions = prepared
+    state.restore()
+    channel.reply({})
+    while (request := channel.request()) is not None:
+        path, function = functions[request["name"]]
+        state.restore()
+        random.seed(request["seed"])
+        np.random.seed(request["seed"] % 2**32)
         try:
-            for path, source, names in self._channel.request():
-                module = _import(path, source, len(self._functions))
-                self._functions += [(path, _function(module, name)) for name in names]
-        except BaseException as error:  # noqa: BLE001  a file may fail in any way
-            self._channel.reply({"path": path, "error": _describe(error, path)})
-            os._exit(1)
-
-    def serve(self) -> None:
-        """Answer requests until the parent closes the pipe."""
-        self._state.restore()
-        self._channel.reply({})
-        while (request := self._channel.request()) is not None:
-            path, function = self._functions[request["function"]]
-            self._state.restore()
-            random.seed(request["seed"])
-            np.random.seed(request["seed"] % 2**32)
-            try:
-                reply: dict[str, Any] = {"value": _number(function(**request["given"]))}
-            except MemoryError:  # the next process starts with free memory
-                raise
-            except BaseException as error:  # noqa: BLE001  a function may fail in any way
-                reply = {"error": _describe(error, path)}
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(Exception):
-                    stream.flush()
-            self._channel.reply({"id": request["id"], **reply})
+            reply: dict[str, Any] = {"value": _number(function(**request["given"]))}
+        except MemoryError:  # the next process starts with free memory
+            raise
+        except BaseException as error:  # noqa: BLE001  a function may fail in any way
+            reply = {"error": _describe(error, path)}
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        channel.reply({"id": request["id"], **reply})
 
 
 def _import(path: str, source: str, number: int) -> types.ModuleType:
@@ -187,13 +195,3 @@ def _describe(error: BaseException, path: str) -> str:
     ]
     name = type(error).__name__ + f": {message}" * bool(message)
     return RAISED + name + (f" (line {lines[-1]})" if lines else "")
-
-
-def prepare() -> Server:
-    """Import the functions, before memory is limited."""
-    return Server()
-
-
-def serve(server: Server) -> None:
-    """Call the functions."""
-    server.serve()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import compress
+from itertools import compress, islice
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ from mlxtune.rewards.sample_checks import (
     without_gradient,
 )
 from mlxtune.rewards.samples import SampleRecords
-from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, unrewarded_text, with_remedy
+from mlxtune.rewards.scoring import RewardScorer, unrewarded_text, with_remedy
 
 # A run ends after this many rollouts in a row without any reward.
 _MAX_UNREWARDED_IN_A_ROW = 3
@@ -50,16 +50,21 @@ _FIRST_ROLLOUTS = 3
 _Logps = npt.NDArray[np.float32]
 
 
+# A row, and the requests for answers to it.
+Asked = tuple[PromptRow, list[SampleRequest]]
+
+
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a run's rows: their tokens from the corpus, the rest as read.
+    """The prompts of a run's rows, whose answers `scorer` rewards.
 
-    `rows` maps the name of a file, and a row's number in it, to the row. `token_bytes` returns
-    the bytes of tokens.
+    Their tokens are from the corpus, the rest as read: `rows` maps the name of a file, and a row's
+    number in it, to the row. `token_bytes` returns the bytes of tokens.
     """
 
     rows: Mapping[str, Mapping[int, PromptRow]]
     token_bytes: Callable[[Sequence[int]], Sequence[bytes]]
+    scorer: RewardScorer
 
     def row(self, rows: CorpusRows, index: int) -> PromptRow:
         path, number = rows.source(index)
@@ -74,6 +79,40 @@ class Prompts:
         """Return an answer's text, without the token that ended it."""
         tokens = answer.tokens[: len(answer.tokens) - answer.finished]
         return text_of(self.token_bytes(tokens))
+
+    def asked(self, rows: CorpusRows, count: int, seed: int, step: int) -> list[Asked]:
+        """Return requests for `count` answers to each row, which differ in each step."""
+        asked = []
+        for i, use in enumerate(_uses(rows)):
+            tokens, key = self.tokens(rows, i), rows[i][-1].key
+            seeds = [(seed, step, key, use, number) for number in range(count)]
+            asked.append((self.row(rows, i), [SampleRequest(tokens, each) for each in seeds]))
+        return asked
+
+    def answered(
+        self,
+        asked: Sequence[Asked],
+        sample: Callable[[list[SampleRequest]], list[SampledAnswer]],
+    ) -> list[list[SampleRecord]]:
+        """Sample the requested answers to each row, and return them with their rewards."""
+        answers = iter(sample([request for _, requests in asked for request in requests]))
+        return [
+            [self._rewarded(row, answer) for answer in islice(answers, len(requests))]
+            for row, requests in asked
+        ]
+
+    def _rewarded(self, row: PromptRow, answer: SampledAnswer) -> SampleRecord:
+        text = self.text(answer)
+        reward = self.scorer.score(row, text)
+        return SampleRecord(
+            tokens=answer.tokens,
+            logps=_shortest(answer.logps),
+            text=text,
+            finished=answer.finished,
+            rewards=reward.values,
+            reward=reward.total,
+            problems=reward.problems,
+        )
 
 
 def sampling_of(config: RewardedConfig) -> Sampling:
@@ -96,7 +135,6 @@ class Rollouts:
         policy: InstructPipeline,
         stop_tokens: frozenset[int],
         prompts: Prompts,
-        scorer: RewardScorer,
         records: SampleRecords,
         on_problem: Callable[[str], None],
         workers: Workers = SINGLE_PROCESS,
@@ -105,15 +143,14 @@ class Rollouts:
         self.updates = config.updates
         self._config, self._seed = config, seed
         self._policy, self._sampling, self._stop_tokens = policy, sampling_of(config), stop_tokens
-        self._prompts, self._scorer = prompts, scorer
-        self._records, self._on_problem = records, on_problem
+        self._prompts, self._records, self._on_problem = prompts, records, on_problem
         self._advised = False
         self._unrewarded_in_a_row = self._first_without_gradient = 0
         # The first step of the last rollout, and its groups.
         self._last: tuple[int, list[GroupRecord]] = 0, []
 
     def describe(self) -> Mapping[str, str]:
-        return {"reward_hash": self._scorer.hash}
+        return {"reward_hash": self._prompts.scorer.hash}
 
     def written(self, step: int) -> Mapping[str, Any]:
         return {WRITTEN_SAMPLES: self._records.written(step)}
@@ -127,27 +164,14 @@ class Rollouts:
         row, has a reward.
         """
         first = (step.number - 1) // self.updates * self.updates + 1
+        rows = rows.only(np.array(step.row_indices))
         if self._last[0] != first:
-            if step.number == first:
-                groups = self._rollout(rows, first, step.row_indices, on_progress)
-            elif groups := self._recorded(first, None):
-                self._check_recorded(rows, first, step.row_indices, groups)
-            else:
-                raise OutputError(
-                    f"the record of samples has none of step {first}, which the next step trains "
-                    "on: bring it back, or start over with --overwrite"
-                )
+            groups = self._rollout(rows, first, step.number == first, on_progress)
             self._stop_without_rewards(first, groups)
             self._warn_without_gradient(first, groups)
             self._last = first, groups
         groups = self._last[1]
-        keys = [each[-1] for each in map(rows.__getitem__, step.row_indices)]
-        examples = [
-            self._example(replace(row, draw=group.use), group, sample)
-            for row, group in zip(keys, groups, strict=True)
-            for sample in group.samples
-        ]
-        return StepData(examples, step_metrics(groups))
+        return StepData(self._examples(rows, groups), step_metrics(groups))
 
     def _stop_without_rewards(self, step: int, groups: Sequence[GroupRecord]) -> None:
         samples = [sample for group in groups for sample in group.samples]
@@ -176,18 +200,24 @@ class Rollouts:
             )
 
     def _rollout(
-        self, rows: CorpusRows, step: int, indices: Sequence[int], on_progress: OnProgress
+        self, rows: CorpusRows, step: int, is_new: bool, on_progress: OnProgress
     ) -> list[GroupRecord]:
-        """Return the groups of a rollout: recorded ones, or new ones, which are then recorded."""
-        # This also waits for the step that the policy still takes.
-        on_progress(0, len(indices) * self._config.group_size)
-        adapter = self._policy.adapter_hash()
+        """Return the groups of the rollout of a step: recorded ones, or new ones, then recorded."""
+        adapter = None
+        if is_new:
+            # This also waits for the step that the policy still takes.
+            on_progress(0, len(rows) * self._config.group_size)
+            adapter = self._policy.adapter_hash()
         if recorded := self._recorded(step, adapter):
-            self._check_recorded(rows, step, indices, recorded)
+            self._check_recorded(rows, step, recorded)
             return recorded
-        groups = self._drawn(rows, step, indices, adapter, on_progress)
-        if self.updates > 1 or self._config.kl:
-            groups = self._with_logps(rows, groups, indices)
+        if adapter is None:
+            raise OutputError(
+                f"the record of samples has none of step {step}, which the next step trains "
+                "on: bring it back, or start over with --overwrite"
+            )
+        groups = self._drawn(rows, step, adapter, on_progress)
+        self._add_logps(rows, groups)
         if self._workers.rank == 0:
             self._records.add(groups)
         return groups
@@ -198,17 +228,15 @@ class Rollouts:
         content = b"".join(group.as_json() for group in groups or ())
         return groups_in(self._workers.broadcast_bytes(content))
 
-    def _check_recorded(
-        self, rows: CorpusRows, step: int, indices: Sequence[int], groups: Sequence[GroupRecord]
-    ) -> None:
+    def _check_recorded(self, rows: CorpusRows, step: int, groups: Sequence[GroupRecord]) -> None:
         """Raise OutputError for samples that this run cannot have drawn for the rows of a step."""
-        names = [spec.name for spec in self._scorer.rewards]
+        names = [spec.name for spec in self._prompts.scorer.rewards]
         try:
             check_rollout(groups, self._config, self._seed)
-            if (groups[0].step, len(groups)) != (step, len(indices)):
-                raise ValueError(f"has {len(groups)} rows, not {len(indices)}")
-            for index, use, group in zip(indices, _uses(indices), groups, strict=True):
-                row, prompt = self._prompts.row(rows, index), self._prompts.tokens(rows, index)
+            if (groups[0].step, len(groups)) != (step, len(rows)):
+                raise ValueError(f"has {len(groups)} rows, not {len(rows)}")
+            for i, (use, group) in enumerate(zip(_uses(rows), groups, strict=True)):
+                row, prompt = self._prompts.row(rows, i), self._prompts.tokens(rows, i)
                 if (group.use, group.prompt, group.prompt_tokens) != (use, row.prompt, prompt):
                     raise ValueError(f"{group.row} is not the prompt of {row.place}")
                 for each in group.samples:
@@ -220,74 +248,44 @@ class Rollouts:
             raise self._records.error(step, problem) from problem
 
     def _drawn(
-        self,
-        rows: CorpusRows,
-        step: int,
-        indices: Sequence[int],
-        adapter: str,
-        on_progress: OnProgress,
+        self, rows: CorpusRows, step: int, adapter: str, on_progress: OnProgress
     ) -> list[GroupRecord]:
-        uses = _uses(indices)
-        requests = [
-            [
-                SampleRequest(
-                    self._prompts.tokens(rows, index),
-                    (self._seed, step, rows[index][-1].key, use, number),
-                )
-                for number in range(self._config.group_size)
-            ]
-            for index, use in zip(indices, uses, strict=True)
-        ]
-        answered = self._answered(rows, indices, requests, self._sampling, on_progress)
+        seed, prompts = self._seed, self._prompts
+        asked = prompts.asked(rows, self._config.group_size, seed, step)
+        answered = self._answered(asked, self._sampling, on_progress)
         rewards = [[sample.reward for sample in samples] for samples in answered]
         advantages = advantages_of(rewards, self._config.scale_rewards)
-        prompts = [self._prompts.row(rows, index) for index in indices]
-        return [
-            GroupRecord(
-                step=step,
-                row=row.place,
-                use=uses[i],
-                seed=self._seed,
-                adapter=adapter,
-                prompt=row.prompt,
-                prompt_tokens=requests[i][0].prompt,
-                samples=tuple(
-                    replace(sample, advantage=each)
-                    for sample, each in zip(answered[i], advantages[i], strict=True)
-                ),
-            )
-            for i, row in enumerate(prompts)
-        ]
+        for samples, own in zip(answered, advantages, strict=True):
+            for sample, advantage in zip(samples, own, strict=True):
+                sample.advantage = advantage
+        groups = []
+        for (row, requests), use, samples in zip(asked, _uses(rows), answered, strict=True):
+            prompt = row.prompt, requests[0].prompt
+            place = step, row.place, use, seed, adapter
+            groups.append(GroupRecord(*place, *prompt, tuple(samples)))
+        return groups
 
     def _answered(
-        self,
-        rows: CorpusRows,
-        indices: Sequence[int],
-        requests: Sequence[Sequence[SampleRequest]],
-        sampling: Sampling,
-        on_progress: OnProgress,
+        self, asked: Sequence[Asked], sampling: Sampling, on_progress: OnProgress
     ) -> list[list[SampleRecord]]:
-        """Return the rewarded answers to the requests of each row, without advantages."""
+        """Return the rewarded answers to each row, without advantages."""
         workers = self._workers
-        own = range(workers.rank, len(indices), workers.world_size)
-        own_requests = [request for i in own for request in requests[i]]
-        answers = self._policy.sample(own_requests, sampling, self._stop_tokens, on_progress)
-        prompts = [self._prompts.row(rows, indices[i]) for i in own for _ in requests[i]]
-        texts = list(map(self._prompts.text, answers))
-        scored = self._scorer.score(list(map(Completion, prompts, texts)))
-        records = [_record(*each) for each in zip(answers, texts, scored, strict=True)]
+
+        def sample(requests: list[SampleRequest]) -> list[SampledAnswer]:
+            return self._policy.sample(requests, sampling, self._stop_tokens, on_progress)
+
+        own = self._prompts.answered(asked[workers.rank :: workers.world_size], sample)
         # A reward may differ between two calls, so no worker computes another's again.
-        gathered = workers.all_gather_text(json.dumps(list(map(asdict, records))))
         parts = [
-            iter(parse_json(part.encode(), SAMPLED, f"the answers of worker {worker}"))
-            for worker, part in enumerate(gathered)
+            from_json(
+                list[list[SampleRecord]],
+                parse_json(part.encode(), SAMPLED, f"the answers of worker {worker}"),
+            )
+            for worker, part in enumerate(workers.all_gather_text(json.dumps(own, default=asdict)))
         ]
-        samples_of = [
-            [from_json(SampleRecord, next(parts[i % len(parts)])) for _ in requests[i]]
-            for i in range(len(indices))
-        ]
-        self._report([sample for samples in samples_of for sample in samples])
-        return samples_of
+        answered = [parts[i % len(parts)][i // len(parts)] for i in range(len(asked))]
+        self._report([sample for samples in answered for sample in samples])
+        return answered
 
     def _report(self, samples: Sequence[SampleRecord]) -> None:
         problems = [sample.problems[0] for sample in samples if sample.problems]
@@ -300,54 +298,45 @@ class Rollouts:
         self._advised |= advised != text
         self._on_problem(advised)
 
-    def _with_logps(
-        self, rows: CorpusRows, groups: Sequence[GroupRecord], indices: Sequence[int]
-    ) -> list[GroupRecord]:
+    def _add_logps(self, rows: CorpusRows, groups: Sequence[GroupRecord]) -> None:
         """Add the log-probabilities that later updates and the divergence need.
 
         Without a divergence, samples without an advantage have no gradient and need none.
         """
-        examples = [
-            self._example(rows[index][-1], group, sample)
-            for index, group in zip(indices, groups, strict=True)
-            for sample in group.samples
-        ]
-        needed = [not e.masked and bool(e.advantage or self._config.kl) for e in examples]
+        config = self._config
+        examples = self._examples(rows, groups)
+        needed = [not e.masked and bool(e.advantage or config.kl) for e in examples]
+        trained = list(compress(examples, needed))
+        samples = list(compress((each for group in groups for each in group.samples), needed))
+        if config.updates > 1:
+            for sample, logps in zip(samples, self._policy.token_logps(trained), strict=True):
+                sample.old_logps = _shortest(logps.tolist())
+        if config.kl:
+            arrays = self._policy.token_logps(trained, before_training=True)
+            for sample, logps in zip(samples, arrays, strict=True):
+                sample.reference_logps = _shortest(logps.tolist())
 
-        def logps(*, before_training: bool) -> list[tuple[float, ...] | None]:
-            selected = list(compress(examples, needed))
-            arrays = iter(self._policy.token_logps(selected, before_training=before_training))
-            return [_shortest(next(arrays).tolist()) if need else None for need in needed]
-
-        none = [None] * len(examples)
-        old = logps(before_training=False) if self.updates > 1 else none
-        before = logps(before_training=True) if self._config.kl else none
-        arrays = zip(old, before, strict=True)
+    def _examples(self, rows: CorpusRows, groups: Sequence[GroupRecord]) -> list[SampledExample]:
         return [
-            replace(
-                group,
-                samples=tuple(
-                    replace(sample, old_logps=one, reference_logps=other)
-                    for sample, (one, other) in zip(group.samples, arrays, strict=False)
-                ),
-            )
-            for group in groups
+            self._example(row[-1], group, sample)
+            for row, group in zip(rows, groups, strict=True)
+            for sample in group.samples
         ]
 
     def _example(self, row: Example, group: GroupRecord, sample: SampleRecord) -> SampledExample:
-        prompt, answer = len(group.prompt_tokens), len(sample.tokens)
-        cut = self._config.mask_truncated and not sample.finished
+        lengths = [len(group.prompt_tokens), len(sample.tokens)]
+        is_cut = self._config.mask_truncated and not sample.finished
         return SampledExample(
             row=row.row,
             tokens=np.array([*group.prompt_tokens, *sample.tokens], dtype=np.int32),
-            assistant_mask=np.repeat(np.array([0, 1], dtype=np.uint8), [prompt, answer]),
+            assistant_mask=np.repeat(np.array([0, 1], dtype=np.uint8), lengths),
             file=row.file,
-            draw=row.draw,
+            draw=group.use,
             advantage=sample.advantage,
             logps=np.array(sample.logps, dtype=np.float32),
             old_logps=_array(sample.old_logps),
             reference_logps=_array(sample.reference_logps),
-            masked=sample.reward is None or cut,
+            masked=sample.reward is None or is_cut,
         )
 
     # An evaluation
@@ -359,35 +348,20 @@ class Rollouts:
 
         Raises NonFiniteLossError if no answer has a reward.
         """
-        indices = range(len(rows))
-        requests = [[SampleRequest(self._prompts.tokens(rows, index), ())] for index in indices]
         greedy = replace(self._sampling, temperature=0.0)
-        answered = self._answered(rows, indices, requests, greedy, on_progress)
-        result = _evaluated([sample for (sample,) in answered])
-        by_file: dict[int, list[SampleRecord]] = {}
-        for file, (own,) in zip(rows.files.tolist(), answered, strict=True):
-            by_file.setdefault(file, []).append(own)
+        asked = self._prompts.asked(rows, 1, self._seed, 0)
+        answered = self._answered(asked, greedy, on_progress)
+        files = rows.files.tolist()
         losses = []
-        for file in sorted(by_file) if len(by_file) > 1 else ():
-            part = _evaluated(by_file[file])
+        for file in sorted(set(files)) if len(set(files)) > 1 else ():
+            own = [samples for samples, each in zip(answered, files, strict=True) if each == file]
+            part = _evaluated(own)
             losses.append(FileLoss(rows.corpus.paths[file], part.avg_loss, part.metrics))
-        return result, losses
+        return _evaluated(answered), losses
 
 
-def _record(answer: SampledAnswer, text: str, reward: Reward) -> SampleRecord:
-    return SampleRecord(
-        tokens=answer.tokens,
-        logps=_shortest(answer.logps),
-        text=text,
-        finished=answer.finished,
-        rewards=reward.values,
-        reward=reward.total,
-        advantage=0.0,
-        problems=reward.problems,
-    )
-
-
-def _evaluated(samples: Sequence[SampleRecord]) -> InstructBatchResult:
+def _evaluated(answered: Sequence[Sequence[SampleRecord]]) -> InstructBatchResult:
+    samples = [sample for samples in answered for sample in samples]
     metrics = sample_metrics(samples)
     if "reward" not in metrics:
         problems = [problem for sample in samples for problem in sample.problems]
@@ -396,9 +370,10 @@ def _evaluated(samples: Sequence[SampleRecord]) -> InstructBatchResult:
     return InstructBatchResult(loss, tokens, perplexity(loss), metrics=metrics)
 
 
-def _uses(indices: Sequence[int]) -> list[int]:
+def _uses(rows: CorpusRows) -> list[int]:
     """Return, for each row of a step, how often an earlier place of the step uses it."""
-    return [list(indices[:i]).count(index) for i, index in enumerate(indices)]
+    indices = list(rows.indices)
+    return [indices[:i].count(index) for i, index in enumerate(indices)]
 
 
 def _shortest(values: Sequence[float]) -> tuple[float, ...]:

@@ -7,10 +7,11 @@ the process is started again, and the other answers are scored.
 import codecs
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 from mlxtune.core.data.prompt import PromptRow
@@ -29,14 +30,6 @@ _IMPORT_SECONDS = 120.0
 _MAX_REPLY = 2**16
 # The most bytes of the functions' own output to print.
 _MAX_OUTPUT = 2**16
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A sampled answer to score, and the row of its prompt."""
-
-    row: PromptRow
-    text: str
 
 
 @dataclass(frozen=True)
@@ -64,6 +57,12 @@ def with_remedy(sentence: str) -> str:
     return sentence + ": return 0 if such an answer is wrong" * raised
 
 
+def mean_of(rewards: Iterable[float | None]) -> float | None:
+    """Return the mean of the rewards that there are; None if there is none."""
+    values = [value for value in rewards if value is not None]
+    return fmean(values) if values else None
+
+
 class RewardScorer:
     """Computes rewards; a function may take `timeout` seconds for an answer.
 
@@ -83,11 +82,15 @@ class RewardScorer:
         if len(self._weights) < len(rewards):
             raise ConfigError(["two rewards have the same name: rename one, or leave it out"])
         self._built_in = {spec.name: spec.built_in() for spec in rewards if spec.file is None}
-        self._files = _sources(rewards)
-        # The process numbers the functions in the order of the files.
-        names = [f"{Path(path).stem}.{name}" for path, _, own in self._files for name in own]
-        self._numbers = {name: number for number, name in enumerate(names)}
-        self._ids, self._timeout, self._output = count(), timeout, _Output(on_output)
+        # The functions, as the process imports them. Latin-1 stands for bytes, as JSON has none.
+        self._functions = [
+            (spec.name, str(spec.file.absolute()), spec.content.decode("latin-1"), spec.argument)
+            for spec in rewards
+            if spec.file is not None and spec.content is not None
+        ]
+        self._ids, self._timeout, self._on_output = count(), timeout, on_output
+        # The bytes of functions' output that are still to show.
+        self._left, self._decoder = _MAX_OUTPUT, codecs.getincrementaldecoder("utf-8")("replace")
         self._process: LimitedProcess | None = None
 
     @property
@@ -114,16 +117,13 @@ class RewardScorer:
     def __exit__(self, *error: object) -> None:
         self._close()
 
-    def score(self, completions: Sequence[Completion]) -> list[Reward]:
-        """Return the reward of each answer. Each depends on its answer alone."""
-        return list(map(self._reward, completions))
-
-    def _reward(self, completion: Completion) -> Reward:
+    def score(self, row: PromptRow, text: str) -> Reward:
+        """Return the reward of an answer to a row, which depends on no other answer."""
         values: dict[str, float | None] = dict.fromkeys(self._weights)
-        total, problems, place = 0.0, list[str](), completion.row.place
+        total, problems, place = 0.0, list[str](), row.place
         for name, weight in self._weights.items():
             try:
-                values[name] = value = self._value(name, completion)
+                values[name] = value = self._value(name, row, text)
                 total += weight * value
             except NoRewardError as problem:
                 problems.append(f"{place}: reward {name}: {problem}")
@@ -134,31 +134,30 @@ class RewardScorer:
             )
         return Reward(values, None if problems else total, tuple(problems))
 
-    def _value(self, name: str, completion: Completion) -> float:
+    def _value(self, name: str, row: PromptRow, text: str) -> float:
         if (score := self._built_in.get(name)) is not None:
-            return score(completion.text, completion.row.answer)
-        value = self._call(name, completion)
+            return score(text, row.answer)
+        value = self._call(name, row, text)
         if abs(value) > MAX_REWARD:
             raise NoRewardError(f"returned {value:g}: return a number up to {MAX_REWARD:g}")
         return value
 
     def _start(self) -> None:
         """Start the process if there is none. Raises ConfigError if a file cannot be imported."""
-        if self._process is not None or not self._files:
+        if self._process is not None or not self._functions:
             return
         # Sets have one order in all processes.
         self._process = LimitedProcess(
             Path(reward_helper.__file__),
             _MAX_MEMORY,
-            on_message=self._output,
+            on_message=self._show,
             variables={"PYTHONHASHSEED": "0"},
         )
-        problem = ""
         try:
-            if reply := self._ask(self._files, _IMPORT_SECONDS):
-                problem = f"reward {reply['path']} {reply['error']}"
+            reply = self._ask(self._functions, _IMPORT_SECONDS)
+            problem = f"reward {reply['path']} {reply['error']}" if reply else ""
         except ProcessEndedError as error:
-            files = " or ".join(path for path, _, _ in self._files)
+            files = " or ".join(dict.fromkeys(path for _, path, *_ in self._functions))
             problem = f"importing {files} {_why(error.reason, f'{_IMPORT_SECONDS:g} s')}"
         if problem:
             self._close()
@@ -169,19 +168,18 @@ class RewardScorer:
         if process is not None:
             process.close()
 
-    def _call(self, name: str, completion: Completion) -> float:
-        """Return a function's value. Raises NoReward if it has none."""
-        row = completion.row
-        arguments = {"prompt": row.prompt, "completion": completion.text, "row": {**row.row}}
-        text = json.dumps([name, arguments], sort_keys=True, default=str)
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-        call = {"function": self._numbers[name], "seed": seed, "given": arguments}
+    def _call(self, name: str, row: PromptRow, text: str) -> float:
+        """Return a function's value. Raises NoRewardError if it has none."""
+        given = {"prompt": row.prompt, "completion": text, "row": {**row.row}}
+        content = json.dumps([name, given], sort_keys=True, default=str).encode()
+        seed = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
         while True:
             is_new = self._process is None
             self._start()
             try:
                 number = next(self._ids)
-                reply = self._ask({"id": number, **call}, self._timeout)
+                request = {"id": number, "name": name, "seed": seed, "given": given}
+                reply = self._ask(request, self._timeout)
                 if reply.get("id") != number:
                     raise ProcessEndedError("reply")
                 break
@@ -207,6 +205,15 @@ class RewardScorer:
             raise ProcessEndedError("reply")
         return reply
 
+    def _show(self, message: bytes) -> None:
+        """Pass on the first bytes that functions print, and a note on the rest."""
+        if self._left > 0:
+            self._on_output(self._decoder.decode(message[: self._left]))
+            self._left -= len(message)
+            if self._left <= 0:
+                note = f"reward functions print more than {_MAX_OUTPUT:,} bytes: not shown"
+                self._on_output(f"\n{note}\n")
+
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
@@ -222,31 +229,3 @@ def _why(reason: str, time_limit: str) -> str:
         f"exit status {reward_helper.CLOSED}": closed,
     }
     return reasons.get(reason, f"ended its process with {reason}")
-
-
-def _sources(functions: Sequence[RewardSpec]) -> list[tuple[str, str, list[str]]]:
-    """Return the path, the source and the functions of each file."""
-    files: dict[Path, tuple[str, str, list[str]]] = {}
-    for spec in functions:
-        if spec.file is not None and spec.content is not None:
-            if spec.file not in files:
-                # Latin-1 stands for bytes, as JSON has none.
-                source = spec.content.decode("latin-1")
-                files[spec.file] = str(spec.file.absolute()), source, []
-            files[spec.file][2].append(spec.argument)
-    return list(files.values())
-
-
-class _Output:
-    """Passes on the first bytes that functions print, and a note on the rest."""
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self._show, self._left = show, _MAX_OUTPUT
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def __call__(self, message: bytes) -> None:
-        if self._left > 0:
-            self._show(self._decoder.decode(message[: self._left]))
-            self._left -= len(message)
-            if self._left <= 0:
-                self._show(f"\nreward functions print more than {_MAX_OUTPUT:,} bytes: not shown\n")

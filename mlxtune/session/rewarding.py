@@ -1,10 +1,9 @@
 """Connects a run's pipeline and rows with its rewards, for objectives that learn from rewards."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from statistics import fmean
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from mlxtune.config.data_config import parse_fields
 from mlxtune.config.objective_config import RewardedConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.problems import SkippedRows, shown
-from mlxtune.core.data.prompt import read_prompts
+from mlxtune.core.data.prompt import PromptRow, read_prompts
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.core.evaluation.interval import Floats
 from mlxtune.core.evaluation.matching import count_exact
@@ -26,13 +25,14 @@ from mlxtune.core.files.remembered import is_own
 from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
 from mlxtune.core.run.checkpoint import RECORDS
 from mlxtune.core.run.run_folder import INITIAL, SAMPLED, ResumePoint
+from mlxtune.core.run.sampled_answers import SampleRecord
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.training.pipeline import StepSource
 from mlxtune.errors import ModelError, NonFiniteLossError
 from mlxtune.rewards.functions import NoRewardError, RewardSpec, parse_rewards
 from mlxtune.rewards.rollouts import Prompts, Rollouts, sampling_of
 from mlxtune.rewards.samples import SampleRecords
-from mlxtune.rewards.scoring import Completion, Reward, RewardScorer, unrewarded_text, with_remedy
+from mlxtune.rewards.scoring import RewardScorer, mean_of, unrewarded_text, with_remedy
 from mlxtune.session.reader import Reader
 from mlxtune.session.resuming import check_rewards
 from mlxtune.session.run_session import RunSession
@@ -46,18 +46,31 @@ _EXACT = RewardSpec.parse(EXACT).built_in()
 
 @dataclass(frozen=True)
 class RewardedAnswers:
-    """The rewards of a model's answers to rows: of greedy answers, with their texts, or sampled.
+    """A model's answers to rows, with their rewards: a greedy one to each, and sampled ones.
 
-    `values` has the rewards (R,) of `sampled` answers or not by name, without a name the weighted
-    sum: a row's mean, NaN for a row without one. `exact` (R,) is 1 for a greedy answer that is the
-    row's, NaN for a row without an answer. `problems` says why a greedy answer has no reward, and
-    is empty for an answer that has one.
+    `exact` says whether the greedy answer is the row's; None for a row without an answer.
     """
 
-    greedy: Sequence[str]
-    exact: Floats
-    values: Mapping[tuple[str, bool], Floats]
-    problems: Sequence[str]
+    greedy: Sequence[SampleRecord]
+    sampled: Sequence[Sequence[SampleRecord]]
+    exact: Sequence[bool | None]
+
+    def means(self, name: str, sampled: bool) -> Floats:
+        """Return each row's mean reward (R,), NaN for a row without one.
+
+        Without a name, that is the weighted sum.
+        """
+        groups = self.sampled if sampled else [[each] for each in self.greedy]
+        means = [
+            mean_of(each.rewards[name] if name else each.reward for each in group)
+            for group in groups
+        ]
+        return np.array(means, dtype=np.float64)
+
+    @property
+    def problems(self) -> list[str]:
+        """Why each greedy answer has no reward; empty for an answer that has one."""
+        return ["".join(each.problems[:1]) for each in self.greedy]
 
 
 class RewardSession:
@@ -80,14 +93,12 @@ class RewardSession:
         specs = parse_rewards(config.reward)
         for hint in filter(None, (spec.hint for spec in specs)):
             session.console.warn(hint)
-        self._scorer = RewardScorer(specs, config.reward_timeout)
+        scorer = RewardScorer(specs, config.reward_timeout)
         if resume is not None:
-            check_rewards(resume, self._scorer.hash)
-        self._ends, self._prompts = _turn_ends(session.reader), _read_prompts(session)
-        names = [spec.name for spec in self._scorer.rewards]
-        # A single reward is the sum.
-        self._names = ["", *(names if len(names) > 1 else ())]
-        cleanup.enter_context(self._scorer)
+            check_rewards(resume, scorer.hash)
+        self._ends, self._prompts = _turn_ends(session.reader), _read_prompts(session, scorer)
+        self._names = [spec.name for spec in specs]
+        cleanup.enter_context(scorer)
 
     def rollouts(self, session: RunSession, pipeline: InstructPipeline) -> StepSource:
         """Return the source of a run's samples.
@@ -106,7 +117,6 @@ class RewardSession:
             pipeline,
             self._ends,
             self._prompts,
-            self._scorer,
             _records(session),
             session.console.warn,
             session.workers,
@@ -116,47 +126,28 @@ class RewardSession:
         self, rows: CorpusRows, loaded: LoadedModel, *, with_adapter: bool = True
     ) -> RewardedAnswers:
         """Answer rows with a loaded model, greedily and sampled, and compute the rewards."""
-        prompts, sampling, indices = self._prompts, sampling_of(self._config), range(len(rows))
         console, seed = self._session.console, self._session.config.seed
         loaded.use_adapter(with_adapter)
         name = "the adapter" if with_adapter else "the base model"
 
+        def answered(count: int, sampling: Sampling) -> list[list[SampleRecord]]:
+            # No step has the number 0, so these samples are new.
+            asked = self._prompts.asked(rows, count, seed, step=0)
+            return self._prompts.answered(asked, partial(draw, sampling))
+
+        def draw(sampling: Sampling, requests: list[SampleRequest]) -> list[SampledAnswer]:
+            answers = sample(loaded.base.model, requests, sampling, self._ends, show)
+            console.close()
+            return answers
+
         def show(done: int, total: int) -> None:
             console.show(f"answering with {name}: {done:,} of {total:,}")
 
-        def sample_answers(
-            requests: Sequence[SampleRequest], sampling: Sampling
-        ) -> list[SampledAnswer]:
-            return sample(loaded.base.model, requests, sampling, self._ends, show)
-
-        tokens = [prompts.tokens(rows, i) for i in indices]
-        prompt_rows = [prompts.row(rows, i) for i in indices]
-        size = min(self._config.group_size, _MAX_COMPARED)
-        greedy = [SampleRequest(each, ()) for each in tokens]
-        # No step has the number 0, so these samples are new.
-        requests = [
-            SampleRequest(tokens[i], (seed, 0, rows[i][-1].key, 0, number))
-            for i in indices
-            for number in range(size)
-        ]
-        answers = [
-            *sample_answers(greedy, replace(sampling, temperature=0.0)),
-            *sample_answers(requests, sampling),
-        ]
-        console.close()
-        texts = list(map(prompts.text, answers))
-        repeated = [*prompt_rows, *(row for row in prompt_rows for _ in range(size))]
-        scored = self._scorer.score(list(map(Completion, repeated, texts)))
-        greedy_ones = [[reward] for reward in scored[: len(rows)]]
-        groups = [scored[i : i + size] for i in range(len(rows), len(scored), size)]
-        exact = [_is_exact(text, row.answer) for row, text in zip(prompt_rows, texts, strict=False)]
-        values = {
-            (name, sampled): _means(groups if sampled else greedy_ones, name)
-            for name in self._names
-            for sampled in (False, True)
-        }
-        problems = ["".join(reward.problems[:1]) for reward in scored[: len(rows)]]
-        return RewardedAnswers(texts[: len(rows)], np.array(exact), values, problems)
+        sampling = sampling_of(self._config)
+        greedy = [each for (each,) in answered(1, replace(sampling, temperature=0.0))]
+        sampled = answered(min(self._config.group_size, _MAX_COMPARED), sampling)
+        exact = [_is_exact(each.text, self._prompts.row(rows, i)) for i, each in enumerate(greedy)]
+        return RewardedAnswers(greedy, sampled, exact)
 
     def compare(
         self, loaded: LoadedModel, judged: JudgedRows, start: RewardedAnswers | None, samples: int
@@ -169,9 +160,16 @@ class RewardSession:
         seed = self._session.config.seed
         before = start or self.measure(judged.rows, loaded, with_adapter=False)
         after = self.measure(judged.rows, loaded)
-        rewards = [RowRewards(*key, before.values[key], after.values[key]) for key in after.values]
-        if EXACT not in [spec.name for spec in self._scorer.rewards]:
-            rewards.append(RowRewards(EXACT, False, before.exact, after.exact))
+        both = before, after
+        rewards = [
+            RowRewards(name, sampled, *(each.means(name, sampled) for each in both))
+            # A single reward is the sum.
+            for name in ("", *(self._names if len(self._names) > 1 else ()))
+            for sampled in (False, True)
+        ]
+        if EXACT not in self._names:
+            exact = (np.array(each.exact, dtype=np.float64) for each in both)
+            rewards.append(RowRewards(EXACT, False, *exact))
         without = _unrewarded(before.problems, after.problems)
         if (evaluation := evaluate_rewards(judged, rewards, seed)) is None:
             assert without is not None
@@ -197,11 +195,11 @@ class RewardSession:
             row=number,
             prompt=text_of(self._prompts.token_bytes(self._prompts.tokens(rows, index))),
             expected=self._prompts.row(rows, index).answer or "",
-            base=before.greedy[index],
-            adapted=after.greedy[index],
-            right=_as_bool(after.exact[index]),
-            against=before.greedy[index] if against else None,
-            against_right=_as_bool(before.exact[index]) if against else None,
+            base=before.greedy[index].text,
+            adapted=after.greedy[index].text,
+            right=after.exact[index],
+            against=before.greedy[index].text if against else None,
+            against_right=before.exact[index] if against else None,
         )
 
 
@@ -222,12 +220,6 @@ def _records(session: RunSession) -> SampleRecords:
     )
 
 
-def _means(groups: Sequence[Sequence[Reward]], name: str) -> Floats:
-    values = [[each.values[name] if name else each.total for each in group] for group in groups]
-    rewarded = ([value for value in group if value is not None] for group in values)
-    return np.array([fmean(each) if each else math.nan for each in rewarded])
-
-
 def _unrewarded(before: Sequence[str], after: Sequence[str]) -> Unrewarded | None:
     """Count the rows without a reward by the problems of both answers to each row."""
     pairs = zip(before, after, strict=True)
@@ -238,15 +230,11 @@ def _unrewarded(before: Sequence[str], after: Sequence[str]) -> Unrewarded | Non
     return Unrewarded(len(reasons), len(before), early, late, reasons[0])
 
 
-def _is_exact(text: str, answer: str | None) -> float:
+def _is_exact(text: str, row: PromptRow) -> bool | None:
     try:
-        return _EXACT(text, answer)
+        return bool(_EXACT(text, row.answer))
     except NoRewardError:
-        return math.nan
-
-
-def _as_bool(exact: float) -> bool | None:
-    return None if math.isnan(exact) else bool(exact)
+        return None
 
 
 def _turn_ends(reader: Reader) -> frozenset[int]:
@@ -260,11 +248,11 @@ def _turn_ends(reader: Reader) -> frozenset[int]:
     return reader.tokenizer.eos_ids | ({end} if end is not None else set())
 
 
-def _read_prompts(session: Session[Any]) -> Prompts:
+def _read_prompts(session: Session[Any], scorer: RewardScorer) -> Prompts:
     """Read the rows of the data files again, in the form that reward functions get."""
     config, fields = session.config, parse_fields(session.config.field)
     rows = {}
     for path in session.source.files.all:
         read = read_prompts(path, SkippedRows(path), format=config.format, fields=fields)
         rows[shown(path)] = {each.number: each for each in read}
-    return Prompts(rows, session.reader.tokenizer.token_bytes)
+    return Prompts(rows, session.reader.tokenizer.token_bytes, scorer)

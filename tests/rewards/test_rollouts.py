@@ -25,7 +25,7 @@ from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.functions import parse_rewards
 from mlxtune.rewards.rollouts import Prompts, Rollouts
 from mlxtune.rewards.samples import SampleRecords
-from mlxtune.rewards.scoring import Completion, Reward
+from mlxtune.rewards.scoring import Reward
 
 END = 0
 SIZE = 3
@@ -75,25 +75,18 @@ class FakeScorer:
 
     def __init__(self) -> None:
         self.rewards = parse_rewards(["length"])
-        self.scored: list[Completion] = []
+        self.scored: list[tuple[PromptRow, str]] = []
         self.equal_row, self.bonus, self.broken = 0, 0.0, False
         self.problem = "no"
 
-    def score(self, completions: Sequence[Completion]) -> list[Reward]:
-        self.scored += completions
-        if self.broken:
-            return [
-                Reward({"length": None}, None, (f"{each.row.place}: broken",))
-                for each in completions
-            ]
-        return [
-            Reward({"length": None}, None, (f"{each.row.place}: {self.problem}",))
-            if each.row.row["number"] == 3 and each.text == "11"
-            else Reward({"length": 1.0}, 1.0, ())
-            if each.row.row["number"] == self.equal_row
-            else Reward({"length": len(each.text) + self.bonus}, len(each.text) + self.bonus, ())
-            for each in completions
-        ]
+    def score(self, row: PromptRow, text: str) -> Reward:
+        self.scored.append((row, text))
+        number = row.row["number"]
+        if self.broken or (number == 3 and text == "11"):
+            problem = "broken" if self.broken else self.problem
+            return Reward({"length": None}, None, (f"{row.place}: {problem}",))
+        value = 1.0 if number == self.equal_row else len(text) + self.bonus
+        return Reward({"length": value}, value, ())
 
 
 def rows() -> CorpusRows:
@@ -106,7 +99,7 @@ def rows() -> CorpusRows:
     return Corpus.of(examples).select()
 
 
-def prompts() -> Prompts:
+def prompts(scorer: FakeScorer) -> Prompts:
     path = Path("rows.jsonl")
     read = {
         number: PromptRow(
@@ -115,7 +108,7 @@ def prompts() -> Prompts:
         for number in (1, 2, 3)
     }
     # A corpus of examples has no paths.
-    return Prompts({"": read}, lambda ids: [str(i - 1).encode() for i in ids])
+    return Prompts({"": read}, lambda ids: [str(i - 1).encode() for i in ids], scorer)
 
 
 @dataclass
@@ -136,7 +129,7 @@ def made(path: Path, workers: Workers = SINGLE_PROCESS, **options: Any) -> Made:
     options = {"reward": ("length",), "max_new_tokens": SIZE, **options}
     config = RewardedConfig(group_size=SIZE, **options)
     rollouts = Rollouts(
-        *(config, 42, policy, frozenset({END}), prompts(), scorer),
+        *(config, 42, policy, frozenset({END}), prompts(scorer)),
         *(SampleRecords(path), problems.append, workers),
     )
     return Made(rollouts, policy, scorer, problems)
@@ -172,8 +165,8 @@ def test_samples_are_examples_behind_their_prompts(path: Path) -> None:
 def test_reward_gets_the_text_without_the_end_and_the_row(path: Path) -> None:
     own = made(path)
     own.draw(1)
-    assert [each.text for each in own.scorer.scored] == ["0", "11", "222"] * 2
-    first = own.scorer.scored[0].row
+    assert [text for _, text in own.scorer.scored] == ["0", "11", "222"] * 2
+    first = own.scorer.scored[0][0]
     assert (first.prompt, first.answer, first.row, first.place) == (
         *("q1", "99", {"number": 1}),
         "rows.jsonl:1",
@@ -435,7 +428,7 @@ def test_evaluation_is_the_negative_mean_reward_of_greedy_answers(path: Path) ->
     assert result.avg_loss == -2
     assert result.metrics["rewards/length/mean"] == 2
     assert files == []
-    assert [each.text for each in own.scorer.scored] == ["11", "11"]
+    assert [text for _, text in own.scorer.scored] == ["11", "11"]
 
 
 def test_evaluation_without_any_reward_is_an_error(path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from mlxtune.core.data.prompt import PromptRow
 from mlxtune.errors import ConfigError
 from mlxtune.rewards.functions import RewardSpec
-from mlxtune.rewards.scoring import Completion, Reward, RewardScorer
+from mlxtune.rewards.scoring import Reward, RewardScorer
 from tests.core.files.test_processes import alive
 from tests.waiting import SECONDS, wait_until
 
@@ -139,6 +139,8 @@ WHY = {
     "writes_to_pipes": "wrote to the pipe of its results",
     "allocates": "took more than 4 GB of memory",
 }
+# A row, and the text of an answer to it.
+Answer = tuple[PromptRow, str]
 HANGS = ("hangs", "hangs_printing", "stops")
 REPEATED = ("random_number", "order_of_a_set")
 
@@ -167,16 +169,18 @@ def scorer(folder: Path, output: list[str]) -> Iterator[RewardScorer]:
         yield scorer
 
 
-def completions(folder: Path, *names: str) -> list[Completion]:
+def score(scorer: RewardScorer, answers: list[Answer]) -> list[Reward]:
+    return [scorer.score(row, text) for row, text in answers]
+
+
+def completions(folder: Path, *names: str) -> list[Answer]:
     row = {"n": 1, "list": [1, 2], "folder": str(Path.cwd()), "pids": str(folder / "pids")}
     return [completion(row, name, line) for line, name in enumerate(names, start=1)]
 
 
-def completion(
-    row: dict[str, Any], text: str = "", line: int = 1, ask: str = "Do it."
-) -> Completion:
+def completion(row: dict[str, Any], text: str = "", line: int = 1, ask: str = "Do it.") -> Answer:
     prompt = [{"role": "user", "content": ask}]
-    return Completion(PromptRow(prompt, None, row, Path("rows.jsonl"), line), text)
+    return PromptRow(prompt, None, row, Path("rows.jsonl"), line), text
 
 
 def value(reward: Reward) -> float | None:
@@ -184,7 +188,7 @@ def value(reward: Reward) -> float | None:
 
 
 def test_numbers_are_rewards_despite_side_effects(scorer: RewardScorer, folder: Path) -> None:
-    scored = scorer.score(completions(folder, *VALUES))
+    scored = score(scorer, completions(folder, *VALUES))
     assert [reward.problems for reward in scored] == [()] * len(VALUES)
     assert dict(zip(VALUES, map(value, scored), strict=True)) == VALUES
     for reward in scored:
@@ -195,7 +199,7 @@ def test_other_results_have_a_problem_naming_row_and_function(
     scorer: RewardScorer, folder: Path
 ) -> None:
     names = [name for done in WHY for name in (done, "fine")]
-    scored = scorer.score(completions(folder, *names))
+    scored = score(scorer, completions(folder, *names))
     for line, (name, reward) in enumerate(zip(names, scored, strict=True), start=1):
         if name == "fine":
             assert (value(reward), reward.problems) == (1, ())
@@ -212,14 +216,14 @@ def test_function_that_hangs_is_ended_and_the_rest_is_scored(
     for name in HANGS:
         scorer._start()
         scorer._timeout = 0.1
-        (reward,) = scorer.score(completions(folder, name))
+        (reward,) = score(scorer, completions(folder, name))
         scorer._timeout = SECONDS
         assert value(reward) is None
         assert reward.problems == (
             "rows.jsonl:1: reward check.reward: took more than 0.1 s: make it faster, or raise "
             "--reward-timeout",
         )
-        (reward,) = scorer.score(completions(folder, "fine"))
+        (reward,) = score(scorer, completions(folder, "fine"))
         assert value(reward) == 1
 
 
@@ -228,20 +232,20 @@ def test_rewards_depend_on_neither_order_nor_process(folder: Path, scorer: Rewar
     names = [*REPEATED, "fine", "changes_folder", "sees_folder", "mutates", "handles_signals"]
     names += ["sees_signals", "raises", "ends", "nan", "closes_streams", "closes_pipes", "fine"]
     answers = completions(folder, *names)
-    first = scorer.score(answers)
+    first = score(scorer, answers)
     assert 0 < (value(first[0]) or 0) < 2
-    assert scorer.score(answers[::-1])[::-1] == first
+    assert score(scorer, answers[::-1])[::-1] == first
     with RewardScorer([RewardSpec.parse(f"{folder}/check.py")], SECONDS, lambda text: None) as new:
-        assert list(map(value, new.score(answers[:2]))) == list(map(value, first[:2]))
-    (other,) = scorer.score([completion({**answers[0].row.row}, REPEATED[0], ask="Other.")])
+        assert list(map(value, score(new, answers[:2]))) == list(map(value, first[:2]))
+    (other,) = score(scorer, [completion({**answers[0][0].row}, REPEATED[0], ask="Other.")])
     assert value(other) != value(first[0])
 
 
 def test_forks_do_not_answer(folder: Path, scorer: RewardScorer) -> None:
     """The process need not be replaced, as it must be if replies are confused."""
-    scorer.score(completions(folder, "fine"))
+    score(scorer, completions(folder, "fine"))
     process = scorer._process
-    scored = scorer.score(completions(folder, *["forks", "fine"] * 3))
+    scored = score(scorer, completions(folder, *["forks", "fine"] * 3))
     assert list(map(value, scored)) == [2, 1] * 3
     assert scorer._process is process
 
@@ -250,9 +254,9 @@ def test_output_is_passed_on_up_to_a_limit(folder: Path) -> None:
     shown: list[str] = []
     check = RewardSpec.parse(f"{folder}/check.py")
     with RewardScorer([check], SECONDS, shown.append) as scorer:
-        scorer.score(completions(folder, "prints"))
+        score(scorer, completions(folder, "prints"))
         assert "".join(shown) == "from reward \x1b[31m 1 \\udc80\n"
-        scorer.score(completions(folder, "prints_megabytes", "prints"))
+        score(scorer, completions(folder, "prints_megabytes", "prints"))
     assert 2**16 < len("".join(shown)) < 2**16 + 100
     assert shown[-1] == "\nreward functions print more than 65,536 bytes: not shown\n"
 
@@ -261,7 +265,7 @@ def test_output_does_not_control_the_terminal(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with RewardScorer([RewardSpec.parse(f"{folder}/check.py")], SECONDS) as scorer:
-        scorer.score(completions(folder, "prints"))
+        score(scorer, completions(folder, "prints"))
     assert capfd.readouterr() == ("", "from reward \\x1b[31m 1 \\udc80\n")
 
 
@@ -269,7 +273,7 @@ def test_processes_of_functions_end_with_the_scorer(folder: Path) -> None:
     pids = folder / "pids"
     pids.unlink(missing_ok=True)
     with RewardScorer([RewardSpec.parse(f"{folder}/check.py")], SECONDS) as scorer:
-        scorer.score(completions(folder, "forks_and_stays", "daemonises"))
+        score(scorer, completions(folder, "forks_and_stays", "daemonises"))
         daemons = list(map(int, pids.read_text().split()))
         assert all(map(alive, daemons))
     wait_until(lambda: not any(map(alive, daemons)))
@@ -284,7 +288,7 @@ def test_file_is_read_once(tmp_path: Path) -> None:
     with RewardScorer([RewardSpec.parse(str(file))], SECONDS) as scorer:
         file.write_text("def reward(prompt, completion, row): return 2")
         rows: list[dict[str, Any]] = [{}, {"n": 1}]
-        scored = scorer.score(list(map(completion, rows)))
+        scored = score(scorer, list(map(completion, rows)))
     assert [reward.total for reward in scored] == [None, 1]
 
 
@@ -301,7 +305,7 @@ def test_several_functions_of_several_files_are_weighted(tmp_path: Path) -> None
     with RewardScorer(
         [RewardSpec.parse(f"{tmp_path}/{text}") for text in texts], SECONDS
     ) as scorer:
-        (reward,) = scorer.score([completion({"k": 1}, "de", ask="abc")])
+        (reward,) = score(scorer, [completion({"k": 1}, "de", ask="abc")])
     assert reward.values == {"one.a": 2, "two.a": 123, "one.b": 3}
     assert reward.total == 2 + 61.5 - 3
 
@@ -310,7 +314,7 @@ def test_several_functions_of_several_files_are_weighted(tmp_path: Path) -> None
 def test_sum_beyond_the_range_of_records_is_not_a_reward(tmp_path: Path, weight: str) -> None:
     (tmp_path / "check.py").write_text("def reward(prompt, completion, row): return 9e37")
     with RewardScorer([RewardSpec.parse(f"{tmp_path}/check.py={weight}")], SECONDS) as scorer:
-        (reward,) = scorer.score([completion({})])
+        (reward,) = score(scorer, [completion({})])
     assert (reward.values, reward.total) == ({"check.reward": 9e37}, None)
     assert reward.problems[0].startswith("rows.jsonl:1: the sum of the rewards is ")
 
@@ -358,6 +362,6 @@ def test_built_in_rewards_start_no_process(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("mlxtune.rewards.scoring.LimitedProcess", None)
     with RewardScorer([RewardSpec.parse("exact")], 1) as scorer:
         rows = [PromptRow([], answer, {}, Path("rows.jsonl"), 3) for answer in ("5", None)]
-        right, none = scorer.score([Completion(row, "5") for row in rows])
+        right, none = score(scorer, [(row, "5") for row in rows])
     assert right.total == 1
     assert none.problems == ("rows.jsonl:3: reward exact: the row has no answer to compare with",)

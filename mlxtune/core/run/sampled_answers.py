@@ -216,13 +216,14 @@ def exploit_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
 # Samples
 
 
-@dataclass(frozen=True)
+@dataclass
 class SampleRecord:
     """A sample: its tokens with their log-probabilities, its text, and what its rewards were.
 
     `finished` says whether the model ended it; otherwise, its length was limited. A reward is None
     if it has no value, and `reward`, the weighted sum, is None if any is; `problems` say why.
-    `SampledExample` describes `old_logps` and `reference_logps`.
+    `SampledExample` describes `old_logps` and `reference_logps`; like `advantage`, they are set
+    once the whole group is drawn.
     """
 
     tokens: tuple[int, ...]
@@ -231,7 +232,7 @@ class SampleRecord:
     finished: bool
     rewards: dict[str, float | None]
     reward: float | None
-    advantage: float
+    advantage: float = 0.0
     problems: tuple[str, ...] = ()
     old_logps: tuple[float, ...] | None = None
     reference_logps: tuple[float, ...] | None = None
