@@ -7,21 +7,18 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any
-
-import numpy as np
 
 from mlxtune.config.objective_config import RewardedConfig, reward_weight
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.files.reading import open_regular, read_own
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.formatting import pluralize
-from mlxtune.core.objectives.policy import MAX_REWARD, advantages_of
+from mlxtune.core.objectives.policy import MAX_REWARD, advantages_of, deviation
 from mlxtune.core.run.checkpoint import METRICS, WRITTEN_SAMPLES, Checkpoint
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.run.progress import Progress
@@ -59,18 +56,14 @@ def sample_metrics(samples: Sequence[SampleRecord]) -> dict[str, float]:
     metrics = {}
     for name, each in values.items():
         if numbers := [value for value in each if value is not None]:
-            metrics[f"{name}/mean"], metrics[f"{name}/std"] = fmean(numbers), _deviation(numbers)
+            metrics[f"{name}/mean"], metrics[f"{name}/std"] = fmean(numbers), deviation(numbers)
     if totals:
-        metrics |= {"reward": fmean(totals), "reward_std": _deviation(totals)}
+        metrics |= {"reward": fmean(totals), "reward_std": deviation(totals)}
     return metrics | {
         "completions/mean_length": fmean(len(sample.tokens) for sample in samples),
         "completions/clipped_ratio": fmean(not sample.finished for sample in samples),
         "completions/without_reward": 1 - len(totals) / len(samples),
     }
-
-
-def _deviation(values: Sequence[float]) -> float:
-    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
 # The samples of one step
@@ -128,19 +121,14 @@ def _check_sample(sample: SampleRecord, config: RewardedConfig, weights: Sequenc
 
 
 def _check_sum(sample: SampleRecord, weights: Sequence[float]) -> None:
-    values = list(sample.rewards.values())
+    values, own, total = list(sample.rewards.values()), sample.reward, None
     if len(values) != len(weights):
         raise ValueError(f"has {pluralize(len(values), 'reward')}, but the run {len(weights)}")
-    if any(value is None for value in values):
-        total = None
-    else:
+    if None not in values:
         total = sum(weight * (value or 0.0) for weight, value in zip(weights, values, strict=True))
         total = total if abs(total) <= MAX_REWARD else None
-    same = sample.reward == total or (
-        sample.reward is not None and total is not None and _is_close(sample.reward, total)
-    )
-    if not same:
-        raise ValueError(f"has reward {sample.reward}, but its weighted sum is {total}")
+    if own != total and (own is None or total is None or not _is_close(own, total)):
+        raise ValueError(f"has reward {own}, but its weighted sum is {total}")
     if (sample.reward is None) != bool(sample.problems):
         raise ValueError("has a reward and a problem, or neither")
 
@@ -165,13 +153,14 @@ def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> s
     with suppress(OSError, ValueError):  # other checks report the error
         progress = Progress.from_jsonl(read_own(run / METRICS))
         ledgers = read_ledgers(run / LEDGER)
-    config, seed = rewarded_config(options), whole(options, "seed") or 0
+    names = {field.name for field in fields(RewardedConfig)} & options.keys()
+    config: RewardedConfig = from_json(RewardedConfig, {name: options[name] for name in names})
+    seed = whole(options, "seed") or 0
     expected, last, end, groups = _expected(progress, config.updates), 0, 0, 0
     with open_regular(path, links=False) as file:
         size = os.fstat(file.fileno()).st_size
-        for _, end, content in read_members(file):  # noqa: B007
+        for step, _, end, content in read_members(file):  # noqa: B007
             own = groups_in(content)
-            step = own[0].step if own else 0
             try:
                 check_rollout(own, config, seed)
                 _check_places(own, [ledger.path for ledger in ledgers])
@@ -188,13 +177,6 @@ def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> s
     if expected:
         raise ValueError(f"lacks the samples of step {min(expected)}")
     return f"{groups * config.group_size:,} samples of {pluralize(groups, 'prompt')}"
-
-
-def rewarded_config(options: Mapping[str, Any]) -> RewardedConfig:
-    """Return the options of rewards from a run's options. Raises ValueError."""
-    names = [field.name for field in fields(RewardedConfig) if field.name in options]
-    config: RewardedConfig = from_json(RewardedConfig, {name: options[name] for name in names})
-    return config
 
 
 def _check_hash(path: Path, checkpoint: Checkpoint) -> None:
@@ -244,17 +226,10 @@ def _check_steps(groups: Sequence[GroupRecord], records: Sequence[StepRecord] | 
     """Compare samples with the records of their steps: their rows, and their metrics by name."""
     if records is None:
         raise ValueError(f"is no step of {METRICS}")
-    metrics = step_metrics(groups)
+    metrics = {"rows": len(groups), **step_metrics(groups)}
     for record in records:
-        for name, own, other in _values(groups, metrics, record):
+        recorded = {**record.metrics, "rows": record.rows}
+        for name, own in metrics.items():
+            other = recorded.get(name)
             if other is None or not _is_close(own, other):
                 raise ValueError(f"has {name} {own:.6g}, but {METRICS} has {other}")
-
-
-def _values(
-    groups: Sequence[GroupRecord], metrics: Mapping[str, float], record: StepRecord
-) -> Iterator[tuple[str, float, float | None]]:
-    """Yield the name of each value that both have, the value of the samples and of the step."""
-    yield "rows", len(groups), record.rows
-    for name, value in metrics.items():
-        yield name, value, record.metrics.get(name)

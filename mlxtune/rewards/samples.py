@@ -12,7 +12,7 @@ from typing import Any
 from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.writing import as_output_error, open_to_append, write_file
 from mlxtune.core.run.checkpoint import WRITTEN_SAMPLES, Checkpoint
-from mlxtune.core.run.sampled_answers import GroupRecord, groups_at, places_in
+from mlxtune.core.run.sampled_answers import GroupRecord, Member, groups_at, read_members
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.errors import OutputError
 
@@ -60,24 +60,24 @@ class SampleRecords:
 
     def _find(self, file: io.BufferedReader, needed: Any) -> dict[int, _Place]:
         """Find the rollouts; a damaged end, behind the `needed` bytes if known, is left out."""
-        rollouts, problem = list[tuple[int, int, int]](), None
+        rollouts, problem = list[Member](), None
         try:
-            rollouts.extend(places_in(file))
+            rollouts.extend(read_members(file, keep=0))
         except ValueError as error:
             problem = error
-        end = max((end for _, _, end in rollouts), default=0)
+        end = rollouts[-1].end if rollouts else 0
         if problem is not None:
             if not rollouts or (isinstance(needed, int) and end < needed):
                 raise self._damaged(problem) from problem
             self._on_problem(
-                f"{self._path} {problem} behind step {rollouts[-1][0]}: the rest is replaced"
+                f"{self._path} {problem} behind step {rollouts[-1].step}: the rest is replaced"
             )
         places, digest = dict[int, _Place](), sha256()
         file.seek(0)
-        for step, start, end in rollouts:
-            for piece in pieces(file, end - start):
+        for each in rollouts:
+            for piece in pieces(file, each.end - each.start):
                 digest.update(piece)
-            places[step] = _Place(start, end, digest.copy())
+            places[each.step] = _Place(each.start, each.end, digest.copy())
         return places
 
     def _compare(self, checkpoint: Checkpoint) -> None:
@@ -156,6 +156,7 @@ def pieces(file: io.BufferedReader, size: int) -> Iterator[bytes]:
 def copy_samples(source: Path, copy: Path, last_step: int) -> None:
     """Copy the samples up to a step. Raises OutputError, OSError, or ValueError."""
     with open_regular(source, links=False) as file:
-        end = max((end for step, _, end in places_in(file) if step <= last_step), default=0)
+        members = read_members(file, keep=0)
+        end = max((each.end for each in members if each.step <= last_step), default=0)
         file.seek(0)
         write_file(copy, pieces(file, end))

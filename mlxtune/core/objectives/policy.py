@@ -102,24 +102,22 @@ def advantages_of(
     A sample without a reward has advantage 0, and the others of its group are compared among
     themselves. So has every sample of a group whose rewards are equal.
     """
-    every = np.array([reward for group in groups for reward in group if reward is not None])
-    spread = _deviation(every)
+    every = deviation([reward for group in groups for reward in group if reward is not None])
     advantages = []
     for group in groups:
-        rewards = np.array([reward for reward in group if reward is not None])
-        if not len(rewards) or rewards.min() == rewards.max():
+        rewards = [reward for reward in group if reward is not None]
+        if not rewards or min(rewards) == max(rewards):
             advantages.append([0.0] * len(group))
             continue
-        divisors = {"group": _deviation(rewards) + _EPSILON, "batch": spread + _EPSILON}
-        mean, divisor = rewards.mean(), divisors.get(scale_rewards, 1.0)
-        advantages.append(
-            [0.0 if each is None else float((each - mean) / divisor) for each in group]
-        )
+        divisors = {"group": deviation(rewards) + _EPSILON, "batch": every + _EPSILON}
+        mean, divisor = float(np.mean(rewards)), divisors.get(scale_rewards, 1.0)
+        advantages.append([0.0 if each is None else (each - mean) / divisor for each in group])
     return advantages
 
 
-def _deviation(rewards: npt.NDArray[Any]) -> float:
-    return float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0
+def deviation(rewards: Sequence[float]) -> float:
+    """Return the standard deviation of a sample of rewards; 0 for fewer than two."""
+    return float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from mlxtune.config.limits import (
     TooLargeError,
     parse_json,
 )
-from mlxtune.config.objective_config import is_rewarded
+from mlxtune.config.objective_config import is_rewarded, reward_weight
 from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.run.stored_run import Run, whole
@@ -53,10 +53,9 @@ _MEASURES = {
     _UNREWARDED: "fraction of answers without a reward",
     "kl": "divergence from the start (KL)",
 }
-_NEGATIVE_WEIGHT = re.compile(r"=-[\d.eE+-]+$")
 Kind = Literal["reward", "sum", "answers"]
 # The bytes of a read, and of a member's start with its step.
-_PIECE, _START = 2**20, 64
+_PIECE, _START = 2**16, 64
 _STEP = re.compile(rb'\{"step": (\d{1,15}),')
 
 
@@ -136,13 +135,12 @@ def metric_changes(run: Run) -> list[MetricChange]:
     if not is_rewarded(run.config.get("objective")):
         return []
     keys, options = reward_keys(run), run.config.get("reward")
-    names = [name for name in keys if name != SUM]
-    options = options if isinstance(options, list) and len(options) == len(names) else names
-    texts = dict(zip(names, map(str, options), strict=True))
+    names, penalties = [name for name in keys if name != SUM], set[str]()
+    if isinstance(options, list) and len(options) == len(names):
+        weights = map(reward_weight, map(str, options))
+        penalties = {name for name, weight in zip(names, weights, strict=True) if weight < 0}
     changes = [
-        _change(run, key, name, "reward", bool(_NEGATIVE_WEIGHT.search(texts[name])))
-        if name in texts
-        else _change(run, key, name, "sum")
+        _change(run, key, name, "sum" if name == SUM else "reward", name in penalties)
         for name, key in keys.items()
     ]
     changes += [_change(run, key, name, "answers") for key, name in _MEASURES.items()]
@@ -265,11 +263,20 @@ class GroupRecord:
         return json.dumps(values, allow_nan=False, ensure_ascii=False).encode() + b"\n"
 
 
+class Member(NamedTuple):
+    """A member of the record: the step of its samples, where it is, and what it unpacks to."""
+
+    step: int
+    start: int
+    end: int
+    content: bytes
+
+
 def read_samples(path: Path) -> Iterator[GroupRecord]:
     """Yield the groups of a run. Raises OSError, or ValueError for a damaged file."""
     with open_regular(path, links=False) as file:
-        for _, _, content in read_members(file):
-            yield from groups_in(content)
+        for member in read_members(file):
+            yield from groups_in(member.content)
 
 
 def read_shown(path: Path) -> tuple[dict[int, list[GroupRecord]], bool]:
@@ -282,8 +289,8 @@ def read_shown(path: Path) -> tuple[dict[int, list[GroupRecord]], bool]:
     starts, is_cut = dict[int, int](), False
     with open_regular(path, links=False) as file:
         try:
-            for step, start, _ in places_in(file, most=SEARCHED_SAMPLES):
-                starts[step] = start
+            for member in read_members(file, keep=0, most=SEARCHED_SAMPLES):
+                starts[member.step] = member.start
         except TooLargeError:
             is_cut = True
         steps, shown = sorted(starts), dict[int, list[GroupRecord]]()
@@ -303,51 +310,38 @@ def groups_in(content: bytes) -> list[GroupRecord]:
 def groups_at(file: io.BufferedReader, start: int, keep: int = MEMBER_BYTES) -> list[GroupRecord]:
     """Return the groups of the member at `start`, as far as its first `keep` bytes have them."""
     file.seek(start)
-    content = next((content for _, _, content in read_members(file, keep)), b"")
+    content = next((member.content for member in read_members(file, keep)), b"")
     return groups_in(content[: content.rfind(b"\n") + 1])
-
-
-def step_of(content: bytes) -> int:
-    """Return the step of a member, without reading its samples. Raises ValueError."""
-    if (match := _STEP.match(content)) is None:
-        raise ValueError("is damaged: it has samples without a step")
-    return int(match[1])
-
-
-def places_in(file: io.BufferedReader, most: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """Yield the step, the start and the end of each complete member. Raises as `read_members`."""
-    for start, end, content in read_members(file, keep=_START, most=most):
-        yield step_of(content), start, end
 
 
 def read_members(
     file: io.BufferedReader, keep: int = MEMBER_BYTES, most: int | None = None
-) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the start, the end and the first `keep` bytes of each complete gzip member from here.
+) -> Iterator[Member]:
+    """Yield each complete gzip member from here, with the first `keep` bytes of its content.
 
     An incomplete member at the end is left out. Raises ValueError for a damaged one, and
     TooLargeError for one that unpacks to more than MEMBER_BYTES, or if all together unpack to more
     than `most`.
     """
-    start, left, total = file.tell(), b"", 0
-    while left or (left := file.read(_PIECE)):
-        unpack, parts, size = zlib.decompressobj(wbits=31), list[bytes](), 0
-        read, piece = 0, b""
-        # A full piece may not be all that the last bytes unpack to.
-        while not unpack.eof and (left or len(piece) == _PIECE or (left := file.read(_PIECE))):
+    start, total = file.tell(), 0
+    while True:
+        file.seek(start)
+        unpack, parts, size, piece = zlib.decompressobj(wbits=31), list[bytes](), 0, b""
+        while not unpack.eof:
+            packed = unpack.unconsumed_tail or file.read(_PIECE)
+            # A full piece may not be all that the last bytes unpack to.
+            if not packed and len(piece) < _PIECE:
+                return
             try:
-                piece = unpack.decompress(left, _PIECE)
+                piece = unpack.decompress(packed, _PIECE)
             except zlib.error as error:
                 raise ValueError(f"is damaged: {error}") from error
-            parts.append(piece[: max(keep - size, 0)])
-            size += len(piece)
-            total += len(piece)
+            parts.append(piece[: max(keep - size, _START - size, 0)])
+            size, total = size + len(piece), total + len(piece)
             if size > MEMBER_BYTES or (most is not None and total > most):
                 raise TooLargeError("unpacks to too much")
-            rest = unpack.unused_data if unpack.eof else unpack.unconsumed_tail
-            read += len(left) - len(rest)
-            left = rest
-        if not unpack.eof:
-            return
-        yield start, start + read, b"".join(parts)
-        start += read
+        content, end = b"".join(parts), file.tell() - len(unpack.unused_data)
+        if (step := _STEP.match(content)) is None:
+            raise ValueError("is damaged: it has samples without a step")
+        yield Member(int(step[1]), start, end, content)
+        start = end
