@@ -1,9 +1,11 @@
 """The sections of a run's page on its rewards: what changed, and samples that show it."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mlxtune.core.formatting import join_few, pluralize, sentence
 from mlxtune.core.run.run_folder import SAMPLED
@@ -25,6 +27,7 @@ _MAX_GROUPS, _MAX_PAIRS, _MAX_EXAMPLES = 3, 3, 3
 
 # A group with one of its samples.
 Drawn = tuple[GroupRecord, SampleRecord]
+Floats = npt.NDArray[np.float64]
 
 
 def reward_context(run: Run, view: RunView) -> dict[str, Any]:
@@ -77,29 +80,24 @@ def _learned(changes: Sequence[MetricChange]) -> str:
 
 def _step(step: int, groups: Sequence[GroupRecord]) -> dict[str, Any]:
     """Return the groups of a step whose rewards differ most, with their best and worst sample."""
-    sampled = [group for group in groups if group.samples]
-    ordered = sorted(sampled, key=_range, reverse=True)[:_MAX_GROUPS]
-    return {"step": step, "groups": list(map(_group, ordered)), "of": len(groups)}
+    ranged = [_group(group) for group in groups if group.samples]
+    ranged.sort(key=itemgetter(0), reverse=True)
+    shown = [article for _, article in ranged[:_MAX_GROUPS]]
+    return {"step": step, "groups": shown, "of": len(groups)}
 
 
-def _ranked(group: GroupRecord) -> list[SampleRecord]:
-    rewarded = [sample for sample in group.samples if sample.reward is not None]
-    return sorted(rewarded, key=lambda sample: sample.reward or 0.0)
-
-
-def _range(group: GroupRecord) -> float:
-    ranked = _ranked(group)
-    return (ranked[-1].reward or 0.0) - (ranked[0].reward or 0.0) if ranked else -1.0
-
-
-def _group(group: GroupRecord) -> dict[str, Any]:
-    ranked, count = _ranked(group), len(group.samples)
-    if not ranked:
-        return _article(group, "no answer has a reward", [("no reward", group.samples[0])])
-    if not _range(group):
-        note = f"all {pluralize(len(ranked), 'reward')} are equal: no gradient"
-        return _article(group, note, [("one of the answers", ranked[0])])
-    return _article(group, f"of {count:,} answers", [("best", ranked[-1]), ("worst", ranked[0])])
+def _group(group: GroupRecord) -> tuple[float, dict[str, Any]]:
+    """Return the range of a group's rewards, and its best and worst sample."""
+    rewarded = [(each.reward, each) for each in group.samples if each.reward is not None]
+    if not rewarded:
+        return -1.0, _article(group, "no answer has a reward", [("no reward", group.samples[0])])
+    rewarded.sort(key=itemgetter(0))
+    (low, worst), (high, best) = rewarded[0], rewarded[-1]
+    if low == high:
+        note = f"all {pluralize(len(rewarded), 'reward')} are equal: no gradient"
+        return 0.0, _article(group, note, [("one of the answers", worst)])
+    note = f"of {len(group.samples):,} answers"
+    return high - low, _article(group, note, [("best", best), ("worst", worst)])
 
 
 def _article(
@@ -151,7 +149,8 @@ def _opposed(
 
     High and low are relative to all that were drawn.
     """
-    good, bad = _standardised(better, samples, late), _standardised(worse, samples, late)
+    first = len(samples) - len(late)
+    good, bad = (_standardised(each, samples)[first:] for each in (better, worse))
     opposed = [(a - b, *each) for a, b, each in zip(good, bad, late, strict=True) if a > 0 > b]
     opposed.sort(key=lambda each: (each[0], each[1].step), reverse=True)
     texts = set[str]()
@@ -161,13 +160,10 @@ def _opposed(
             yield group, sample
 
 
-def _standardised(
-    change: MetricChange, drawn: Sequence[Drawn], late: Sequence[Drawn]
-) -> list[float]:
-    """Return a reward of late samples in standard deviations from the mean, 0 without a value."""
-    every, own = ([sample.rewards.get(change.name) for _, sample in each] for each in (drawn, late))
-    rewards = [value for value in every if value is not None]
-    if not rewards or not (deviation := float(np.std(rewards))):
-        return [0.0] * len(late)
-    scale, mean = (-deviation if change.penalty else deviation), float(np.mean(rewards))
-    return [0.0 if value is None else (value - mean) / scale for value in own]
+def _standardised(change: MetricChange, samples: Sequence[Drawn]) -> Floats:
+    """Return a reward of samples (S,) in standard deviations from the mean, NaN without a value."""
+    values = np.array([each.rewards.get(change.name) for _, each in samples], dtype=np.float64)
+    known = values[np.isfinite(values)]
+    deviation = known.std() if len(known) else 0.0
+    scale = -deviation if change.penalty else deviation
+    return (values - known.mean()) / scale if scale else np.zeros(len(values))
