@@ -17,7 +17,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from mlx_lm.sample_utils import make_sampler
 
 from mlxtune.backend.device import default_device
-from mlxtune.backend.device.retry import retried
+from mlxtune.backend.device.retry import Result, retried
 from mlxtune.backend.models.token_array import TokenArrays
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.core.data.prompt import Prompt
@@ -301,16 +301,12 @@ def answers(
     """
     model.eval()
     ids = TokenArrays(model)
-    answered: dict[int, str] = {}
     # Sorting by length minimises padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
-    at_once = _AT_ONCE
 
-    def batch() -> list[Prompt]:
-        return [prompts[i] for i in order[len(answered) : len(answered) + at_once]]
-
-    def answer() -> list[str]:
-        stop_tokens = tokenizer.eos_ids | {each.end for each in batch() if each.end is not None}
+    def answer(indices: Sequence[int]) -> list[str]:
+        batch = [prompts[i] for i in indices]
+        stop_tokens = tokenizer.eos_ids | {each.end for each in batch if each.end is not None}
         # All that mlx-lm needs of a tokenizer if prompts are already tokenised.
         used = SimpleNamespace(
             eos_token_ids=stop_tokens, decode=lambda ids: text_of(tokenizer.token_bytes(ids))
@@ -320,18 +316,38 @@ def answers(
             texts = batch_generate(
                 model,
                 used,
-                [ids.check(each.ids).tolist() for each in batch()],
+                [ids.check(each.ids).tolist() for each in batch],
                 max_tokens=sampling.max_new_tokens,
                 sampler=sampler,
             ).texts
             sampler.finish()
             return [
                 text.partition(each.end_text)[0] if each.end_text else text
-                for text, each in zip(texts, batch(), strict=True)
+                for text, each in zip(texts, batch, strict=True)
             ]
         except ValueError:  # an architecture whose cache mlx-lm cannot batch
             generator = Generator(model, tokenizer, vocab_size)
-            return [generator.answer(each, sampling).text for each in batch()]
+            return [generator.answer(each, sampling).text for each in batch]
+
+    return in_batches(answer, order, _AT_ONCE, on_progress)
+
+
+def in_batches(
+    answer: Callable[[Sequence[int]], Sequence[Result]],
+    order: Sequence[int],
+    at_once: int,
+    on_progress: Callable[[int, int], None],
+) -> list[Result]:
+    """Return the answer of each index, from 0, after `answer` got batches of them in an order.
+
+    `answer` may leave out the last ones of a batch, which are then in the next. After a fault of
+    the GPU, the batch is retried, with fewer indices if that helps. Raises MemoryLimitError or
+    GpuError if no retry helps.
+    """
+    answered = dict[int, Result]()
+
+    def batch() -> Sequence[int]:
+        return order[len(answered) : len(answered) + at_once]
 
     def change(fault: Fault, text: str) -> None:
         nonlocal at_once
@@ -341,7 +357,7 @@ def answers(
             at_once = len(batch()) // 2
 
     while len(answered) < len(order):
-        texts = retried(answer, change)
-        answered.update(zip(order[len(answered) :], texts, strict=False))
+        found = retried(lambda: answer(batch()), change)
+        answered.update(zip(batch(), found, strict=False))
         on_progress(len(answered), len(order))
-    return [answered[i] for i in range(len(prompts))]
+    return [answered[i] for i in range(len(order))]

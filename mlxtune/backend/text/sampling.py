@@ -19,11 +19,9 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.sample_utils import apply_top_p
 
-from mlxtune.backend.device.retry import retried
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.token_array import TokenArrays
-from mlxtune.backend.text.generate import CheckedSampler, Sampling, fault_error_of
-from mlxtune.core.machine.gpu_faults import Fault
+from mlxtune.backend.text.generate import CheckedSampler, Sampling, in_batches
 from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
 from mlxtune.errors import ModelError
 
@@ -54,28 +52,13 @@ def sample(
     model's embedding has no row for a token, or mlx-lm cannot batch the model's cache.
     """
     model.eval()
-    ids, sampled = TokenArrays(model), dict[int, SampledAnswer]()
+    ids = TokenArrays(model)
     order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), i))
-    at_once = _AT_ONCE
 
-    def selected() -> list[int]:
-        return order[len(sampled) : len(sampled) + at_once]
+    def draw(batch: Sequence[int]) -> list[SampledAnswer]:
+        return _draw(model, ids, [requests[i] for i in batch], sampling, stop_tokens)
 
-    def draw() -> list[SampledAnswer]:
-        return _draw(model, ids, [requests[i] for i in selected()], sampling, stop_tokens)
-
-    def change(fault: Fault, text: str) -> None:
-        nonlocal at_once
-        if fault.asks_for_less:
-            if len(selected()) == 1:
-                raise fault_error_of(fault, text)
-            at_once = len(selected()) // 2
-
-    while len(sampled) < len(order):
-        answers = retried(draw, change)
-        sampled.update(zip(selected()[: len(answers)], answers, strict=True))
-        on_progress(len(sampled), len(order))
-    return [sampled[i] for i in range(len(requests))]
+    return in_batches(draw, order, _AT_ONCE, on_progress)
 
 
 @dataclass
