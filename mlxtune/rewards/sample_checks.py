@@ -3,13 +3,13 @@
 What follows from the samples is computed again: advantages, weighted sums and metrics of steps.
 """
 
-import hashlib
 import math
 import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
+from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 
@@ -25,7 +25,6 @@ from mlxtune.core.run.progress import Progress
 from mlxtune.core.run.run_folder import LEDGER, SAMPLED
 from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_in, read_members
 from mlxtune.core.run.stored_run import get_mapping, read_ledgers, whole
-from mlxtune.rewards.samples import pieces
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _MAX_TOKEN = 2**31
@@ -147,8 +146,7 @@ def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> s
     OSError, or ValueError for the first contradiction.
     """
     path, options = run / SAMPLED, get_mapping(good[0].metadata, "config")
-    for checkpoint in good:
-        _check_hash(path, checkpoint)
+    _check_hashes(path, good)
     progress, ledgers = Progress(), list[Ledger]()
     with suppress(OSError, ValueError):  # other checks report the error
         progress = Progress.from_jsonl(read_own(run / METRICS))
@@ -159,7 +157,7 @@ def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> s
     expected, last, end, groups = _expected(progress, config.updates), 0, 0, 0
     with open_regular(path, links=False) as file:
         size = os.fstat(file.fileno()).st_size
-        for step, _, end, content in read_members(file):  # noqa: B007
+        for step, _, end, content, _ in read_members(file):  # noqa: B007
             own = groups_in(content)
             try:
                 check_rollout(own, config, seed)
@@ -179,27 +177,22 @@ def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> s
     return f"{groups * config.group_size:,} samples of {pluralize(groups, 'prompt')}"
 
 
-def _check_hash(path: Path, checkpoint: Checkpoint) -> None:
-    """Compare the start of the record with its hash in a checkpoint."""
-    expected = get_mapping(checkpoint.metadata, WRITTEN_SAMPLES)
-    size, name = whole(expected, "bytes"), checkpoint.folder.name
-    if size is None or "sha256" not in expected:
-        raise ValueError(f"cannot be confirmed: {name} lacks its hash")
-    if start_hash(path, size) != expected["sha256"]:
-        raise ValueError(
-            f"has changed: the hash of the samples up to step {checkpoint.step} is not that in "
-            f"{name}"
-        )
-
-
-def start_hash(path: Path, size: int) -> str | None:
-    """Return the SHA-256 of a file's first bytes; None if it has fewer. Raises OSError."""
-    digest, read = hashlib.sha256(), 0
-    with open_regular(path, links=False) as file:
-        for piece in pieces(file, size):
-            digest.update(piece)
-            read += len(piece)
-    return digest.hexdigest() if read == size else None
+def _check_hashes(path: Path, checkpoints: Sequence[Checkpoint]) -> None:
+    """Compare the record up to each checkpoint with its hash there."""
+    hashes = {0: sha256().hexdigest()}
+    with open_regular(path, links=False) as file, suppress(ValueError):  # reported below
+        for member in read_members(file, keep=0):
+            hashes[member.end] = member.digest.hexdigest()
+    for checkpoint in checkpoints:
+        expected, name = get_mapping(checkpoint.metadata, WRITTEN_SAMPLES), checkpoint.folder.name
+        size = whole(expected, "bytes")
+        if size is None or "sha256" not in expected:
+            raise ValueError(f"cannot be confirmed: {name} lacks its hash")
+        if hashes.get(size) != expected["sha256"]:
+            raise ValueError(
+                f"has changed: the hash of the samples up to step {checkpoint.step} is not that in "
+                f"{name}"
+            )
 
 
 def _expected(progress: Progress, updates: int) -> dict[int, list[StepRecord]]:

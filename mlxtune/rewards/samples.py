@@ -4,7 +4,6 @@ import gzip
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,6 @@ from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.errors import OutputError
 
 _PIECE = 2**20
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where the member of a rollout starts and ends, with the hash of the file up to its end."""
-
-    start: int
-    end: int
-    digest: Any
 
 
 class SampleRecords:
@@ -47,38 +37,30 @@ class SampleRecords:
         on_problem: Callable[[str], None] = lambda problem: None,
     ) -> None:
         self._path, self._on_problem = path, on_problem
-        self._places: dict[int, _Place] = {}
+        self._members: dict[int, Member] = {}
         # The last step whose samples must not be used, because other runs drew them.
         self._foreign_until = 0
         if resumed and path.exists():
             with as_output_error(path, "file"), open_regular(path, links=False) as file:
-                self._places = self._find(file, _written(checkpoint).get("bytes"))
+                self._members = self._find(file, _written(checkpoint).get("bytes"))
         if resumed and checkpoint is not None:
             self._compare(checkpoint)
         if until is not None:
-            self._places = {step: each for step, each in self._places.items() if step <= until}
+            self._keep_until(until)
 
-    def _find(self, file: io.BufferedReader, needed: Any) -> dict[int, _Place]:
+    def _find(self, file: io.BufferedReader, needed: Any) -> dict[int, Member]:
         """Find the rollouts; a damaged end, behind the `needed` bytes if known, is left out."""
-        rollouts, problem = list[Member](), None
+        members, end = dict[int, Member](), 0
         try:
-            rollouts.extend(read_members(file, keep=0))
-        except ValueError as error:
-            problem = error
-        end = rollouts[-1].end if rollouts else 0
-        if problem is not None:
-            if not rollouts or (isinstance(needed, int) and end < needed):
+            for each in read_members(file, keep=0):
+                members[each.step], end = each, each.end
+        except ValueError as problem:
+            if not members or (isinstance(needed, int) and end < needed):
                 raise self._damaged(problem) from problem
             self._on_problem(
-                f"{self._path} {problem} behind step {rollouts[-1].step}: the rest is replaced"
+                f"{self._path} {problem} behind step {[*members][-1]}: the rest is replaced"
             )
-        places, digest = dict[int, _Place](), sha256()
-        file.seek(0)
-        for each in rollouts:
-            for piece in pieces(file, each.end - each.start):
-                digest.update(piece)
-            places[each.step] = _Place(each.start, each.end, digest.copy())
-        return places
+        return members
 
     def _compare(self, checkpoint: Checkpoint) -> None:
         """Report samples up to a checkpoint that another run drew."""
@@ -93,11 +75,11 @@ class SampleRecords:
 
     def read(self, step: int, adapter: str | None) -> list[GroupRecord] | None:
         """Return a rollout's groups; None if LoRA matrices other than `adapter` sampled them."""
-        if step not in self._places or step <= self._foreign_until:
+        if step not in self._members or step <= self._foreign_until:
             return None
         try:
             with as_output_error(self._path, "file"), open_regular(self._path, links=False) as file:
-                groups = groups_at(file, self._places[step].start)
+                groups = groups_at(file, self._members[step].start)
         except ValueError as problem:
             raise self._damaged(problem) from problem
         same = adapter is None or all(group.adapter == adapter for group in groups)
@@ -121,14 +103,14 @@ class SampleRecords:
         last = self._last_before(step + 1)
         return {"bytes": last.end, "sha256": last.digest.hexdigest()}
 
-    def _last_before(self, step: int) -> _Place:
-        places = [place for each, place in self._places.items() if each < step]
-        return max(places, key=lambda place: place.end, default=_Place(0, 0, sha256()))
+    def _last_before(self, step: int) -> Member:
+        members = [each for each in self._members.values() if each.step < step]
+        return max(members, key=lambda each: each.end, default=Member(0, 0, 0, b"", sha256()))
 
     def add(self, groups: Sequence[GroupRecord]) -> None:
         """Add the groups of a rollout; remove later rollouts, which an abandoned run wrote."""
         step = groups[0].step
-        self._places = {each: place for each, place in self._places.items() if each < step}
+        self._keep_until(step - 1)
         last = self._last_before(step)
         # Without the time of writing, so that the same samples have the same bytes.
         content = gzip.compress(b"".join(group.as_json() for group in groups), mtime=0)
@@ -139,7 +121,10 @@ class SampleRecords:
             os.fsync(file.fileno())
         digest = last.digest.copy()
         digest.update(content)
-        self._places[step] = _Place(last.end, last.end + len(content), digest)
+        self._members[step] = Member(step, last.end, last.end + len(content), b"", digest)
+
+    def _keep_until(self, step: int) -> None:
+        self._members = {each: own for each, own in self._members.items() if each <= step}
 
 
 def _written(checkpoint: Checkpoint | None) -> Mapping[str, Any]:

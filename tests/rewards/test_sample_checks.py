@@ -29,7 +29,7 @@ Member = list[dict[str, Any]]
 
 def members_of(path: Path) -> list[Member]:
     with path.open("rb") as file:
-        return [list(map(json.loads, content.splitlines())) for *_, content in read_members(file)]
+        return [list(map(json.loads, each.content.splitlines())) for each in read_members(file)]
 
 
 def as_bytes(members: list[Member]) -> bytes:

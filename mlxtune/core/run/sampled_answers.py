@@ -14,8 +14,9 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -264,12 +265,16 @@ class GroupRecord:
 
 
 class Member(NamedTuple):
-    """A member of the record: the step of its samples, where it is, and what it unpacks to."""
+    """A member of the record: the step of its samples, its place, and the start of its content.
+
+    `digest` is the hash of the file up to the member's end, if the file is read from its start.
+    """
 
     step: int
     start: int
     end: int
     content: bytes
+    digest: Any
 
 
 def read_samples(path: Path) -> Iterator[GroupRecord]:
@@ -323,7 +328,7 @@ def read_members(
     TooLargeError for one that unpacks to more than MEMBER_BYTES, or if all together unpack to more
     than `most`.
     """
-    start, total = file.tell(), 0
+    start, total, digest = file.tell(), 0, sha256()
     while True:
         file.seek(start)
         unpack, parts, size, piece = zlib.decompressobj(wbits=31), list[bytes](), 0, b""
@@ -336,6 +341,7 @@ def read_members(
                 piece = unpack.decompress(packed, _PIECE)
             except zlib.error as error:
                 raise ValueError(f"is damaged: {error}") from error
+            digest.update(packed[: len(packed) - len(unpack.unconsumed_tail + unpack.unused_data)])
             parts.append(piece[: max(keep - size, _START - size, 0)])
             size, total = size + len(piece), total + len(piece)
             if size > MEMBER_BYTES or (most is not None and total > most):
@@ -343,5 +349,5 @@ def read_members(
         content, end = b"".join(parts), file.tell() - len(unpack.unused_data)
         if (step := _STEP.match(content)) is None:
             raise ValueError("is damaged: it has samples without a step")
-        yield Member(int(step[1]), start, end, content)
+        yield Member(int(step[1]), start, end, content, digest.copy())
         start = end
