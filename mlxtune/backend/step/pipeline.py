@@ -109,7 +109,7 @@ class InstructPipeline:
             self._engine.optimizer.adopt(model)
 
     @property
-    def group_size(self) -> int:
+    def world_size(self) -> int:
         """The number of workers that take each step together."""
         return self._workers.world_size
 

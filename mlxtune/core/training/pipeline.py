@@ -79,7 +79,7 @@ class Pipeline(Protocol):
         """The rate that the pipeline was configured with."""
 
     @property
-    def group_size(self) -> int:
+    def world_size(self) -> int:
         """The number of workers that take each step together."""
 
     def start_batch(

@@ -29,8 +29,8 @@ class RequestExchange:
         n + 2    `receive` takes the sums, `exchange` returns them    computes n + 2
     """
 
-    def __init__(self, group_size: int) -> None:
-        self._alone = group_size == 1
+    def __init__(self, world_size: int) -> None:
+        self._alone = world_size == 1
         # The requests to send with the next step, and the requests received with earlier steps.
         self.sent = self._received = NO_REQUESTS
         self._save_pending = False

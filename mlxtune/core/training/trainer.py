@@ -126,7 +126,7 @@ class InstructTrainer:
         self._observer = observer or TrainingObserver()
         self._should_stop = should_stop
         self._stop_after = stop_after
-        self._requests = RequestExchange(pipeline.group_size)
+        self._requests = RequestExchange(pipeline.world_size)
         self._profiler = profiler
         self._monitor = monitor or MachineMonitor()
         self.progress = Progress()
@@ -362,7 +362,7 @@ class InstructTrainer:
 
     def _stop_if_requested(self) -> None:
         """Stop between two steps, if asked to; several workers stop only together, after a step."""
-        if self.pipeline.group_size == 1 and self._should_stop():
+        if self.pipeline.world_size == 1 and self._should_stop():
             self._recorder.save_and_interrupt()
 
     def _validates_within(self, step: int) -> bool:

@@ -47,7 +47,7 @@ class FakePipeline:
         full: Callable[[Path, int], bool] = lambda folder, step: False,
         workers: int = 1,
     ) -> None:
-        self.group_size = workers
+        self.world_size = workers
         self._train_loss = train_loss
         self._val_loss = val_loss
         self._full = full
