@@ -194,9 +194,9 @@ def files_at_start(
 
     `trained` are the identities of all rows that the adapter will have been trained on.
     """
-    initial = parts.pipeline.initial_file()
+    reference = parts.pipeline.reference_lora_file()
     return {
-        **({} if initial is None else {run_folder.INITIAL: initial}),
+        **({} if reference is None else {run_folder.REFERENCE_LORA: reference}),
         run_folder.LEDGER: [ledger.as_dict() for ledger in session.dataset.ledgers],
         run_folder.ABOUT: about_run(session, parts.base, parts.pipeline.lora, parts.plan, trainer),
         run_folder.TRAINED_ROWS: trained_rows.as_bytes(trained),

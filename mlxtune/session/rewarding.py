@@ -24,7 +24,7 @@ from mlxtune.core.evaluation.verdict import JudgedRows, RowRewards, evaluate_rew
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
 from mlxtune.core.run.checkpoint import RECORDS
-from mlxtune.core.run.run_folder import INITIAL, SAMPLED, ResumePoint
+from mlxtune.core.run.run_folder import REFERENCE_LORA, SAMPLED, ResumePoint
 from mlxtune.core.run.sampled_answers import SampleRecord
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.training.pipeline import StepSource
@@ -103,14 +103,15 @@ class RewardSession:
     def rollouts(self, session: RunSession, pipeline: InstructPipeline) -> StepSource:
         """Return the source of a run's samples.
 
-        Raises ModelError for a missing initial model, and OutputError for a damaged record of
-        samples.
+        Raises ModelError for a missing reference, and OutputError for a damaged record of samples.
         """
         config = session.config
         if config.kl and session.resume is not None:
             checkpoint = session.resume.checkpoint
             hashes = get_mapping(checkpoint.metadata, RECORDS)
-            pipeline.load_initial(checkpoint.folder.parent / INITIAL, hashes.get(INITIAL))
+            pipeline.load_reference_lora(
+                checkpoint.folder.parent / REFERENCE_LORA, hashes.get(REFERENCE_LORA)
+            )
         return Rollouts(
             self._config,
             config.seed,

@@ -110,7 +110,7 @@ def test_two_workers_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_workers_learn_from_rewards_what_one_does(tmp_path: Path) -> None:
-    """Three prompts a step are divided unequally; the resumed run needs the initial model."""
+    """Three prompts a step are divided unequally; the resumed run needs the reference."""
     options = {
         **{"objective": "grpo", "reward": "length", "updates": 2, "kl": 0.1, "init": "pissa"},
         **{"group_size": 4, "batch_size": 3, "max_new_tokens": 8, "lr": 1e-3, "val_rows": 3},

@@ -140,7 +140,7 @@ def samples() -> list[Sample]:
 
 
 def our_pipeline(case: Case) -> InstructPipeline:
-    """Return a pipeline of a policy, whose initial model is the base."""
+    """Return a pipeline of a policy, whose reference is the base."""
     options = PolicyConfig(max_new_tokens=MAX_TOKENS, **case.ours)
     made = InstructPipeline(
         load_base(model_folder("qwen3"), "float32").model,

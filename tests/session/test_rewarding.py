@@ -17,7 +17,7 @@ from mlxtune import TrainConfig, TrainingInterrupted, resume, train
 from mlxtune.commands.plan import plan
 from mlxtune.commands.verify import verify
 from mlxtune.config import PlanConfig
-from mlxtune.core.run.run_folder import INITIAL, SAMPLED
+from mlxtune.core.run.run_folder import REFERENCE_LORA, SAMPLED
 from mlxtune.core.run.sampled_answers import read_samples
 from mlxtune.errors import ConfigError, DataError, ModelError
 from mlxtune.rewards import rollouts
@@ -166,14 +166,14 @@ def test_resumed_run_measures_the_divergence_from_its_first_model(
     train(config(folder, whole, kl=0.3, save_steps=2, keep=9, **options))
     with pytest.raises(TrainingInterrupted):
         train(config(folder, stopped, kl=0.3, **options), stop_after=2)
-    file = stopped / "checkpoints" / INITIAL
+    file = stopped / "checkpoints" / REFERENCE_LORA
     content = file.read_bytes()
     file.write_bytes(content + b"?")
     with pytest.raises(ModelError, match="from which --kl measures, has changed"):
         resume(stopped, quiet=True)
     file.write_bytes(content)
     resume(stopped, quiet=True)
-    assert file.read_bytes() == (whole / "checkpoints" / INITIAL).read_bytes() == content
+    assert file.read_bytes() == (whole / "checkpoints" / REFERENCE_LORA).read_bytes() == content
     assert result_of(stopped) == result_of(whole)
     result = verify(whole, replay=True)
     assert result.ok, [each for each in result.checks if not each.ok]

@@ -99,7 +99,7 @@ class InstructPipeline:
         self.initial_hash = (
             initialize.initialize(model, self.lora, initial) if fresh else initial_hash
         )
-        self._initial = self.forward.trained.values() if objective.needs_initial else {}
+        self._reference = self.forward.trained.values() if objective.needs_reference_lora else {}
         self._engine = Engine(
             self.forward, self.lora, config, objective=objective, workers=workers, warn=warn
         )
@@ -239,16 +239,16 @@ class InstructPipeline:
         """
         engine = self._idle()
         self.model.eval()
-        with self.forward.trained.replaced(self._initial if before_training else {}):
+        with self.forward.trained.replaced(self._reference if before_training else {}):
             losses = engine.losses.of_tokens(examples)
         return [-each.astype(np.float32) for each in losses]
 
-    def initial_file(self) -> bytes | None:
+    def reference_lora_file(self) -> bytes | None:
         """Return a file of LoRA's values before the first step, if the objective needs them."""
-        return tensor_bytes(self._initial, {"format": "mlx"}) if self._initial else None
+        return tensor_bytes(self._reference, {"format": "mlx"}) if self._reference else None
 
-    def load_initial(self, path: Path, digest: object) -> None:
-        """Load the file of `initial_file`; with several workers, worker 0 reads it for all.
+    def load_reference_lora(self, path: Path, digest: object) -> None:
+        """Load the file of `reference_lora_file`; with several workers, worker 0 reads it for all.
 
         Raises ModelError if it is missing, or if its SHA-256 is not `digest`.
         """
@@ -262,11 +262,11 @@ class InstructPipeline:
                     f"{path}, the model from which --kl measures, {problem}: bring it back, or "
                     "start over with --overwrite"
                 )
-            self._initial = load_tensors(path, self._initial)[0]
+            self._reference = load_tensors(path, self._reference)[0]
         # Their names are paths, which a tree of arrays would split.
-        names = sorted(self._initial)
-        values = self._workers.broadcast([self._initial[name] for name in names])
-        self._initial = dict(zip(names, values, strict=True))
+        names = sorted(self._reference)
+        values = self._workers.broadcast([self._reference[name] for name in names])
+        self._reference = dict(zip(names, values, strict=True))
 
     def sample(
         self,
@@ -290,13 +290,13 @@ class InstructPipeline:
         return digest.hexdigest()
 
     def reference(self) -> Mapping[str, Any]:
-        """Return the JSON values on which the initial model's log-probabilities depend."""
+        """Return the JSON values on which the reference's log-probabilities depend."""
         provenance, (_, record) = self._provenance(), self._base
         named = ("base_hash", "dtype", "quantized_compute")
         used = ("prompt", "objective", "reading", "trained_rows")
         lora: dict[str, Any] = {}
         if self.config.init != "lora":
-            # PiSSA's initial model equals the base except for rounding, which depends on rank and
+            # PiSSA's reference equals the base except for rounding, which depends on rank and
             # targets. The number of epochs is left out, because it may change later.
             lora = dataclasses.asdict(self.config) | {"epochs": None}
         return {

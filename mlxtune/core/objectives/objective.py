@@ -102,7 +102,7 @@ class Objective:
 
     # The loss needs the model's own probabilities, and no values of LoRA before the first step.
     temperature = 1.0
-    needs_initial = False
+    needs_reference_lora = False
 
     @property
     def keeps_rows_whole(self) -> bool:

@@ -207,7 +207,7 @@ class PolicyObjective:
         return self.options.temperature
 
     @property
-    def needs_initial(self) -> bool:
+    def needs_reference_lora(self) -> bool:
         """Whether the loss needs the values of LoRA before the first step."""
         return self.options.kl > 0
 

@@ -72,15 +72,15 @@ LOCK = ".mlxtune.lock"
 STOP = ".mlxtune.stop"
 # The reference's log-probabilities, under a preference objective.
 REFERENCE = "reference.json"
-# LoRA's values before the first step, if the loss has the divergence from that model.
-INITIAL = "initial.safetensors"
+# LoRA's values in the reference, before the first step, if the loss has the divergence from it.
+REFERENCE_LORA = "initial.safetensors"
 # Sampled answers with their rewards, for an objective that learns from rewards.
 SAMPLED = "samples.jsonl.gz"
 # The run's identity with each tracker, and folders in which trackers keep their files.
 TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
 _OF_A_RUN = (
-    *(METRICS, ABOUT, LEDGER, TRAINED_ROWS, REFERENCE, INITIAL, SAMPLED),
+    *(METRICS, ABOUT, LEDGER, TRAINED_ROWS, REFERENCE, REFERENCE_LORA, SAMPLED),
     *(RESULT, EVALUATION, REPORT, PROFILE, SAMPLES),
 )
 # TRACKING shows that folders of these names belong to the run, so it is moved last.

@@ -206,10 +206,10 @@ IDLE: dict[str, Callable[[InstructPipeline, Path], object]] = {
 RUNNING = {
     *(
         "describe",
-        "initial_file",
-        "load_initial",
+        "load_reference_lora",
         "measure",
         "reference",
+        "reference_lora_file",
         "relieve_memory",
         "run_as",
         "start_batch",

@@ -162,7 +162,7 @@ def test_log_probabilities_of_tokens_add_up_to_those_of_answers() -> None:
     assert sums == pytest.approx(pipeline.logps(step).tolist(), rel=1e-6)
 
 
-def test_initial_model_is_the_reference_after_updates() -> None:
+def test_reference_model_is_the_start_after_updates() -> None:
     pipeline, step = made("dapo", tokens=64), step_of("dapo")
     before = pipeline.token_logps(step, before_training=True)
     pipeline.train_batch(step, step=1, learning_rate=0.1)
@@ -174,9 +174,7 @@ def test_initial_model_is_the_reference_after_updates() -> None:
 
 
 @pytest.mark.parametrize("options", [{"init": "pissa"}, slow({"dora": True})])
-def test_resumed_pipeline_reads_the_initial_model_back(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_resumed_pipeline_reads_the_reference_lora(tmp_path: Path, options: dict[str, Any]) -> None:
     model, objective, step = model_folder("qwen3"), OBJECTIVES["dapo"], step_of("dapo")
     first = fresh(model, WAYS["packed"], objective=objective, **options)
     before = first.token_logps(step, before_training=True)
@@ -190,18 +188,18 @@ def test_resumed_pipeline_reads_the_initial_model_back(
         objective=objective,
     )
     resumed.restore(tmp_path)
-    file, content = tmp_path / "initial", first.initial_file()
+    file, content = tmp_path / "initial", first.reference_lora_file()
     assert content is not None
     for problem in ("is missing", "has changed"):
         with pytest.raises(ModelError, match=f"initial, the model from .* {problem}: bring it"):
-            resumed.load_initial(file, sha256(content).hexdigest())
+            resumed.load_reference_lora(file, sha256(content).hexdigest())
         file.write_bytes(content + b"?")
     file.write_bytes(content)
-    resumed.load_initial(file, sha256(content).hexdigest())
-    assert resumed.initial_file() == content
+    resumed.load_reference_lora(file, sha256(content).hexdigest())
+    assert resumed.reference_lora_file() == content
     found = resumed.token_logps(step, before_training=True)
     assert all(map(np.array_equal, found, before))
-    assert made("gspo").initial_file() is None
+    assert made("gspo").reference_lora_file() is None
 
 
 @pytest.mark.parametrize("way", ["packed", "split head", "plain"])
