@@ -331,7 +331,7 @@ class Rollouts:
             tokens=np.array([*group.prompt_tokens, *sample.tokens], dtype=np.int32),
             assistant_mask=np.repeat(np.array([0, 1], dtype=np.uint8), lengths),
             file=row.file,
-            draw=group.use,
+            use=group.use,
             advantage=sample.advantage,
             logps=np.array(sample.logps, dtype=np.float32),
             old_logps=_array(sample.old_logps),

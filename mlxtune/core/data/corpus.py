@@ -408,14 +408,13 @@ class CorpusRows:
     def examples_of(self, indices: Sequence[int]) -> list[Example]:
         """Return the examples of the rows of a step.
 
-        A step may use a row several times, if the weight of the row's file is above 1. Each use has
-        its own `draw`, so that it counts as a separate row in a preference loss and has its own
-        dropout.
+        A step may use a row several times, if the weight of the row's file is above 1. Each use
+        counts as a separate row in a preference loss and has its own dropout.
         """
-        used: Counter[int] = Counter()
+        uses: Counter[int] = Counter()
         examples: list[Example] = []
         for index in indices:
-            row, draw = self[index], used[index]
-            examples += [replace(example, draw=draw) for example in row] if draw else row
-            used[index] += 1
+            row, use = self[index], uses[index]
+            examples += [replace(example, use=use) for example in row] if use else row
+            uses[index] += 1
         return examples

@@ -57,7 +57,7 @@ class Example:
     is the 1-based number of the example's row in its file, and `file` the index of that file.
     `role` is the example's role in a preference row, and `reference` the summed log-probability of
     the supervised tokens under the model before the first step, if the objective needs it. Examples
-    of one row are in the same step. `draw` counts from 0 the times that a step uses the row.
+    of one row are in the same step. `use` counts from 0 the times that a step uses the row.
     """
 
     row: int
@@ -66,7 +66,7 @@ class Example:
     file: int = 0
     role: int = ANSWER
     reference: float = 0.0
-    draw: int = 0
+    use: int = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -83,8 +83,8 @@ class Example:
 
     @property
     def key(self) -> int:
-        """A number that identifies the example's row across all files, and its draw."""
-        return self.draw << 80 | self.file << 40 | self.row
+        """A number that identifies the example's row across all files, and its use."""
+        return self.use << 80 | self.file << 40 | self.row
 
 
 def forward_tokens(example: Example) -> int:

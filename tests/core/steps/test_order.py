@@ -191,4 +191,4 @@ def test_row_that_a_step_uses_twice_is_two_rows_of_a_preference_loss() -> None:
     loss, _ = dpo.evaluate(drawn, logps)
     # -log sigmoid of the margins 3, 0 and 3.
     assert loss == pytest.approx((2 * np.log1p(np.exp(-3.0)) + np.log(2)) / 3, rel=1e-12)
-    assert [example.draw for example in drawn] == [0, 0, 0, 0, 1, 1]
+    assert [example.use for example in drawn] == [0, 0, 0, 0, 1, 1]
