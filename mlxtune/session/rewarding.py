@@ -96,7 +96,10 @@ class RewardSession:
         scorer = RewardScorer(specs, config.reward_timeout)
         if resume is not None:
             check_rewards(resume, scorer.hash)
-        self._ends, self._prompts = _turn_ends(session.reader), _read_prompts(session, scorer)
+        self._stop_tokens, self._prompts = (
+            _stop_tokens(session.reader),
+            _read_prompts(session, scorer),
+        )
         self._names = [spec.name for spec in specs]
         cleanup.enter_context(scorer)
 
@@ -116,7 +119,7 @@ class RewardSession:
             self._config,
             config.seed,
             pipeline,
-            self._ends,
+            self._stop_tokens,
             self._prompts,
             _records(session),
             session.console.warn,
@@ -137,7 +140,7 @@ class RewardSession:
             return self._prompts.answered(asked, partial(draw, sampling))
 
         def draw(sampling: Sampling, requests: list[SampleRequest]) -> list[SampledAnswer]:
-            answers = sample(loaded.base.model, requests, sampling, self._ends, show)
+            answers = sample(loaded.base.model, requests, sampling, self._stop_tokens, show)
             console.close()
             return answers
 
@@ -238,7 +241,7 @@ def _is_exact(text: str, row: PromptRow) -> bool | None:
         return None
 
 
-def _turn_ends(reader: Reader) -> frozenset[int]:
+def _stop_tokens(reader: Reader) -> frozenset[int]:
     """Return the tokens that end an answer. Raises ModelError if only a text ends it."""
     if text := reader.turn_ends.text:
         raise ModelError(

@@ -44,10 +44,10 @@ class FakePolicy:
         self,
         requests: Sequence[SampleRequest],
         sampling: Sampling,
-        ends: frozenset[int],
+        stop_tokens: frozenset[int],
         on_progress: Any,
     ) -> list[SampledAnswer]:
-        assert ends == {END}
+        assert stop_tokens == {END}
         self.asked += requests
         on_progress(len(requests), len(requests))
         found = []

@@ -139,21 +139,21 @@ def test_recorded_memory_is_read_from_the_run_and_nothing_else_is(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "prompt", "answer", "ends", "largest"),
+    ("sizes", "prompt", "answer", "stop_tokens", "largest"),
     [
         slow({"num_hidden_layers": 4}, 100, 60, [], True),
         slow({"num_hidden_layers": 2}, 300, 300, [], False),
         ({"num_hidden_layers": 1, "vocab_size": 30_000}, 20, 8, [], True),
         ({"num_hidden_layers": 4}, 100, 8, [7, 8, 9], True),
     ],
-    ids=["layers", "growth", "logits", "ends"],
+    ids=["layers", "growth", "logits", "stop tokens"],
 )
 def test_plan_includes_the_caches_and_logits_of_sampled_answers(
     tmp_path: Path,
     sizes: dict[str, int],
     prompt: int,
     answer: int,
-    ends: list[int],
+    stop_tokens: list[int],
     largest: bool,
 ) -> None:
     """In the case `largest`, sampling takes more memory than the step.
@@ -192,8 +192,8 @@ def test_plan_includes_the_caches_and_logits_of_sampled_answers(
         for row in rows
         for number in range(8)
     ]
-    answers = pipeline.sample(requests, Sampling(answer, temperature=1.0), frozenset(ends))
-    assert any(len(each.tokens) < answer for each in answers) == bool(ends)
+    answers = pipeline.sample(requests, Sampling(answer, temperature=1.0), frozenset(stop_tokens))
+    assert any(len(each.tokens) < answer for each in answers) == bool(stop_tokens)
     measured = mx.get_peak_memory() - before
     assert measured == pytest.approx(sampling.total, rel=MARGIN)
 

@@ -272,13 +272,13 @@ class InstructPipeline:
         self,
         requests: Sequence[SampleRequest],
         sampling: Sampling,
-        ends: frozenset[int],
+        stop_tokens: frozenset[int],
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[SampledAnswer]:
         """Return an answer of the current model for each request; see `sampling.sample`."""
         self._idle()
         self.forward.turn_dropout_off()  # the last step may have had dropout
-        return sample(self.model, requests, sampling, ends, on_progress)
+        return sample(self.model, requests, sampling, stop_tokens, on_progress)
 
     def adapter_hash(self) -> str:
         """Return the SHA-256 of the LoRA matrices."""
