@@ -11,7 +11,7 @@ from typing import Any
 
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, seed
 from mlxtune.config import GenerateConfig, as_path
-from mlxtune.config.limits import RECORD, parse_json
+from mlxtune.config.limits import RECORD_LIMITS, parse_json
 from mlxtune.core.data.problems import BadRowError, where
 from mlxtune.core.data.prompt import (
     MAX_BYTES,
@@ -253,9 +253,9 @@ def _written(output: Path) -> list[Any]:
     """Return the complete lines of a file of answers. Raises OutputError for other files."""
     lines: list[Any] = []
     with as_output_error(output, "--output"), open_regular(output) as file:
-        while (line := file.readline(RECORD.bytes + 1)).endswith(b"\n"):
+        while (line := file.readline(RECORD_LIMITS.bytes + 1)).endswith(b"\n"):
             try:
-                lines.append(parse_json(line, RECORD, output.name))
+                lines.append(parse_json(line, RECORD_LIMITS, output.name))
             except ValueError:
                 lines.append({})
     return lines

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from mlxtune.config.known_names import as_flag
-from mlxtune.config.limits import OPTIONS, TooLargeError, check_value
+from mlxtune.config.limits import OPTIONS_LIMITS, TooLargeError, check_value
 from mlxtune.errors import ConfigError, one_line, shorten
 
 # The time and memory of tomllib grow with the square of the number of parts in a key.
@@ -66,19 +66,18 @@ def read_config_file(path: Path) -> Mapping[Any, Any]:
     """Return the names and values in a YAML or TOML file. Raises ConfigError."""
     try:
         with path.open("rb") as file:
-            content = file.read(OPTIONS.bytes + 1)
+            content = file.read(OPTIONS_LIMITS.bytes + 1)
         text = content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError([f"--config {path} cannot be read: {error.strerror}"]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([f"--config {path} cannot be read: it is not text in UTF-8"]) from error
-    if len(content) > OPTIONS.bytes:
-        raise ConfigError(
-            [f"--config {path} is larger than {OPTIONS.bytes // 1024} KB: keep only options in it"]
-        )
+    if len(content) > OPTIONS_LIMITS.bytes:
+        size = f"{OPTIONS_LIMITS.bytes // 1024} KB"
+        raise ConfigError([f"--config {path} is larger than {size}: keep only options in it"])
     values = _parse_toml(path, text) if path.suffix.lower() == ".toml" else _parse_yaml(path, text)
     try:
-        check_value(values, OPTIONS, f"--config {path}")
+        check_value(values, OPTIONS_LIMITS, f"--config {path}")
     except TooLargeError as error:
         raise ConfigError([str(error)]) from error
     if values is None:  # an empty file, or a file of comments

@@ -33,75 +33,75 @@ class Limits:
 
 
 # Files of models, tokenizers and adapters, which are untrusted.
-CONFIG = Limits(16 * _MB, values=500_000, entries=100_000, text=10_000)
+CONFIG_LIMITS = Limits(16 * _MB, values=500_000, entries=100_000, text=10_000)
 # Each control token takes time at every load; the time for a list of tokens is quadratic in its
 # length.
-CONTROL_TOKENS = 50_000
-TOKENIZER_CONFIG = Limits(
-    32 * _MB, values=600_000, entries=CONTROL_TOKENS, text=4 * _MB, items=10_000
+MAX_CONTROL_TOKENS = 50_000
+TOKENIZER_CONFIG_LIMITS = Limits(
+    32 * _MB, values=600_000, entries=MAX_CONTROL_TOKENS, text=4 * _MB, items=10_000
 )
-GENERATION_CONFIG = Limits(_MB)
-ADAPTER_CONFIG = Limits(8 * _MB, values=200_000, entries=100_000, text=10_000)
-INDEX = Limits(64 * _MB, values=2_000_000, entries=1_000_000, text=1000)
-VOCABULARY = Limits(64 * _MB, values=3_000_000, entries=1_500_000, text=_MB)
+GENERATION_CONFIG_LIMITS = Limits(_MB)
+ADAPTER_CONFIG_LIMITS = Limits(8 * _MB, values=200_000, entries=100_000, text=10_000)
+INDEX_LIMITS = Limits(64 * _MB, values=2_000_000, entries=1_000_000, text=1000)
+VOCABULARY_LIMITS = Limits(64 * _MB, values=3_000_000, entries=1_500_000, text=_MB)
 # Loaded in a helper process whose memory is limited.
-TOKENIZER = Limits(256 * _MB)
-MERGES = Limits(32 * _MB)
-TEMPLATE = Limits(4 * _MB)
-OTHER_JSON = Limits(32 * _MB, values=500_000, entries=100_000, text=4 * _MB)
-OTHER = Limits(64 * _MB)
+TOKENIZER_LIMITS = Limits(256 * _MB)
+MERGES_LIMITS = Limits(32 * _MB)
+TEMPLATE_LIMITS = Limits(4 * _MB)
+OTHER_JSON_LIMITS = Limits(32 * _MB, values=500_000, entries=100_000, text=4 * _MB)
+OTHER_LIMITS = Limits(64 * _MB)
 # A Python file of the user.
-CODE = Limits(4 * _MB)
+CODE_LIMITS = Limits(4 * _MB)
 # The header of a safetensors file: each tensor in it is an object with two lists of numbers.
-HEADER = Limits(64 * _MB, values=3_000_000, entries=300_000, text=_MB, depth=4)
-TENSOR_NAME = 1000
-OWN_JSON = Limits(64 * _MB, values=500_000, entries=200_000, text=8 * _MB)
+HEADER_LIMITS = Limits(64 * _MB, values=3_000_000, entries=300_000, text=_MB, depth=4)
+MAX_TENSOR_NAME_CHARS = 1000
+OWN_JSON_LIMITS = Limits(64 * _MB, values=500_000, entries=200_000, text=8 * _MB)
 # A group of sampled answers.
-SAMPLED = Limits(256 * _MB, values=20_000_000, entries=10_000_000, text=16 * _MB)
+SAMPLE_LIMITS = Limits(256 * _MB, values=20_000_000, entries=10_000_000, text=16 * _MB)
 # The most bytes to which the samples of a rollout unpack, and all samples that a report searches;
 # the most steps that it shows, and the most bytes of a step's groups that it reads.
-MEMBER_BYTES = SEARCHED_SAMPLES = 2**30
-SHOWN_STEPS, SHOWN_SAMPLES = 12, 2 * _MB
+MAX_MEMBER_BYTES = MAX_SEARCHED_BYTES = 2**30
+MAX_SHOWN_STEPS, MAX_SHOWN_BYTES = 12, 2 * _MB
 # The reference's log-probabilities: one number per example.
-REFERENCES = Limits(256 * _MB, values=10_000_000, entries=10_000_000)
-MANIFEST = Limits(_MB, values=1000, entries=100, text=1000)
-RECORD = Limits(_MB, values=20_000, entries=20_000)
-RECORDS = Limits(256 * _MB)
+REFERENCE_LIMITS = Limits(256 * _MB, values=10_000_000, entries=10_000_000)
+MANIFEST_LIMITS = Limits(_MB, values=1000, entries=100, text=1000)
+RECORD_LIMITS = Limits(_MB, values=20_000, entries=20_000)
+OWN_FILE_LIMITS = Limits(256 * _MB)
 # The maximum number of validations, epochs and skipped steps; other steps are kept as columns.
-OTHER_RECORDS = 200_000
+MAX_OTHER_RECORDS = 200_000
 # The values of one step, of all other lines together, and of the metrics of all steps together. A
 # preference run has about ten metrics a step.
-STEP_VALUES, OTHER_VALUES, METRIC_VALUES = 100, 2_000_000, 3_000_000
-HUB_RESPONSE = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
+MAX_STEP_VALUES, MAX_OTHER_VALUES, MAX_METRIC_VALUES = 100, 2_000_000, 3_000_000
+HUB_RESPONSE_LIMITS = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
 # A config file: almost no limit on digits or nesting, because each option reports its own errors.
-OPTIONS = Limits(64 * 1024, values=40_000, entries=20_000, digits=100_000, depth=200)
+OPTIONS_LIMITS = Limits(64 * 1024, values=40_000, entries=20_000, digits=100_000, depth=200)
 
 # Patterns of options. Compiling takes memory for each repetition, so counts have four digits.
 _MAX_PATTERN_CHARS = 1000
 _REPEATED = re.compile(r"\{[^}]*\d{5}")
 
 _BY_NAME = {
-    "config.json": CONFIG,
-    "adapter_config.json": ADAPTER_CONFIG,
-    "tokenizer_config.json": TOKENIZER_CONFIG,
-    "generation_config.json": GENERATION_CONFIG,
-    "special_tokens_map.json": TOKENIZER_CONFIG,
-    "added_tokens.json": TOKENIZER_CONFIG,
-    "vocab.json": VOCABULARY,
-    "tokenizer.json": TOKENIZER,
-    "tokenizer.model": TOKENIZER,
-    "vocab.txt": VOCABULARY,
-    "merges.txt": MERGES,
+    "config.json": CONFIG_LIMITS,
+    "adapter_config.json": ADAPTER_CONFIG_LIMITS,
+    "tokenizer_config.json": TOKENIZER_CONFIG_LIMITS,
+    "generation_config.json": GENERATION_CONFIG_LIMITS,
+    "special_tokens_map.json": TOKENIZER_CONFIG_LIMITS,
+    "added_tokens.json": TOKENIZER_CONFIG_LIMITS,
+    "vocab.json": VOCABULARY_LIMITS,
+    "tokenizer.json": TOKENIZER_LIMITS,
+    "tokenizer.model": TOKENIZER_LIMITS,
+    "vocab.txt": VOCABULARY_LIMITS,
+    "merges.txt": MERGES_LIMITS,
 }
-_BY_SUFFIX = {".json": OTHER_JSON, ".jinja": TEMPLATE}
+_BY_SUFFIX = {".json": OTHER_JSON_LIMITS, ".jinja": TEMPLATE_LIMITS}
 
 
 def limits_of(name: str) -> Limits:
     """Return the limits of a file in a model's or an adapter's folder, by its name."""
     if name.endswith(".index.json"):
-        return INDEX
+        return INDEX_LIMITS
     suffix = name[name.rfind(".") :] if "." in name else ""
-    return _BY_NAME.get(name) or _BY_SUFFIX.get(suffix, OTHER)
+    return _BY_NAME.get(name) or _BY_SUFFIX.get(suffix, OTHER_LIMITS)
 
 
 class TooLargeError(ValueError):

@@ -27,7 +27,7 @@ from mlxtune.backend.models import loading
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import DataConfig, InstructConfig, TrainConfig
 from mlxtune.config.data_config import BaseOptions
-from mlxtune.config.limits import CONFIG
+from mlxtune.config.limits import CONFIG_LIMITS
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.ours import entries
 from mlxtune.core.files.reading import read_value
@@ -182,7 +182,7 @@ def write_base(like: Path, folder: Path, *, quantized: bool) -> Sequence[ProofCh
     for path in entries(like):
         if path.suffix != ".safetensors" and path.name != "config.json":
             copy_file(path, folder / path.name)
-    config = read_value(like / "config.json", CONFIG) | {
+    config = read_value(like / "config.json", CONFIG_LIMITS) | {
         "hidden_size": width,
         "intermediate_size": 3 * width,
         "num_attention_heads": width // _HEAD,

@@ -17,7 +17,7 @@ import huggingface_hub
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import disable_progress_bars, logging
 
-from mlxtune.config.limits import HUB_RESPONSE, TooLargeError, parse_json
+from mlxtune.config.limits import HUB_RESPONSE_LIMITS, TooLargeError, parse_json
 from mlxtune.core.machine.installation import installed_version
 from mlxtune.core.names import is_commit, is_file_name, is_relative_path
 from mlxtune.errors import ConfigError, MlxTuneError, one_line
@@ -188,7 +188,7 @@ def _check(response: Any) -> None:
     if _RETRY in headers and not _short(headers[_RETRY]):
         headers[_RETRY] = str(MAX_WAIT)
     is_file = response.request.extensions.get(_IS_FILE) and response.is_success
-    response.stream = _within_limits(response, None if is_file else HUB_RESPONSE.bytes)
+    response.stream = _within_limits(response, None if is_file else HUB_RESPONSE_LIMITS.bytes)
     if response.request.url.path.startswith("/api/") and response.is_success:
         _check_facts(response)
 
@@ -210,7 +210,7 @@ def _short(wait: str) -> bool:
 def _check_facts(response: Any) -> None:
     """Raise BadResponseError if JSON about a repository has an invalid commit or file name."""
     try:
-        facts = parse_json(response.read(), HUB_RESPONSE, "the hub's response")
+        facts = parse_json(response.read(), HUB_RESPONSE_LIMITS, "the hub's response")
     except TooLargeError:
         raise
     except ValueError:

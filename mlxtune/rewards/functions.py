@@ -26,7 +26,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from mlxtune.config.fields import as_path
-from mlxtune.config.limits import CODE, CONFIG, RECORD, Limits, check_pattern, parse_json
+from mlxtune.config.limits import (
+    CODE_LIMITS,
+    CONFIG_LIMITS,
+    RECORD_LIMITS,
+    Limits,
+    check_pattern,
+    parse_json,
+)
 from mlxtune.config.objective_config import parse_weight
 from mlxtune.core.evaluation.matching import canonical
 from mlxtune.core.files.reading import read_bytes
@@ -98,14 +105,14 @@ class RewardSpec:
             kind, argument = "regex", text.removeprefix("regex=")
         elif match := _FILE.fullmatch(text):
             file = as_path(match["file"])
-            content, function = _read(file, CODE), match["function"] or _USUAL
+            content, function = _read(file, CODE_LIMITS), match["function"] or _USUAL
             return cls(FUNCTION, function, weight, file, content, _modules_beside(file, content))
         else:
             kind, _, argument = text.partition(":")
         if kind not in _BUILT_IN:
             remedy = f"name a FILE.py, FILE.py:FUNCTION or {_KNOWN}"
             raise ValueError(f"is unknown{_suggestion(kind, argument)}: {remedy}")
-        schema = _read(as_path(argument), CONFIG) if kind == "json" and argument else None
+        schema = _read(as_path(argument), CONFIG_LIMITS) if kind == "json" and argument else None
         spec = cls(kind, argument, weight, content=schema)
         spec.built_in()
         return spec
@@ -173,7 +180,7 @@ def _modules_beside(file: Path, content: bytes) -> tuple[tuple[str, bytes], ...]
         path, source = left.pop()
         for each in _imports(path, source, file.parent):
             if each != file and each not in modules and each.is_file():
-                modules[each] = _read(each, CODE)
+                modules[each] = _read(each, CODE_LIMITS)
                 left.append((each, modules[each]))
     named = ((str(path.relative_to(file.parent)), text) for path, text in modules.items())
     return tuple(sorted(named))
@@ -314,7 +321,7 @@ def _required(answer: str | None) -> str:
 def _parsed(text: str) -> Any:
     """Return the value of JSON in the strict sense, without NaN; `_INVALID` for other texts."""
     with suppress(ValueError):
-        return parse_json(text.encode(), RECORD, "the answer", constants=False)
+        return parse_json(text.encode(), RECORD_LIMITS, "the answer", constants=False)
     return _INVALID
 
 
@@ -344,7 +351,7 @@ def _json_schema(content: bytes) -> Score:
         from referencing import Registry
     except ImportError as error:
         raise ValueError(f"needs jsonschema: {installs_extra('schema')}") from error
-    schema = parse_json(content, CONFIG, "the schema")
+    schema = parse_json(content, CONFIG_LIMITS, "the schema")
     validator = validators.validator_for(schema, Draft202012Validator)
     try:
         validator.check_schema(schema)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Sampling
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
-from mlxtune.config.limits import SAMPLED, parse_json
+from mlxtune.config.limits import SAMPLE_LIMITS, parse_json
 from mlxtune.config.objective_config import RewardedConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.encode import Example
@@ -279,7 +279,7 @@ class Rollouts:
         parts = [
             from_json(
                 list[list[SampleRecord]],
-                parse_json(part.encode(), SAMPLED, f"the answers of worker {worker}"),
+                parse_json(part.encode(), SAMPLE_LIMITS, f"the answers of worker {worker}"),
             )
             for worker, part in enumerate(workers.all_gather_text(json.dumps(own, default=asdict)))
         ]

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from mlxtune.backend.text.generate import Answer
 from mlxtune.config import AnswerConfig
-from mlxtune.config.limits import RECORD, parse_json
+from mlxtune.config.limits import RECORD_LIMITS, parse_json
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.files.limited_helper import end_with
 from mlxtune.errors import MlxTuneError
@@ -34,7 +34,7 @@ def answers(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[
     for question in questions:
         yield {"status": "answering"}
         try:
-            text = parse_json(question.encode(), RECORD, "the question")
+            text = parse_json(question.encode(), RECORD_LIMITS, "the question")
             content = {"messages": [{"role": "user", "content": text}]}
             prompt = prompt_of(session.reader.encoder, content, "the question")
             check_prompt_length(prompt, loaded.base, "the question")
@@ -52,7 +52,7 @@ def main(out: TextIO) -> None:
     """Answer the questions on stdin."""
     MlxTuneError.names_flags = True
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-    options = parse_json(sys.argv[1].encode(), RECORD, "the options")
+    options = parse_json(sys.argv[1].encode(), RECORD_LIMITS, "the options")
     try:
         for line in answers(options, iter(sys.stdin.readline, "")):
             print(json.dumps(line), file=out, flush=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.limits import RECORD, parse_json
+from mlxtune.config.limits import RECORD_LIMITS, parse_json
 from mlxtune.core.files.processes import PIPE, Process, end, own_environment, python, start
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.run.stored_run import Run, read_run
@@ -112,7 +112,9 @@ class Asker:
             process.stdin.write(json.dumps(question.text).encode() + b"\n")
             process.stdin.flush()
             while question.status:
-                line = parse_json(process.stdout.readline(RECORD.bytes), RECORD, "the answer")
+                line = parse_json(
+                    process.stdout.readline(RECORD_LIMITS.bytes), RECORD_LIMITS, "the answer"
+                )
                 self._add(question, line)
         except (OSError, ValueError):
             # `cancel` or the time limit ended the process and set the problem, or the process ended

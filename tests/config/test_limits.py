@@ -48,7 +48,7 @@ def test_millions_of_values_are_counted_before_one_is_made() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(TooLargeError, match="more than 500,000 values"):
-            parse_json(content, limits.OWN_JSON, "run.json")
+            parse_json(content, limits.OWN_JSON_LIMITS, "run.json")
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
         tracemalloc.stop()
@@ -69,27 +69,27 @@ def test_cyclic_value_is_visited_once() -> None:
     value.append(value)
     for _ in range(40):
         value = [value, value]
-    check_value(value, limits.OPTIONS, "options.yaml")
+    check_value(value, limits.OPTIONS_LIMITS, "options.yaml")
 
 
 def test_constants_are_json_of_models_only() -> None:
     content = b'{"time_step_limit": [0.0, Infinity]}'
-    assert parse_json(content, limits.CONFIG, "config.json")
+    assert parse_json(content, limits.CONFIG_LIMITS, "config.json")
     with pytest.raises(ValueError, match=r"run\.json is not valid JSON"):
-        parse_json(content, limits.OWN_JSON, "run.json", constants=False)
+        parse_json(content, limits.OWN_JSON_LIMITS, "run.json", constants=False)
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("config.json", limits.CONFIG),
-        ("merges.txt", limits.MERGES),
-        ("tokenizer.json", limits.TOKENIZER),
-        ("model.safetensors.index.json", limits.INDEX),
-        ("processor_config.json", limits.OTHER_JSON),
-        ("tools.jinja", limits.TEMPLATE),
-        ("LICENSE", limits.OTHER),
-        ("a.tiktoken", limits.OTHER),
+        ("config.json", limits.CONFIG_LIMITS),
+        ("merges.txt", limits.MERGES_LIMITS),
+        ("tokenizer.json", limits.TOKENIZER_LIMITS),
+        ("model.safetensors.index.json", limits.INDEX_LIMITS),
+        ("processor_config.json", limits.OTHER_JSON_LIMITS),
+        ("tools.jinja", limits.TEMPLATE_LIMITS),
+        ("LICENSE", limits.OTHER_LIMITS),
+        ("a.tiktoken", limits.OTHER_LIMITS),
     ],
 )
 def test_kind_of_a_file_is_known_by_its_name(name: str, kind: Limits) -> None:
@@ -99,4 +99,4 @@ def test_kind_of_a_file_is_known_by_its_name(name: str, kind: Limits) -> None:
 @pytest.mark.parametrize("digits", ["1e999", "-1e999", "1" * 99 + "e300"])
 def test_number_that_overflows_to_infinity_is_refused(digits: str) -> None:
     with pytest.raises(ValueError, match="not valid JSON"):
-        parse_json(f"[{digits}]".encode(), limits.OWN_JSON, "run.json", constants=False)
+        parse_json(f"[{digits}]".encode(), limits.OWN_JSON_LIMITS, "run.json", constants=False)

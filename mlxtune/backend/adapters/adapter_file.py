@@ -22,8 +22,7 @@ from mlxtune.backend.adapters.adapter_folder import (
     tensor_header,
     valid_dropout,
 )
-from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
-from mlxtune.config.limits import parse_json
+from mlxtune.config.limits import ADAPTER_CONFIG_LIMITS, parse_json
 from mlxtune.config.lora_config import alpha_of
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.tensor_files import TensorHeader, TensorInfo
@@ -143,7 +142,7 @@ class AdapterFile:
     def _own_config(self) -> dict[str, Any]:
         with suppress(ValueError):  # Errors surface when the tensors are read.
             own = self.header.metadata.get(OWN_CONFIG, "{}")
-            config = parse_json(own.encode(), CONFIG_LIMITS, self.path.name)
+            config = parse_json(own.encode(), ADAPTER_CONFIG_LIMITS, self.path.name)
             if isinstance(config, dict):
                 return config
         return {}

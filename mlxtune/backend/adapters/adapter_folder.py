@@ -14,7 +14,7 @@ import numpy as np
 import safetensors.numpy
 
 from mlxtune.config.fields import as_path
-from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
+from mlxtune.config.limits import ADAPTER_CONFIG_LIMITS
 from mlxtune.core.files.hashing import base_change, is_fingerprint
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.tensor_files import TensorHeader, TensorInfo, read_header
@@ -101,7 +101,7 @@ def check_known(weights: Path, kept: Iterable[Path]) -> None:
         is_ours = digest is not None and any(_hash_of(each) == digest for each in kept)
     elif os.path.lexists(path := weights.with_name(ADAPTER_CONFIG)):
         with suppress(OSError, ValueError):
-            is_ours = "mlxtune" in read_json(path, CONFIG_LIMITS)
+            is_ours = "mlxtune" in read_json(path, ADAPTER_CONFIG_LIMITS)
     else:
         return
     if not is_ours:
@@ -125,7 +125,7 @@ def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str,
     base model with a fingerprint other than `base`.
     """
     try:
-        config = read_json(weights.with_name(ADAPTER_CONFIG), CONFIG_LIMITS)
+        config = read_json(weights.with_name(ADAPTER_CONFIG), ADAPTER_CONFIG_LIMITS)
     except (OSError, ValueError):
         return
     mark = config.get("mlxtune")
@@ -160,7 +160,7 @@ def _holds_adapter(path: Path) -> bool:
 
 
 def _describes_adapter(path: Path) -> bool:
-    config = read_json(Path(os.path.realpath(path)), CONFIG_LIMITS)
+    config = read_json(Path(os.path.realpath(path)), ADAPTER_CONFIG_LIMITS)
     return not config.keys().isdisjoint({"fine_tune_type", "lora_parameters", "peft_type"})
 
 
@@ -168,7 +168,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """Parse adapter_config.json as written by mlx-lm or PEFT. Raises ModelError."""
     try:
         # The file may be a link: Hugging Face's cache consists of links.
-        return read_json(Path(os.path.realpath(path)), CONFIG_LIMITS)
+        return read_json(Path(os.path.realpath(path)), ADAPTER_CONFIG_LIMITS)
     except FileNotFoundError:
         raise ModelError(
             f"{path} is missing: copy it from the folder where the adapter was trained"

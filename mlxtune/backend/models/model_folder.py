@@ -16,7 +16,13 @@ from mlx_lm import utils as mlx_lm_utils
 from mlxtune.backend.models.config_keys import unread_keys, with_known_keys
 from mlxtune.backend.models.model_config import FORMATS, LAYERS, config_problems, counts
 from mlxtune.backend.models.quantize import is_quantized
-from mlxtune.config.limits import INDEX, TOKENIZER, VOCABULARY, TooLargeError, limits_of
+from mlxtune.config.limits import (
+    INDEX_LIMITS,
+    TOKENIZER_LIMITS,
+    VOCABULARY_LIMITS,
+    TooLargeError,
+    limits_of,
+)
 from mlxtune.core.files import reading
 from mlxtune.core.files.scratch import linked_folder
 from mlxtune.core.files.tensor_files import TensorInfo, read_header
@@ -244,9 +250,9 @@ def _check_size(path: Path) -> None:
     """Raise ModelError if a file, or a value in its JSON, exceeds the limit for its kind."""
     limits = limits_of(path.name)
     try:
-        if path.suffix != ".json" or limits is TOKENIZER:
+        if path.suffix != ".json" or limits is TOKENIZER_LIMITS:
             reading.check_file(path, limits)
-        elif limits in (INDEX, VOCABULARY):
+        elif limits in (INDEX_LIMITS, VOCABULARY_LIMITS):
             reading.check_values(path, limits)
         else:
             reading.read_value(path, limits)

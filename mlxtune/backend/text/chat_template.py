@@ -20,7 +20,7 @@ from typing import Any
 
 from mlxtune.backend.text import template_helper
 from mlxtune.backend.text.template_helper import INVALID, REFUSED, TEXT, UNSTEADY, Reply
-from mlxtune.config.limits import TEMPLATE, TOKENIZER_CONFIG
+from mlxtune.config.limits import TEMPLATE_LIMITS, TOKENIZER_CONFIG_LIMITS
 from mlxtune.core.data.problems import BadRowError
 from mlxtune.core.files.processes import LimitedProcess, ProcessEndedError
 from mlxtune.core.files.reading import read_text, read_value
@@ -274,7 +274,7 @@ def _why(ended: str, seconds: float) -> str:
 def read_template_file(path: Path) -> str:
     """Return the text of a Jinja file. Raises ModelError if it cannot be read."""
     try:
-        return read_text(path, TEMPLATE)
+        return read_text(path, TEMPLATE_LIMITS)
     except (OSError, ValueError) as error:
         raise ModelError(f"--template {path} cannot be read: {one_line(error)}") from error
 
@@ -287,16 +287,16 @@ def read_chat_template(folder: Path) -> dict[str, str]:
     jinja, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     try:
         sources = {
-            path.stem: read_text(path, TEMPLATE)
+            path.stem: read_text(path, TEMPLATE_LIMITS)
             for path in sorted(folder.glob("additional_chat_templates/*.jinja"))
         }
         if jinja.is_file():
-            return sources | {_DEFAULT: read_text(jinja, TEMPLATE)}
+            return sources | {_DEFAULT: read_text(jinja, TEMPLATE_LIMITS)}
         # Processors of models with images keep their template in chat_template.json.
         processor = folder / "chat_template.json"
         template = None
         for path in filter(Path.is_file, (config, processor)):
-            template = template or read_value(path, TOKENIZER_CONFIG).get("chat_template")
+            template = template or read_value(path, TOKENIZER_CONFIG_LIMITS).get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
         sources |= {_DEFAULT: template} if isinstance(template, str) else dict(template or {})

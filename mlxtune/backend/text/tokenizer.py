@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from mlxtune.backend.models.model_folder import check_auto_map, check_files, json_object
 from mlxtune.backend.text import tokenizer_helper
-from mlxtune.config.limits import CONTROL_TOKENS
+from mlxtune.config.limits import MAX_CONTROL_TOKENS
 from mlxtune.core.data.encode import OffsetEncoding
 from mlxtune.core.files.processes import LimitedProcess, ProcessEndedError
 from mlxtune.core.files.reading import file_hash
@@ -244,12 +244,12 @@ def _trial_key(path: Path) -> str:
     """Return a hash of a trial's inputs: the file, the script, its limit and library versions."""
     versions = map(importlib.metadata.version, ("tokenizers", "sentencepiece"))
     script = file_hash(Path(tokenizer_helper.__file__))
-    parts = (file_hash(path), script, str(CONTROL_TOKENS), *versions)
+    parts = (file_hash(path), script, str(MAX_CONTROL_TOKENS), *versions)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def _problem_of(path: Path) -> str | None:
-    arguments = str(path.absolute()), str(CONTROL_TOKENS)
+    arguments = str(path.absolute()), str(MAX_CONTROL_TOKENS)
     with closing(
         LimitedProcess(Path(tokenizer_helper.__file__), _MAX_MEMORY, *arguments)
     ) as process:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.limits import OWN_JSON
+from mlxtune.config.limits import OWN_JSON_LIMITS
 from mlxtune.core.data.encode import EncodedRows
 from mlxtune.core.data.encoded_file import COLUMNS, EncodedFile, ExampleArrays, write_arrays
 from mlxtune.core.data.problems import RowTally, SkippedRows
@@ -132,7 +132,7 @@ def _read(entry: Path, path: Path) -> EncodedFile | None:
     try:
         if not _is_whole(entry):
             return None
-        account = read_value(entry / ACCOUNT, OWN_JSON)
+        account = read_value(entry / ACCOUNT, OWN_JSON_LIMITS)
         arrays = ExampleArrays.mapped(entry)
     except (OSError, ValueError):
         return None
@@ -145,7 +145,7 @@ def _read(entry: Path, path: Path) -> EncodedFile | None:
 def _is_whole(entry: Path) -> bool:
     """Return whether an entry is there, and its files match their checksums."""
     try:
-        return bool(read_value(entry / CHECKSUMS, OWN_JSON) == _checksums(entry))
+        return bool(read_value(entry / CHECKSUMS, OWN_JSON_LIMITS) == _checksums(entry))
     except (OSError, ValueError):
         return False
 

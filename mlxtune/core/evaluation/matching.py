@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mlxtune.config.limits import RECORD, parse_json
+from mlxtune.config.limits import RECORD_LIMITS, parse_json
 from mlxtune.core.evaluation.outcome import ExactMatch, KeyMatches, Matches, Sample
 from mlxtune.errors import shorten
 
@@ -125,7 +125,7 @@ def _keys(samples: Sequence[Sample]) -> tuple[KeyMatches, ...]:
 
 def _json(text: str) -> Any:
     with suppress(ValueError):
-        return parse_json(text.encode(), RECORD, "the answer")
+        return parse_json(text.encode(), RECORD_LIMITS, "the answer")
     return _INVALID
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, TypeGuard
 
-from mlxtune.config.limits import CONFIG
+from mlxtune.config.limits import CONFIG_LIMITS
 from mlxtune.core.files.reading import file_hash, open_regular, read_json, read_value
 from mlxtune.core.files.tensor_files import TensorInfo, read_header
 from mlxtune.core.files.writing import make_folder, write_json
@@ -68,7 +68,7 @@ def base_fingerprint(folder: Path) -> dict[str, Any]:
             if len(info.shape) == 1:
                 lines["vectors"].append(middle)
             lines[_SAMPLES].append(f"{name} {_sampled(name, read, size).hex()}")
-        config = _hashes_of_config(read_value(folder / "config.json", CONFIG))
+        config = _hashes_of_config(read_value(folder / "config.json", CONFIG_LIMITS))
     return {name: _hash_of_lines(each) for name, each in lines.items()} | {_CONFIG: config}
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from mlxtune.config.limits import (
-    OWN_JSON,
-    RECORDS,
+    OWN_FILE_LIMITS,
+    OWN_JSON_LIMITS,
     Limits,
     TooLargeError,
     check_bytes,
@@ -202,7 +202,7 @@ def read_value(path: Path, limits: Limits) -> Any:
     return parse_json(read_bytes(path, limits), limits, path.name)
 
 
-def read_own(path: Path, limits: Limits = RECORDS) -> bytes:
+def read_own(path: Path, limits: Limits = OWN_FILE_LIMITS) -> bytes:
     """Return the content of a file that we wrote.
 
     Raises ValueError if the file is too large or not regular (a link, a pipe). Raises OSError.
@@ -210,7 +210,7 @@ def read_own(path: Path, limits: Limits = RECORDS) -> bytes:
     return read_bytes(path, limits, links=False)
 
 
-def read_json(path: Path, limits: Limits = OWN_JSON) -> dict[str, Any]:
+def read_json(path: Path, limits: Limits = OWN_JSON_LIMITS) -> dict[str, Any]:
     """Return the object in a JSON file that we wrote. Raises ValueError or OSError."""
     value = parse_json(read_own(path, limits), limits, path.name, constants=False)
     if not isinstance(value, dict):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxtune.config.limits import HEADER, TENSOR_NAME, check_bytes, check_count
+from mlxtune.config.limits import HEADER_LIMITS, MAX_TENSOR_NAME_CHARS, check_bytes, check_count
 from mlxtune.core.files.reading import check_open, is_lfs_pointer, open_regular
 from mlxtune.errors import one_line
 
@@ -48,8 +48,8 @@ def read_header(path: Path) -> TensorHeader:
         length = int.from_bytes(start, "little")
         if length > os.fstat(file.fileno()).st_size - 8:
             raise ValueError(f"{path.name} is not complete: its header has {length:,} bytes")
-        check_bytes(name, length, HEADER)
-        check_count(file.read(length), HEADER, name)
+        check_bytes(name, length, HEADER_LIMITS)
+        check_count(file.read(length), HEADER_LIMITS, name)
     try:
         with safe_open(path, "numpy") as opened:
             slices = {each: opened.get_slice(each) for each in opened.keys()}  # noqa: SIM118
@@ -63,7 +63,7 @@ def read_header(path: Path) -> TensorHeader:
     except SafetensorError as error:
         raise ValueError(f"{name} is not valid: {one_line(error)}") from error
     for tensor, info in header.tensors.items():
-        if len(tensor) > TENSOR_NAME:
+        if len(tensor) > MAX_TENSOR_NAME_CHARS:
             raise ValueError(f"in {name}, a tensor's name has {len(tensor):,} characters")
         if len(info.shape) > _MAX_DIMENSIONS or any(each > _MAX_DIMENSION for each in info.shape):
             raise ValueError(f"{name} has an invalid shape for {tensor}: {info.shape!r:.60}")

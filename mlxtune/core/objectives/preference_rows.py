@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.config.limits import REFERENCES
+from mlxtune.config.limits import REFERENCE_LIMITS
 from mlxtune.core.data.conversation import MISMATCHED
 from mlxtune.core.data.corpus import CorpusRows, RowExamples
 from mlxtune.core.data.encode import Example
@@ -135,7 +135,7 @@ def read_references(paths: Sequence[Path], key: str, examples: int) -> list[floa
     """Return the log-probabilities stored under a key; None if no valid file has them all."""
     for path in paths:
         with suppress(OSError, ValueError):
-            content = read_json(path, REFERENCES)
+            content = read_json(path, REFERENCE_LIMITS)
             values: list[float] = from_json(list[float], content.get("logps"))
             if content != _content(key, values) or len(values) != examples:
                 continue
@@ -147,7 +147,7 @@ def read_references(paths: Sequence[Path], key: str, examples: int) -> list[floa
 
 def check_references(path: Path) -> str:
     """Describe a file's content for `verify`. Raises OSError, or ValueError for a damaged file."""
-    content = read_json(path, REFERENCES)
+    content = read_json(path, REFERENCE_LIMITS)
     values: list[float] = from_json(list[float], content.get("logps"))
     if content != _content(str(content.get("key")), values):
         raise ValueError("is damaged: its hash differs")

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.limits import MANIFEST as MANIFEST_LIMITS
+from mlxtune.config.limits import MANIFEST_LIMITS
 from mlxtune.core.files.lock import check_locked
 from mlxtune.core.files.ours import discard, is_folder, move, others_in, remove_file, remove_folder
 from mlxtune.core.files.output_folder import put_back, replaced_folder

@@ -13,9 +13,7 @@ from typing import Any
 
 from mlxtune.config import OPTIONS, as_path
 from mlxtune.config.fields import flag
-from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
-from mlxtune.config.limits import MANIFEST as MANIFEST_LIMITS
-from mlxtune.config.limits import parse_json
+from mlxtune.config.limits import ADAPTER_CONFIG_LIMITS, MANIFEST_LIMITS, parse_json
 from mlxtune.config.lora_config import scale_of
 from mlxtune.config.option import Affects
 from mlxtune.config.train_config import adapter_path
@@ -267,11 +265,11 @@ def _place_of_adapter(newest: Checkpoint) -> str | None:
 def _configs(adapter: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the config in an adapter's metadata, and the config beside it if there is one."""
     own_config = _metadata(adapter, adapter.stat().st_mtime_ns).get(_OWN_CONFIG, "{}")
-    own = parse_json(own_config.encode(), CONFIG_LIMITS, adapter.name)
+    own = parse_json(own_config.encode(), ADAPTER_CONFIG_LIMITS, adapter.name)
     if isinstance(own, Mapping) and own:
         yield adapter.name, own
     if (beside := adapter.with_name(ADAPTER_CONFIG)).is_file():
-        yield ADAPTER_CONFIG, read_json(beside, CONFIG_LIMITS)
+        yield ADAPTER_CONFIG, read_json(beside, ADAPTER_CONFIG_LIMITS)
 
 
 @lru_cache(16)  # several checks read an adapter's config

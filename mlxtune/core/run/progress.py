@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.limits import (
-    METRIC_VALUES,
-    OTHER_RECORDS,
-    OTHER_VALUES,
-    RECORD,
-    STEP_VALUES,
+    MAX_METRIC_VALUES,
+    MAX_OTHER_RECORDS,
+    MAX_OTHER_VALUES,
+    MAX_STEP_VALUES,
+    RECORD_LIMITS,
     TooLargeError,
     has_more_values,
     parse_json,
@@ -237,9 +237,9 @@ def parse_records(content: bytes) -> Iterator[Record | ValueError]:
         record: Record | ValueError
         if not line.startswith(_STEP):
             values += line.count(b",")
-            if values > OTHER_VALUES:
+            if values > MAX_OTHER_VALUES:
                 raise TooLargeError(
-                    f"{METRICS} has more than {OTHER_VALUES:,} values besides steps"
+                    f"{METRICS} has more than {MAX_OTHER_VALUES:,} values besides steps"
                 )
         try:
             record = parse_record(line)
@@ -247,13 +247,15 @@ def parse_records(content: bytes) -> Iterator[Record | ValueError]:
             record = error
         if isinstance(record, StepRecord):
             metrics += len(record.metrics)
-            if metrics > METRIC_VALUES:
-                raise TooLargeError(f"{METRICS} has more than {METRIC_VALUES:,} metrics of steps")
+            if metrics > MAX_METRIC_VALUES:
+                raise TooLargeError(
+                    f"{METRICS} has more than {MAX_METRIC_VALUES:,} metrics of steps"
+                )
         else:
             others += 1 + (len(record.rows) if isinstance(record, SkippedStep) else 0)
-            if others > OTHER_RECORDS:
+            if others > MAX_OTHER_RECORDS:
                 raise TooLargeError(
-                    f"{METRICS} has more than {OTHER_RECORDS:,} lines besides steps"
+                    f"{METRICS} has more than {MAX_OTHER_RECORDS:,} lines besides steps"
                 )
         yield record
 
@@ -262,12 +264,12 @@ def parse_record(line: bytes) -> Record:
     """Parse a line of metrics.jsonl. Raises ValueError; the caller adds the line number."""
     if len(line) > _LONG_LINE and _KIND_SKIPPED not in line[:_SHORT_LINE]:
         raise ValueError("is not a record of a run: it is too long")
-    if line.startswith(_STEP) and has_more_values(line, STEP_VALUES):
-        raise ValueError(f"is not a record of a run: it has more than {STEP_VALUES} values")
+    if line.startswith(_STEP) and has_more_values(line, MAX_STEP_VALUES):
+        raise ValueError(f"is not a record of a run: it has more than {MAX_STEP_VALUES} values")
     text = line.decode()
     try:
         short = len(line) < _SHORT_LINE
-        values = json.loads(text) if short else parse_json(line, RECORD, "the line")
+        values = json.loads(text) if short else parse_json(line, RECORD_LIMITS, "the line")
         kind = _KINDS[values.pop("kind")]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("is not a record of a run") from error

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
+from mlxtune.config.limits import ADAPTER_CONFIG_LIMITS
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.run.checkpoint import (
     ADAPTER,
@@ -61,7 +61,7 @@ def check_checkpoint_again(own: Checkpoint, again: Path) -> str | None:
         here, there = own.folder / ADAPTER_CONFIG, again / ADAPTER_CONFIG
         # The model may now be in another folder.
         own_config, config = (
-            {**read_json(each, CONFIG_LIMITS), "model": None} for each in (here, there)
+            {**read_json(each, ADAPTER_CONFIG_LIMITS), "model": None} for each in (here, there)
         )
         if (entry := difference(own_config, config)) is not None:
             return f"{ADAPTER_CONFIG} ({entry})"

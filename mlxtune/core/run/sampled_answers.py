@@ -21,11 +21,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mlxtune.config.limits import (
-    MEMBER_BYTES,
-    SAMPLED,
-    SEARCHED_SAMPLES,
-    SHOWN_SAMPLES,
-    SHOWN_STEPS,
+    MAX_MEMBER_BYTES,
+    MAX_SEARCHED_BYTES,
+    MAX_SHOWN_BYTES,
+    MAX_SHOWN_STEPS,
+    SAMPLE_LIMITS,
     TooLargeError,
     parse_json,
 )
@@ -294,25 +294,27 @@ def read_shown(path: Path) -> tuple[dict[int, list[GroupRecord]], bool]:
     starts, is_cut = dict[int, int](), False
     with open_regular(path, links=False) as file:
         try:
-            for member in read_members(file, keep=0, most=SEARCHED_SAMPLES):
+            for member in read_members(file, keep=0, most=MAX_SEARCHED_BYTES):
                 starts[member.step] = member.start
         except TooLargeError:
             is_cut = True
         steps, shown = sorted(starts), dict[int, list[GroupRecord]]()
-        last, count = len(steps) - 1, min(len(steps), SHOWN_STEPS)
+        last, count = len(steps) - 1, min(len(steps), MAX_SHOWN_STEPS)
         for i in range(count):
             step = steps[last * i // max(count - 1, 1)]
-            shown[step] = groups_at(file, starts[step], keep=SHOWN_SAMPLES)
+            shown[step] = groups_at(file, starts[step], keep=MAX_SHOWN_BYTES)
     return shown, is_cut
 
 
 def groups_in(content: bytes) -> list[GroupRecord]:
     """Return the groups of a member. Raises ValueError."""
     lines = content.splitlines()
-    return [from_json(GroupRecord, parse_json(line, SAMPLED, "a group")) for line in lines]
+    return [from_json(GroupRecord, parse_json(line, SAMPLE_LIMITS, "a group")) for line in lines]
 
 
-def groups_at(file: io.BufferedReader, start: int, keep: int = MEMBER_BYTES) -> list[GroupRecord]:
+def groups_at(
+    file: io.BufferedReader, start: int, keep: int = MAX_MEMBER_BYTES
+) -> list[GroupRecord]:
     """Return the groups of the member at `start`, as far as its first `keep` bytes have them."""
     file.seek(start)
     content = next((member.content for member in read_members(file, keep)), b"")
@@ -320,13 +322,13 @@ def groups_at(file: io.BufferedReader, start: int, keep: int = MEMBER_BYTES) -> 
 
 
 def read_members(
-    file: io.BufferedReader, keep: int = MEMBER_BYTES, most: int | None = None
+    file: io.BufferedReader, keep: int = MAX_MEMBER_BYTES, most: int | None = None
 ) -> Iterator[Member]:
     """Yield each complete gzip member from here, with the first `keep` bytes of its content.
 
     An incomplete member at the end is left out. Raises ValueError for a damaged one, and
-    TooLargeError for one that unpacks to more than MEMBER_BYTES, or if all together unpack to more
-    than `most`.
+    TooLargeError for one that unpacks to more than MAX_MEMBER_BYTES, or if all together unpack to
+    more than `most`.
     """
     start, total, digest = file.tell(), 0, sha256()
     while True:
@@ -344,7 +346,7 @@ def read_members(
             digest.update(packed[: len(packed) - len(unpack.unconsumed_tail + unpack.unused_data)])
             parts.append(piece[: max(keep - size, _START - size, 0)])
             size, total = size + len(piece), total + len(piece)
-            if size > MEMBER_BYTES or (most is not None and total > most):
+            if size > MAX_MEMBER_BYTES or (most is not None and total > most):
                 raise TooLargeError("unpacks to too much")
         content, end = b"".join(parts), file.tell() - len(unpack.unused_data)
         if (step := _STEP.match(content)) is None:

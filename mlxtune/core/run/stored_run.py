@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlxtune.config.limits import OWN_JSON, TooLargeError, parse_json
+from mlxtune.config.limits import OWN_JSON_LIMITS, TooLargeError, parse_json
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.evaluation.outcome import Evaluation, StepSamples, parse_evaluation
 from mlxtune.core.files.lock import holder_of
@@ -185,7 +185,7 @@ def read_samples(path: Path) -> StepSamples:
 def read_ledgers(path: Path) -> list[Ledger]:
     """Read ledger.json. Raises OSError, or ValueError if the file is invalid."""
     try:
-        values = parse_json(read_own(path, OWN_JSON), OWN_JSON, path.name)
+        values = parse_json(read_own(path, OWN_JSON_LIMITS), OWN_JSON_LIMITS, path.name)
         ledgers: list[Ledger] = from_json(list[Ledger], values)
         return ledgers
     except TooLargeError:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.config.limits import OWN_JSON
+from mlxtune.config.limits import OWN_JSON_LIMITS
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.writing import (
     BestEffort,
@@ -177,7 +177,7 @@ def test_parsed_json_is_bounded_in_size_depth_and_type(tmp_path: Path) -> None:
     assert read_json(path) == {"step": 1}
 
     with path.open("wb") as file:
-        file.truncate(OWN_JSON.bytes + 1)
+        file.truncate(OWN_JSON_LIMITS.bytes + 1)
     with pytest.raises(ValueError, match="too large"):
         read_json(path)
     for content, why in (

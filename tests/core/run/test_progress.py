@@ -250,7 +250,7 @@ def test_step_of_many_metrics_is_refused_before_it_is_parsed(
 
 
 def test_metrics_of_all_steps_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxtune.core.run.progress.METRIC_VALUES", 250)
+    monkeypatch.setattr("mlxtune.core.run.progress.MAX_METRIC_VALUES", 250)
     lines = [many_metrics(number, 50) for number in range(1, 7)]
     assert len(Progress.from_jsonl(b"".join(lines[:5]))) == 5
     with pytest.raises(TooLargeError, match=r"metrics\.jsonl has more than 250 metrics of steps"):
@@ -258,7 +258,7 @@ def test_metrics_of_all_steps_are_limited_together(monkeypatch: pytest.MonkeyPat
 
 
 def test_values_besides_steps_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxtune.core.run.progress.OTHER_VALUES", 250)
+    monkeypatch.setattr("mlxtune.core.run.progress.MAX_OTHER_VALUES", 250)
     record = ValidationRecord(1, 1.0, 3.0, {str(i): 0.5 for i in range(90)})
     lines = [jsonl(Progress([record]))] * 3
     assert len(list(parse_records(b"".join(lines[:2])))) == 2

@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 def test_shown_steps_spread_from_the_first_to_the_last(
     path: Path, monkeypatch: pytest.MonkeyPatch, count: int, shown: list[int]
 ) -> None:
-    monkeypatch.setattr(sampled_answers, "SHOWN_STEPS", 4)
+    monkeypatch.setattr(sampled_answers, "MAX_SHOWN_STEPS", 4)
     groups = [[group(step), group(step, row=2)] for step in range(1, count + 1)]
     write(path, *groups)
     assert read_shown(path) == ({step: groups[step - 1] for step in shown}, False)
@@ -41,7 +41,7 @@ def test_step_that_is_too_large_has_its_first_groups(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = [group(1, row=row) for row in range(5)]
-    monkeypatch.setattr(sampled_answers, "SHOWN_SAMPLES", len(groups[0].as_json()) * 3 - 1)
+    monkeypatch.setattr(sampled_answers, "MAX_SHOWN_BYTES", len(groups[0].as_json()) * 3 - 1)
     write(path, groups, [group(2, "x" * 5000), group(2)])
     assert read_shown(path) == ({1: groups[:2], 2: []}, False)
 
@@ -49,7 +49,7 @@ def test_step_that_is_too_large_has_its_first_groups(
 def test_large_file_is_searched_up_to_a_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that unpack to a hundred times as many count as what they unpack to."""
     write(path, [group(1)], [group(2, "x" * 100_000)], [group(3)])
-    monkeypatch.setattr(sampled_answers, "SEARCHED_SAMPLES", 50_000)
+    monkeypatch.setattr(sampled_answers, "MAX_SEARCHED_BYTES", 50_000)
     assert read_shown(path) == ({1: [group(1)]}, True)
 
 
