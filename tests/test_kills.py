@@ -13,7 +13,7 @@ import pytest
 
 from mlxtune.config.trial_config import MODEL, demo_file
 from mlxtune.core.run.checkpoint import checkpoint_folders
-from mlxtune.core.run.run_folder import SAMPLED
+from mlxtune.core.run.run_folder import SAMPLE_RECORDS
 from tests.test_faults import result_of
 
 RUNS, KILLS = 40, 3
@@ -31,7 +31,7 @@ SAMPLING = (
 
 def samples_of(folder: Path) -> bytes:
     """Return the record of samples of a run that learns from rewards."""
-    record = folder / "checkpoints" / SAMPLED
+    record = folder / "checkpoints" / SAMPLE_RECORDS
     return record.read_bytes() if record.exists() else b""
 
 

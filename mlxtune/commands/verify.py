@@ -37,7 +37,7 @@ from mlxtune.core.run.replay_checks import (
     checks_of_files,
     up_to,
 )
-from mlxtune.core.run.run_folder import REFERENCE, SAMPLED, ResumePoint
+from mlxtune.core.run.run_folder import REFERENCE, SAMPLE_RECORDS, ResumePoint
 from mlxtune.core.run.stored_run import get_mapping, run_folder_at
 from mlxtune.core.run.verification import Verification, verify_files
 from mlxtune.core.training.schedule import make_schedule
@@ -76,8 +76,8 @@ def verify(
     if not good:
         return result
     rewarded = is_rewarded(get_mapping(good[0].metadata, "config").get("objective"))
-    if rewarded or os.path.lexists(folder / SAMPLED):
-        result.attempt(SAMPLED, partial(_check_samples, result, folder, good))
+    if rewarded or os.path.lexists(folder / SAMPLE_RECORDS):
+        result.attempt(SAMPLE_RECORDS, partial(_check_samples, result, folder, good))
     overrides: dict[str, Any] = {"model_path": model_path} if model_path else {}
     overrides |= {"reward": tuple(reward)} if reward else {}
     config: TrainConfig | None = None
@@ -115,12 +115,12 @@ def _check_samples(result: Verification, run: Path, good: list[Checkpoint]) -> s
 
 def _compare_samples(result: Verification, run: Path, again: Path, replay: "_Replay") -> None:
     """Compare the samples of the steps that were repeated."""
-    if not (run / SAMPLED).exists():  # another check reports that it is missing
+    if not (run / SAMPLE_RECORDS).exists():  # another check reports that it is missing
         return
     from mlxtune.core.run.sampled_answers import read_samples
 
     def drawn(folder: Path) -> list[Any]:
-        groups = list(read_samples(folder / SAMPLED))
+        groups = list(read_samples(folder / SAMPLE_RECORDS))
         return [each for each in groups if replay.start < each.step <= replay.step]
 
     own, drawn_again = drawn(run), drawn(again)
@@ -357,10 +357,10 @@ def _copy_state(run: Path, first: Checkpoint, again: Path) -> None:
     make_folder(again)
     with suppress(OSError):  # training reports the error
         copy_file(run / REFERENCE, again / REFERENCE)
-    if (run / SAMPLED).exists():
+    if (run / SAMPLE_RECORDS).exists():
         from mlxtune.rewards.samples import copy_samples
 
-        copy_samples(run / SAMPLED, again / SAMPLED, first.step)
+        copy_samples(run / SAMPLE_RECORDS, again / SAMPLE_RECORDS, first.step)
     if first.folder.name == BEST:
         make_folder(again / BEST)
         for path in first.folder.iterdir():

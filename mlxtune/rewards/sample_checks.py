@@ -22,7 +22,7 @@ from mlxtune.core.objectives.policy import MAX_REWARD, advantages_of, deviation
 from mlxtune.core.run.checkpoint import METRICS, WRITTEN_SAMPLES, Checkpoint
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.run.progress import Progress
-from mlxtune.core.run.run_folder import LEDGER, SAMPLED
+from mlxtune.core.run.run_folder import LEDGER, SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_in, read_members
 from mlxtune.core.run.stored_run import get_mapping, read_ledgers, whole
 
@@ -145,7 +145,7 @@ def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> s
     `good` are the intact checkpoints, the newest first. Returns the record's size in words. Raises
     OSError, or ValueError for the first contradiction.
     """
-    path, options = run / SAMPLED, get_mapping(good[0].metadata, "config")
+    path, options = run / SAMPLE_RECORDS, get_mapping(good[0].metadata, "config")
     _check_hashes(path, good)
     progress, ledgers = Progress(), list[Ledger]()
     with suppress(OSError, ValueError):  # other checks report the error

@@ -31,7 +31,7 @@ from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.writing import write_json
 from mlxtune.core.formatting import pluralize
 from mlxtune.core.objectives.objective import SFT, Objective
-from mlxtune.core.run.run_folder import EVALUATION, EVALUATION_HASH, RESULT, SAMPLES
+from mlxtune.core.run.run_folder import EVALUATION, EVALUATION_HASH, LIVE_ANSWERS, RESULT
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.reader import Reader
@@ -231,7 +231,7 @@ class ValidationAnswers(TrainingObserver):
             quiet = RunConsole(quiet=True)
             generated = answer_rows(self._loaded, reader, sample, _MAX_LIVE_TOKENS, quiet)
             content = asdict(StepSamples(step, generated.samples))
-            write_json(config.checkpoint_path / SAMPLES, content)
+            write_json(config.checkpoint_path / LIVE_ANSWERS, content)
 
 
 def judge(

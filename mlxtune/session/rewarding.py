@@ -23,8 +23,8 @@ from mlxtune.core.evaluation.outcome import EXACT, Evaluation, Generated, Sample
 from mlxtune.core.evaluation.verdict import JudgedRows, RowRewards, evaluate_rewards
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
-from mlxtune.core.run.checkpoint import RECORDS
-from mlxtune.core.run.run_folder import REFERENCE_LORA, SAMPLED, ResumePoint
+from mlxtune.core.run.checkpoint import FILE_HASHES
+from mlxtune.core.run.run_folder import REFERENCE_LORA, SAMPLE_RECORDS, ResumePoint
 from mlxtune.core.run.sampled_answers import SampleRecord
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.training.pipeline import StepSource
@@ -111,7 +111,7 @@ class RewardSession:
         config = session.config
         if config.kl and session.resume is not None:
             checkpoint = session.resume.checkpoint
-            hashes = get_mapping(checkpoint.metadata, RECORDS)
+            hashes = get_mapping(checkpoint.metadata, FILE_HASHES)
             pipeline.load_reference_lora(
                 checkpoint.folder.parent / REFERENCE_LORA, hashes.get(REFERENCE_LORA)
             )
@@ -214,10 +214,10 @@ def _records(session: RunSession) -> SampleRecords:
     """
     folder, resume = session.config.checkpoint_path, session.resume
     if resume is None:
-        return SampleRecords(folder / SAMPLED, resumed=False)
+        return SampleRecords(folder / SAMPLE_RECORDS, resumed=False)
     checkpoint = resume.checkpoint
     return SampleRecords(
-        folder / SAMPLED,
+        folder / SAMPLE_RECORDS,
         checkpoint=checkpoint,
         until=None if is_own(folder) else checkpoint.step,
         on_problem=session.console.warn,

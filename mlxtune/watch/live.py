@@ -22,9 +22,9 @@ from mlxtune.core.run.run_folder import (
     ABOUT,
     EVALUATION,
     LEDGER,
+    LIVE_ANSWERS,
     LOCK,
     RESULT,
-    SAMPLES,
     previous_number,
     request_stop,
 )
@@ -54,7 +54,7 @@ _PARTS = (
 )
 # The time left is estimated from this many recent steps.
 _RECENT_STEPS = 50
-_FILES = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, SAMPLES)
+_FILES = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, LIVE_ANSWERS)
 # Seconds between checks of a run's files, seconds between checks for new runs, and the largest
 # fraction of the time that reading may take.
 _LOOK_EVERY, _FIND_EVERY, _MAX_READING = 1.0, 5.0, 0.1

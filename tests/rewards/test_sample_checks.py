@@ -18,7 +18,7 @@ from mlxtune.commands.verify import verify
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.remembered import mark
 from mlxtune.core.run.checkpoint import MANIFEST, METADATA, WRITTEN_SAMPLES
-from mlxtune.core.run.run_folder import SAMPLED
+from mlxtune.core.run.run_folder import SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import read_members
 from mlxtune.errors import OutputError
 from tests.session.test_rewarding import config, folder, result_of
@@ -124,13 +124,13 @@ def run(finished: Path, tmp_path: Path) -> Path:
 def problem_of(run: Path) -> str:
     """Return what the check of samples finds; other checks must pass."""
     checks = [each for each in verify(run).checks if not each.ok]
-    assert [each.name for each in checks] in ([], [SAMPLED])
+    assert [each.name for each in checks] in ([], [SAMPLE_RECORDS])
     return checks[0].detail if checks else ""
 
 
 def forge_hashes(run: Path) -> None:
     """Put the hash of the record into the checkpoints, as one who knows the format could."""
-    content = (run / SAMPLED).read_bytes()
+    content = (run / SAMPLE_RECORDS).read_bytes()
     for manifest in run.glob(f"*/{MANIFEST}"):
         path, listed = manifest.with_name(METADATA), json.loads(manifest.read_text())
         metadata = json.loads(path.read_text())
@@ -152,22 +152,22 @@ def test_untouched_record_passes(run: Path) -> None:
 @pytest.mark.parametrize("name", EDITS)
 def test_verify_finds_every_edit_even_with_forged_hashes(run: Path, name: str) -> None:
     edit, problem = EDITS[name]
-    members = members_of(run / SAMPLED)
+    members = members_of(run / SAMPLE_RECORDS)
     edit(members)
-    (run / SAMPLED).write_bytes(as_bytes(members))
+    (run / SAMPLE_RECORDS).write_bytes(as_bytes(members))
     assert "has changed: the hash of the samples up to step" in problem_of(run)
     forge_hashes(run)
     assert problem in problem_of(run)
 
 
 def test_verify_finds_changed_bytes(run: Path) -> None:
-    path = run / SAMPLED
+    path = run / SAMPLE_RECORDS
     content = path.read_bytes()
     path.write_bytes(content + bytes(300))
     assert problem_of(run)
     path.write_bytes(content[:-20])
     assert "has changed" in problem_of(run)
-    members = members_of(run / SAMPLED)
+    members = members_of(run / SAMPLE_RECORDS)
     set_in_samples(text="forged")(members)
     path.write_bytes(as_bytes(members))
     assert "has changed" in problem_of(run)
@@ -193,8 +193,8 @@ def stopped(interrupted: Path, tmp_path: Path) -> Path:
 
 def add_next(stopped: Path, finished: Path, edit: Callable[[list[Member]], object]) -> None:
     """Add the samples of a step that a stopped run drew but did not train on."""
-    path = stopped / SAMPLED
-    added = members_of(finished / SAMPLED)[2:3]
+    path = stopped / SAMPLE_RECORDS
+    added = members_of(finished / SAMPLE_RECORDS)[2:3]
     edit(added)
     path.write_bytes(path.read_bytes() + as_bytes(added))
 
@@ -207,7 +207,7 @@ def same_as(finished: Path, stopped: Path, *, samples: bool = True) -> bool:
 def test_damaged_end_is_replaced(
     finished: Path, stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = stopped / SAMPLED
+    path = stopped / SAMPLE_RECORDS
     content = path.read_bytes()
     path.write_bytes(content + bytes(300))
     resume(stopped, quiet=True)
@@ -219,7 +219,7 @@ def test_damaged_end_is_replaced(
 def test_damage_before_the_checkpoint_is_an_error_and_its_remedy_works(
     finished: Path, stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = stopped / SAMPLED
+    path = stopped / SAMPLE_RECORDS
     content = path.read_bytes()
     path.write_bytes(content[:30] + bytes(30) + content[60:])
     with pytest.raises(OutputError, match=r"damaged.*bring it back, or move it away to train on"):
@@ -234,9 +234,9 @@ def test_damage_before_the_checkpoint_is_an_error_and_its_remedy_works(
 def test_samples_of_another_run_are_reported(
     finished: Path, stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    members = members_of(stopped / SAMPLED)
+    members = members_of(stopped / SAMPLE_RECORDS)
     set_in_samples(text="of another run")(members)
-    (stopped / SAMPLED).write_bytes(as_bytes(members))
+    (stopped / SAMPLE_RECORDS).write_bytes(as_bytes(members))
     resume(stopped, quiet=True)
     shown = " ".join(capsys.readouterr().err.split())
     assert "has other samples than the run drew up to step 2" in shown
@@ -251,7 +251,7 @@ def test_wrong_samples_of_the_next_step_are_an_error(
     add_next(stopped, finished, edit)
     with pytest.raises(OutputError) as refused:
         resume(stopped, quiet=True)
-    assert f"{SAMPLED}: step 3: " in str(refused.value)
+    assert f"{SAMPLE_RECORDS}: step 3: " in str(refused.value)
     assert problem in str(refused.value)
     assert str(refused.value).count("\n") == 0
 
@@ -265,11 +265,11 @@ def test_samples_that_do_not_fit_the_rows_are_an_error(finished: Path, stopped: 
         (set_in_samples(text="forged"), "has other tokens than its text"),
         (lambda members: members[0].pop(), "has 1 rows, not 2"),
     ):
-        content = (stopped / SAMPLED).read_bytes()
+        content = (stopped / SAMPLE_RECORDS).read_bytes()
         add_next(stopped, finished, edit)
         with pytest.raises(OutputError, match=problem):
             resume(stopped, quiet=True)
-        (stopped / SAMPLED).write_bytes(content)
+        (stopped / SAMPLE_RECORDS).write_bytes(content)
 
 
 def test_strangers_samples_are_drawn_again(

@@ -17,7 +17,7 @@ from mlxtune import TrainConfig, TrainingInterrupted, resume, train
 from mlxtune.commands.plan import plan
 from mlxtune.commands.verify import verify
 from mlxtune.config import PlanConfig
-from mlxtune.core.run.run_folder import REFERENCE_LORA, SAMPLED
+from mlxtune.core.run.run_folder import REFERENCE_LORA, SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import read_samples
 from mlxtune.errors import ConfigError, DataError, ModelError
 from mlxtune.rewards import rollouts
@@ -71,7 +71,7 @@ def result_of(output: Path) -> tuple[bytes, bytes, list[Any]]:
     kept = ("kind", "step", "loss", "val_loss", "grad_norm", "metrics")
     found = [{name: each.get(name) for name in kept} for each in records(output)]
     adapter = (output / "adapters.safetensors").read_bytes()
-    return adapter, (output / "checkpoints" / SAMPLED).read_bytes(), found
+    return adapter, (output / "checkpoints" / SAMPLE_RECORDS).read_bytes(), found
 
 
 def drawn_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -122,7 +122,7 @@ def test_rewards_rise_and_the_adapter_helps(
 
 def test_every_sample_is_on_record(folder: Path, tmp_path: Path) -> None:
     train(config(folder, tmp_path))
-    groups = list(read_samples(tmp_path / "checkpoints" / SAMPLED))
+    groups = list(read_samples(tmp_path / "checkpoints" / SAMPLE_RECORDS))
     assert [each.step for each in groups] == [1, 1, 2, 2, 3, 3, 4, 4]
     steps = [each for each in records(tmp_path) if each["kind"] == "step"]
     for step in steps:
@@ -199,7 +199,7 @@ def test_run_that_died_after_sampling_reads_the_samples(
         patched.setattr(rollouts, "step_metrics", dying)
         with pytest.raises(Death):
             train(config(folder, died, save_steps=1))
-    samples = died / "checkpoints" / SAMPLED
+    samples = died / "checkpoints" / SAMPLE_RECORDS
     # The power went while the next rollout was written.
     samples.write_bytes(samples.read_bytes() + gzip.compress(b"{}")[:15])
     drawn = drawn_steps(monkeypatch)
@@ -216,7 +216,7 @@ def test_replay_draws_the_samples_again(
     result = verify(tmp_path, replay=True)
     assert result.ok, [each for each in result.checks if not each.ok]
     checks = {each.name: each.detail for each in result.checks}
-    assert checks[SAMPLED] == "16 samples of 4 prompts"
+    assert checks[SAMPLE_RECORDS] == "16 samples of 4 prompts"
     drawn = 4 if save_steps is None else 2
     assert checks["samples"] == f"{drawn} prompts answered again"
 
@@ -225,7 +225,7 @@ def test_replay_draws_the_samples_again(
 def test_new_run_replaces_the_samples_of_an_earlier_one(folder: Path, tmp_path: Path) -> None:
     train(config(folder, tmp_path))
     train(config(folder, tmp_path, seed=1, overwrite=True))
-    seeds = {each.seed for each in read_samples(tmp_path / "checkpoints" / SAMPLED)}
+    seeds = {each.seed for each in read_samples(tmp_path / "checkpoints" / SAMPLE_RECORDS)}
     assert seeds == {1}
 
 

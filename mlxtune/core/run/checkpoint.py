@@ -39,7 +39,7 @@ METRICS = "metrics.jsonl"
 MANIFEST = "manifest.json"
 BEST = "best"
 # The metadata entry with the SHA-256 of the files that the run wrote before its first step.
-RECORDS = "records"
+FILE_HASHES = "records"
 # The metadata entry of the size and the SHA-256 of the record of samples up to the checkpoint.
 WRITTEN_SAMPLES = "samples"
 # The version of this layout; checkpoints of other versions are rejected.

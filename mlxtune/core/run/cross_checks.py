@@ -20,7 +20,7 @@ from mlxtune.core.evaluation.outcome import Evaluation, Loss, perplexity
 from mlxtune.core.evaluation.verdict import is_negligible, verdict_of
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.formatting import pluralize
-from mlxtune.core.run.checkpoint import METRICS, RECORDS, Checkpoint
+from mlxtune.core.run.checkpoint import FILE_HASHES, METRICS, Checkpoint
 from mlxtune.core.run.checkpoint_checks import SHARED, check_equal, check_options, is_close
 from mlxtune.core.run.metrics import SkippedStep, StepRecord, TrainingMetrics
 from mlxtune.core.run.progress import Progress
@@ -171,7 +171,7 @@ def check_recorded(run: Path, newest: Checkpoint, *, ended: bool) -> str:
     A run that resumes writes them again, so their content is not compared after a run resumed from
     the newest checkpoint, unless this checkpoint is the last that a finished run wrote: `ended`.
     """
-    hashes, about = get_mapping(newest.metadata, RECORDS), {}
+    hashes, about = get_mapping(newest.metadata, FILE_HASHES), {}
     with suppress(OSError, ValueError):  # another check reports the error
         about = read_json(run / ABOUT)
     for name in sorted({*hashes, *BEFORE_STEPS}):
@@ -206,7 +206,7 @@ def check_record(path: Path, newest: Checkpoint | None) -> None:
     """Compare the hash of a file from before the first step with the newest checkpoint's copy."""
     if newest is None:
         return
-    expected = get_mapping(newest.metadata, RECORDS).get(path.name)
+    expected = get_mapping(newest.metadata, FILE_HASHES).get(path.name)
     if file_hash(path) != expected:
         raise ValueError(f"{path.name}: its hashes are not those in {newest.folder.name}")
 

@@ -14,10 +14,10 @@ from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.run.checkpoint import (
     ADAPTER,
     ADAPTER_CONFIG,
+    FILE_HASHES,
     METADATA,
     OPTIMIZER,
     PARAMETERS,
-    RECORDS,
     WRITTEN_SAMPLES,
     Checkpoint,
 )
@@ -30,7 +30,7 @@ from mlxtune.core.run.stored_run import get_mapping, read_evaluation, read_ledge
 # Parts of the records that the machine, the place or later options decide.
 _OF_METADATA = (
     *(*MEASURED, "total_time_ms", "versions", "working_directory", "workers", "extensions"),
-    *("config", RECORDS, WRITTEN_SAMPLES, "quantized_compute"),
+    *("config", FILE_HASHES, WRITTEN_SAMPLES, "quantized_compute"),
 )
 _OF_RESULT = ("total_time_ms", "peak_memory", "adapter", "sha256", EVALUATION_HASH)
 _OF_ABOUT = ("model", "lora", "template", "lengths", "data_hash", "validation_hash")

@@ -62,7 +62,7 @@ RESULT_KEYS = (
 )
 REPORT = "report.html"
 # The answers generated after the last validation, with --open.
-SAMPLES = "samples.json"
+LIVE_ANSWERS = "samples.json"
 # The name of an earlier run's folder. The newest earlier run has the highest number; old versions
 # of mlxtune wrote no number.
 _PREVIOUS = re.compile(r"previous(?:-([1-9]\d{0,8}))?")
@@ -75,13 +75,13 @@ REFERENCE = "reference.json"
 # LoRA's values in the reference, before the first step, if the loss has the divergence from it.
 REFERENCE_LORA = "initial.safetensors"
 # Sampled answers with their rewards, for an objective that learns from rewards.
-SAMPLED = "samples.jsonl.gz"
+SAMPLE_RECORDS = "samples.jsonl.gz"
 # The run's identity with each tracker, and folders in which trackers keep their files.
 TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
 _OF_A_RUN = (
-    *(METRICS, ABOUT, LEDGER, TRAINED_ROWS, REFERENCE, REFERENCE_LORA, SAMPLED),
-    *(RESULT, EVALUATION, REPORT, PROFILE, SAMPLES),
+    *(METRICS, ABOUT, LEDGER, TRAINED_ROWS, REFERENCE, REFERENCE_LORA, SAMPLE_RECORDS),
+    *(RESULT, EVALUATION, REPORT, PROFILE, LIVE_ANSWERS),
 )
 # TRACKING shows that folders of these names belong to the run, so it is moved last.
 _TRACKERS = (TENSORBOARD, "wandb")

@@ -23,9 +23,9 @@ from mlxtune.core.run.run_folder import (
     ABOUT,
     EVALUATION,
     LEDGER,
+    LIVE_ANSWERS,
     LOCK,
     RESULT,
-    SAMPLES,
     previous_number,
 )
 from mlxtune.errors import OutputError
@@ -137,7 +137,7 @@ def read_run(folder: Path) -> Run:
     run.about = _read(run, ABOUT, read_json, {})
     run.result = _read(run, RESULT, read_json, {})
     run.evaluation = _read(run, EVALUATION, read_evaluation, None)
-    run.samples = _read(run, SAMPLES, read_samples, None)
+    run.samples = _read(run, LIVE_ANSWERS, read_samples, None)
     run.ledgers = _read(run, LEDGER, read_ledgers, [])
     run.checkpoints = [folder.name for folder in checkpoint_folders(folder)]
     # These checkpoints are not verified.

@@ -13,7 +13,7 @@ from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.near_copies import TextHash
 from mlxtune.core.files.reading import file_hash, read_json, read_own
-from mlxtune.core.run.checkpoint import MANIFEST, METADATA, RECORDS, checkpoint_folders
+from mlxtune.core.run.checkpoint import FILE_HASHES, MANIFEST, METADATA, checkpoint_folders
 from mlxtune.core.run.run_folder import RESULT, TRAINED_ROWS
 from mlxtune.core.run.stored_run import get_mapping, get_str, run_folder_at
 from mlxtune.errors import OutputError
@@ -80,7 +80,7 @@ def _hashes_in_checkpoints(run: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the hashes in each checkpoint of the files that the run wrote before its first step."""
     for folder in checkpoint_folders(run):
         with suppress(OSError, ValueError):
-            yield get_mapping(read_json(folder / METADATA), RECORDS)
+            yield get_mapping(read_json(folder / METADATA), FILE_HASHES)
 
 
 def record_of(rows: RunRows, val_split: float, seed: int, val_rows: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.files.writing import as_json
 from mlxtune.core.run import run_folder
-from mlxtune.core.run.checkpoint import RECORDS, epoch_name, step_name
+from mlxtune.core.run.checkpoint import FILE_HASHES, epoch_name, step_name
 from mlxtune.core.run.extension import extended
 from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult
 from mlxtune.core.run.progress import MetricsFile, Progress, Record
@@ -72,7 +72,7 @@ class RunRecorder:
             name: sha256(content if isinstance(content, bytes) else as_json(content)).hexdigest()
             for name, content in files.items()
         }
-        self._file_hashes = {RECORDS: hashes} if hashes else {}
+        self._file_hashes = {FILE_HASHES: hashes} if hashes else {}
 
     def start_timing(self) -> None:
         self._started = self._epoch_started = time.perf_counter()

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.formatting import join_few, pluralize, sentence
-from mlxtune.core.run.run_folder import SAMPLED
+from mlxtune.core.run.run_folder import SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import (
     GroupRecord,
     MetricChange,
@@ -50,15 +50,17 @@ def reward_context(run: Run, view: RunView) -> dict[str, Any]:
 
 def _read(run: Run) -> tuple[dict[int, list[GroupRecord]], str]:
     """Return groups by step, and why some or all are missing."""
-    path = run.folder / SAMPLED
+    path = run.folder / SAMPLE_RECORDS
     try:
         steps, is_cut = read_shown(path)
     except FileNotFoundError:
-        return {}, f"The run has no {SAMPLED}, so no samples are shown."
+        return {}, f"The run has no {SAMPLE_RECORDS}, so no samples are shown."
     except (OSError, ValueError) as problem:
         why = getattr(problem, "strerror", None) or one_line(problem)
-        return {}, f"{SAMPLED} cannot be read, so no samples are shown: {why}."
-    later = f"{SAMPLED} is too large to search whole, so samples of later steps are not shown."
+        return {}, f"{SAMPLE_RECORDS} cannot be read, so no samples are shown: {why}."
+    later = (
+        f"{SAMPLE_RECORDS} is too large to search whole, so samples of later steps are not shown."
+    )
     return steps, later * is_cut
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.run.run_folder import SAMPLED
+from mlxtune.core.run.run_folder import SAMPLE_RECORDS
 from mlxtune.core.run.stored_run import read_run
 from mlxtune.core.run.summary import RunView
 from mlxtune.views.pages.reward_section import reward_context
@@ -101,19 +101,21 @@ def test_hostile_answers_and_names_are_text(tmp_path: Path) -> None:
     ],
 )
 def test_missing_or_damaged_record_is_a_note(run: Path, content: bytes | None, note: str) -> None:
-    (run / SAMPLED).unlink()
+    (run / SAMPLE_RECORDS).unlink()
     if content is not None:
-        (run / SAMPLED).write_bytes(content)
+        (run / SAMPLE_RECORDS).write_bytes(content)
     text = page(run).text("answers")
     assert note in text
     assert "sum of rewards 1.12" in text
 
 
 def test_every_damaged_record_still_gives_a_page(run: Path) -> None:
-    content, read = (run / SAMPLED).read_bytes(), read_run(run)
+    content, read = (run / SAMPLE_RECORDS).read_bytes(), read_run(run)
     view = RunView.of(read)
     for at in range(0, len(content), 97):
-        (run / SAMPLED).write_bytes(content[:at] + bytes([content[at] ^ 0x55]) + content[at + 1 :])
+        (run / SAMPLE_RECORDS).write_bytes(
+            content[:at] + bytes([content[at] ^ 0x55]) + content[at + 1 :]
+        )
         assert reward_context(read, view)["changes"]
 
 
