@@ -25,8 +25,8 @@ from mlxtune.core.steps.graph_memory import GRADIENTS, LOGITS
 from mlxtune.core.steps.memory_terms import (
     BatchLoad,
     Entries,
+    MemoryOptions,
     ModelShapes,
-    Settings,
     head_states,
     held_logits,
 )
@@ -186,35 +186,41 @@ class KernelMemory:
     casts_quantized = True
     head_copies = 1
 
-    def kept(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
+    def kept_entries(
+        self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad
+    ) -> Entries:
         """Return the entries that all layers keep: products, or inputs with `recompute`."""
-        if settings.recompute:
+        if execution.recompute:
             return Entries(0, load.tokens * shapes.inputs, 0)
         return Entries(0, load.tokens * shapes.matmuls + load.repeated * shapes.mixed, 0)
 
-    def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
+    def layer_entries(
+        self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad
+    ) -> Entries:
         """Return the entries of one layer's backward pass, in addition to the kept entries."""
         # The recomputed values between the products take about as much memory as the products.
-        widths = shapes.layer_matmuls * (2 if settings.recompute else 1) + shapes.hidden
+        widths = shapes.layer_matmuls * (2 if execution.recompute else 1) + shapes.hidden
         widths += GRADIENTS * (shapes.widest_matmul + shapes.hidden)
         widths += _SCALED * shapes.updated if shapes.scaled else 0
         mixed = _MIXED * shapes.layer_mixed * load.repeated
         scores = shapes.held_scores * load.scores
         return Entries(shapes.largest_cast, load.tokens * widths + mixed, scores)
 
-    def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
+    def unmeasured_entries(
+        self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad
+    ) -> int:
         """Return the entries of numpy arrays in attention, which MLX does not count."""
         width = shapes.heads * shapes.head_size
         scores = min(ATTENTION_SCORES, shapes.heads * ATTENTION_QUERIES * load.width)
         return _NUMPY_SCORES * scores + _NUMPY_WIDTHS * load.tokens * width
 
-    def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
+    def head_entries(self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad) -> int:
         """Return the working entries of the head; a split single-product head holds no logits."""
-        positions, hidden = head_states(shapes, settings, load)
-        if settings.separate_head and shapes.plain_head:
+        positions, hidden = head_states(shapes, execution, load)
+        if execution.separate_head and shapes.plain_head:
             return hidden + (_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0)
         copies = _CPU_LOGITS if shapes.stored_itemsize else LOGITS
-        return hidden + shapes.head_cast + copies * held_logits(settings, positions, shapes)
+        return hidden + shapes.head_cast + copies * held_logits(execution, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
         """Return whether the head holds logits; a single-product head does not."""

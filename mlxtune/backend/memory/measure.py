@@ -91,9 +91,9 @@ def _measured(
     size, loads = shapes.itemsize, [load for load, _ in micro_batches]
     inputs_of_each = [inputs for _, inputs in micro_batches]
     kept_of_each = [
-        operations.memory.kept(shapes.with_layers(1), execution, load) for load in loads
+        operations.memory.kept_entries(shapes.with_layers(1), execution, load) for load in loads
     ]
-    working = [operations.memory.in_layer(shapes, execution, load) for load in loads]
+    working = [operations.memory.layer_entries(shapes, execution, load) for load in loads]
     peaks = _peaks(pipeline, many, inputs_of_each)
     if execution.recompute:
         estimates = [many * Factors().of(entries, size) for entries in kept_of_each]

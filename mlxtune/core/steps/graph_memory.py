@@ -7,8 +7,8 @@ from mlxtune.core.steps.memory_in_flight import GraphLimits, QueuedWork
 from mlxtune.core.steps.memory_terms import (
     BatchLoad,
     Entries,
+    MemoryOptions,
     ModelShapes,
-    Settings,
     head_states,
     held_logits,
 )
@@ -66,14 +66,14 @@ def in_flight(shapes: ModelShapes, load: BatchLoad) -> int:
     return shapes.graphs.in_flight(work)
 
 
-def head_in_flight(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
+def head_in_flight(shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad) -> int:
     """Return the bytes that a head's queued operations hold; 0 without a limit of graphs."""
-    if shapes.graphs is None or not settings.separate_head:
+    if shapes.graphs is None or not execution.separate_head:
         return 0
-    positions, _ = head_states(shapes, settings, load)
+    positions, _ = head_states(shapes, execution, load)
     logits, weights = shapes.vocab * positions, shapes.vocab * shapes.hidden
     if GraphMemory().holds_logits(shapes):
-        chunks = ceil(positions / settings.loss_chunk)
+        chunks = ceil(positions / execution.loss_chunk)
         allocated, weights = _HEAD_LOGITS * logits, weights * chunks
     else:
         chunks = ceil(shapes.vocab / vocabulary_block(positions))
@@ -98,13 +98,17 @@ class GraphMemory:
     casts_quantized = False
     head_copies = 4
 
-    def kept(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
+    def kept_entries(
+        self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad
+    ) -> Entries:
         """Return the entries that all layers keep from their forward to their backward passes."""
-        if settings.recompute:
+        if execution.recompute:
             return Entries(0, load.tokens * shapes.inputs, 0)
         return _kept_in_full(shapes, load)
 
-    def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
+    def layer_entries(
+        self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad
+    ) -> Entries:
         """Return the working entries of a layer's backward pass, in addition to kept entries."""
         gradients = GRADIENTS * (shapes.widest_matmul + shapes.hidden)
         gradients += _GATHERED * shapes.layer_gathered
@@ -114,29 +118,31 @@ class GraphMemory:
             # The layer has a recurrence, which sees all examples side by side, and no attention.
             load, scores = replace(load, tokens=load.padded_tokens), 0
         tokens = load.tokens * gradients + (0 if scores else mixed)
-        if settings.recompute:
+        if execution.recompute:
             again = _kept_in_full(shapes.with_layers(1), load)
             tokens, scores = tokens + again.tokens, scores + again.scores
         fixed = _UNPACKED * max(shapes.unpacked, shapes.largest_cast) + shapes.layer_looped
         return Entries(fixed, tokens, scores)
 
-    def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
+    def unmeasured_entries(
+        self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad
+    ) -> int:
         """Return the number of the head's unfreed entries, which passes without a head omit."""
-        positions, _ = head_states(shapes, settings, load)
-        logits = held_logits(settings, positions, shapes)
-        if settings.separate_head and not self.holds_logits(shapes):
+        positions, _ = head_states(shapes, execution, load)
+        logits = held_logits(execution, positions, shapes)
+        if execution.separate_head and not self.holds_logits(shapes):
             logits = min(logits, vocabulary_block(positions) * positions)
         return _IN_FLIGHT * logits
 
-    def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
+    def head_entries(self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad) -> int:
         """Return the number of working entries of the head, in addition to kept entries."""
-        positions, hidden = head_states(shapes, settings, load)
-        if settings.separate_head and not self.holds_logits(shapes):
+        positions, hidden = head_states(shapes, execution, load)
+        if execution.separate_head and not self.holds_logits(shapes):
             rows = vocabulary_block(positions)
             casts = min(_CASTS * rows, shapes.vocab) if shapes.head_cast else 0
             logits = min(_LOGIT_BLOCKS * rows, _LINEAR_LOGITS * shapes.vocab)
             return hidden + casts * shapes.hidden + logits * positions
-        return hidden + shapes.head_cast + LOGITS * held_logits(settings, positions, shapes)
+        return hidden + shapes.head_cast + LOGITS * held_logits(execution, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
         """Return whether the head holds logits: it is 16-bit, or is not a single product."""

@@ -72,13 +72,13 @@ def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predi
     # Layers that run again keep only their inputs.
     in_kept = Factors() if execution.recompute else measured.kept
     in_working = measured.again if execution.recompute else measured.working
-    kept = in_kept.of(memory.kept(shapes, execution, load), size)
-    working = in_working.of(memory.in_layer(shapes, execution, load), size)
+    kept = in_kept.of(memory.kept_entries(shapes, execution, load), size)
+    working = in_working.of(memory.layer_entries(shapes, execution, load), size)
     # In float32: the LoRA matrices, their two moments, and two gradients.
     weights, optimizer = shapes.weights + 4 * shapes.trainable, 4 * 4 * shapes.trainable
     queued = in_flight(shapes, load)
-    in_layer = kept + queued + working + size * memory.unseen(shapes, execution, load)
-    in_head = size * memory.in_head(shapes, execution, load)
+    in_layer = kept + queued + working + size * memory.unmeasured_entries(shapes, execution, load)
+    in_head = size * memory.head_entries(shapes, execution, load)
     queued_head = max(queued, head_in_flight(shapes, execution, load))
     return max(
         Prediction(weights, optimizer, in_layer, 0),

@@ -182,7 +182,7 @@ def load_of(micro_batch: MicroBatch, lengths: StepLengths) -> BatchLoad:
     return BatchLoad(len(micro_batch.examples), micro_batch.width, positions, micro_batch.tokens)
 
 
-class Settings(Protocol):
+class MemoryOptions(Protocol):
     """The options of an `Execution` that its memory depends on."""
 
     @property
@@ -195,15 +195,15 @@ class Settings(Protocol):
     def loss_chunk(self) -> int: ...
 
 
-def head_states(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> tuple[int, int]:
+def head_states(shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad) -> tuple[int, int]:
     """Return how many positions a head has, and how many entries its states and gradients take."""
-    positions = load.positions if settings.separate_head else load.tokens
+    positions = load.positions if execution.separate_head else load.tokens
     return positions, shapes.hidden * (3 * load.tokens + 4 * positions)
 
 
-def held_logits(settings: Settings, positions: int, shapes: ModelShapes) -> int:
+def held_logits(execution: MemoryOptions, positions: int, shapes: ModelShapes) -> int:
     """Return the number of logits that a head holds at the same time."""
-    held = min(positions, settings.loss_chunk) if settings.separate_head else positions
+    held = min(positions, execution.loss_chunk) if execution.separate_head else positions
     return shapes.vocab * held
 
 
@@ -225,16 +225,22 @@ class MemoryUse(Protocol):
     casts_quantized: bool
     head_copies: int
 
-    def kept(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
+    def kept_entries(
+        self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad
+    ) -> Entries:
         """Return the entries that all layers keep from their forward to their backward passes."""
 
-    def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
+    def layer_entries(
+        self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad
+    ) -> Entries:
         """Return the entries of one layer's backward pass, in addition to kept entries."""
 
-    def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
+    def unmeasured_entries(
+        self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad
+    ) -> int:
         """Return the number of the head's entries that measurements without a head leave out."""
 
-    def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
+    def head_entries(self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad) -> int:
         """Return the number of working entries of the head, in addition to kept entries."""
 
     def holds_logits(self, shapes: ModelShapes) -> bool:

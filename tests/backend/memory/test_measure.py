@@ -135,7 +135,7 @@ def test_numpy_memory_is_counted(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     execution = pipeline.forward.execution
-    counted = 4 * CPU.memory.unseen(shapes, execution, BatchLoad.single(1024, 1024))
+    counted = 4 * CPU.memory.unmeasured_entries(shapes, execution, BatchLoad.single(1024, 1024))
     assert 0.7 * others <= counted <= 1.4 * others
 
 

@@ -13,18 +13,18 @@ from mlxtune.core.steps.memory_terms import BatchLoad, Entries, ModelShapes
 class LeanMemory(GraphMemory):
     """The memory of operations that keep the products of layers but no logits."""
 
-    def kept(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
+    def kept_entries(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
         width = shapes.inputs if execution.recompute else shapes.matmuls
         return Entries(0, load.tokens * width, 0)
 
-    def in_layer(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
+    def layer_entries(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
         width = shapes.layer_matmuls * (2 if execution.recompute else 1)
         return Entries(0, load.tokens * width, 0)
 
-    def in_head(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
+    def head_entries(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
         return shapes.hidden * load.tokens
 
-    def unseen(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
+    def unmeasured_entries(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
         return 0
 
 

@@ -44,7 +44,7 @@ def test_graph_ends_at_the_entries_that_it_reads() -> None:
 
 def test_layers_free_what_they_allocate_and_do_not_keep() -> None:
     load, queued = BatchLoad(2, 50, 1, 80), shapes(graphs=LIMITS)
-    # All products twice, four inputs and a copy of the scores, as in `GraphMemory.kept`.
+    # All products twice, four inputs and a copy of the scores, as in `GraphMemory.kept_entries`.
     kept = 80 * (2 * 200 + 2 * 4 * 10) + 2 * 2 * 2 * 50**2
     # The 212 operations of two layers free 3.5 bytes for each kept byte; 200 are in flight.
     assert in_flight(queued, load) == int(200 / 212 * 3.5 * 4 * kept)
@@ -78,6 +78,6 @@ def test_head_in_blocks_has_all_its_logits_in_flight_as_on_an_h200() -> None:
     head = shapes(vocab=case["vocabulary"], hidden=case["hidden"], graphs=LIMITS)
     load = BatchLoad.single(case["positions"], case["positions"])
     execution = Execution(GRAPH_OPERATIONS, 64)
-    alone = 4 * GRAPH_OPERATIONS.memory.in_head(head, execution, load)
+    alone = 4 * GRAPH_OPERATIONS.memory.head_entries(head, execution, load)
     found = alone + head_in_flight(head, execution, load)
     assert alone < case["peak"] < found < 1.5 * case["peak"]
