@@ -52,7 +52,7 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    config, names = options.config, options.option_names
+    config, names = options.config, options.explicit_options
     if config.reward:
         # The adapter's own objective does not matter.
         config = replace(config, objective=REWARDED[0])

@@ -66,7 +66,7 @@ def generate(
         content, where = _content(config)
         completes = ""
         if config.messages is None and config.system is None:
-            completes = _completes_text(session, named="template" in options.option_names)
+            completes = _completes_text(session, named="template" in options.explicit_options)
         if completes:
             prompt = text_prompt(reader.encoder, content["messages"][0]["content"], where)
         else:
@@ -145,7 +145,7 @@ def answer_rows(options: ResolvedOptions[GenerateConfig]) -> Path:
     check_outputs([output], [data], "--output")
     with closing(RunConsole(quiet=config.quiet)) as console:
         session = trained_model.UseSession(config, console)
-        completes = _completes_text(session, named="template" in options.option_names)
+        completes = _completes_text(session, named="template" in options.explicit_options)
         if not completes:
             session.reader.require_template()
         prompts = list(_prompts(session, data, completes=bool(completes)))

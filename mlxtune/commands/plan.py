@@ -33,7 +33,7 @@ def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
     """
     config = options.config
     console = RunConsole(quiet=config.quiet)
-    session = TrainingSession(config, console, options.option_names)
+    session = TrainingSession(config, console, options.explicit_options)
     if config.data and config.auto:
         session = with_auto_options(session)
     dataset = session.load() if config.data else None

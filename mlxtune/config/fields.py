@@ -104,7 +104,7 @@ class CheckedConfig:
     # longer exist, and of options by their new names.
     ignored: typing.ClassVar[tuple[str, ...]] = ()
     former: typing.ClassVar[Mapping[str, str]] = {}
-    # The names of the options passed to the constructor, which only `given_options` reads.
+    # The names of the options passed to the constructor, which only `explicit_options` reads.
     _passed: frozenset[str]
 
     def __new__(cls, *values: Any, **options: Any) -> Self:
@@ -204,11 +204,11 @@ def former_names(**names: str) -> Callable[[type[_Config]], type[_Config]]:
     return accept
 
 
-def given_options(config: CheckedConfig) -> frozenset[str]:
+def explicit_options(config: CheckedConfig) -> frozenset[str]:
     """Return the names of the options that the caller gave to a config.
 
-    `dataclasses.replace` passes every field to the copy: its given options are the ones that differ
-    from their defaults.
+    `dataclasses.replace` passes every field to the copy: its explicit options are the ones that
+    differ from their defaults.
     """
     every, passed = options_of(type(config)).keys(), config._passed
     if passed != every:

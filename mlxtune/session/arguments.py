@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from mlxtune.config.data_config import ROW_NAMES
-from mlxtune.config.fields import CheckedConfig, given_options, options_of
+from mlxtune.config.fields import CheckedConfig, options_of
 from mlxtune.core.data.cache import least_used
 from mlxtune.core.data.problems import rows_folder
 from mlxtune.core.data.sources.datafiles import VALIDATION
@@ -49,7 +49,7 @@ class ResolvedOptions(Generic[C]):
     """
 
     config: C
-    option_names: frozenset[str]
+    explicit_options: frozenset[str]
     initial: "AdapterFile | None" = None
 
     @classmethod
@@ -65,7 +65,7 @@ def resolve_options(config: C) -> ResolvedOptions[C]:
     its base model is the default of `model_path`.
     Raises ModelError if training cannot continue from the adapter.
     """
-    names = given_options(config)
+    names = explicit_options(config)
     path = getattr(config, "init_adapter", None)
     if path is None:
         return ResolvedOptions(config, names)

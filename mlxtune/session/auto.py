@@ -53,12 +53,12 @@ def with_auto_options(session: S) -> S:
         needed=default_length if loss is None else loss.enough,
         fitting=_UNCUT,
     )
-    selected = choose_options(facts, config, session.option_names)
+    selected = choose_options(facts, config, session.explicit_options)
     # The longest example that fits depends on the selected LoRA options.
     lora = {name: selected[name] for name in ("rank", "alpha", "targets") if name in selected}
     longest = longest_example(config, base, replace(config.pipeline_config(), **lora))
     selected = choose_options(
-        replace(facts, fitting=longest.recomputed), config, session.option_names
+        replace(facts, fitting=longest.recomputed), config, session.explicit_options
     )
     config = replace(config, auto=False, **selected)
     command = command_line(config)
@@ -90,7 +90,7 @@ class AutoFacts:
 
 
 def choose_options(
-    facts: AutoFacts, config: TrainConfig, set_by_user: Collection[str]
+    facts: AutoFacts, config: TrainConfig, explicit_options: Collection[str]
 ) -> dict[str, Any]:
     """Return values for the options that were not given.
 
@@ -101,20 +101,20 @@ def choose_options(
     training = config.trainer_config()
     per_epoch, _ = count_steps(training, facts.rows)
     epochs = min(max(math.ceil(_MIN_STEPS / per_epoch), 1), _MAX_EPOCHS)
-    if "epochs" not in set_by_user:
+    if "epochs" not in explicit_options:
         training = replace(training, epochs=epochs)
     _, steps = count_steps(training, facts.rows)
     selected: dict[str, Any] = {
         "targets": ("all",),
         "rank": _RANK,
-        "alpha": _ALPHA if "rank" not in set_by_user else 2.0 * config.rank,
+        "alpha": _ALPHA if "rank" not in explicit_options else 2.0 * config.rank,
         "lr": _rate(facts.parameters, config.default_rate / DEFAULT_RATE),
         "max_seq_len": max(min(facts.needed, facts.fitting), 2),
         "epochs": epochs,
     }
     if facts.validates:
         selected |= {"val_steps": math.ceil(steps / _VALIDATIONS), "patience": _PATIENCE}
-    return {name: value for name, value in selected.items() if name not in set_by_user}
+    return {name: value for name, value in selected.items() if name not in explicit_options}
 
 
 def _rate(parameters: int, fraction: float) -> float:

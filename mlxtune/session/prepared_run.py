@@ -50,10 +50,10 @@ class RunParts:
 def _check_validation_options(session: RunSession) -> None:
     """Raise ConfigError for options that have no effect without validation rows."""
     # Earlier versions accepted --patience, and a repeated run has every option.
-    repeated = {*session.option_names} >= {*OPTIONS}
+    repeated = {*session.explicit_options} >= {*OPTIONS}
     without = {
         "val_steps": session.config.val_steps,
-        "patience": "patience" in session.option_names and not repeated,
+        "patience": "patience" in session.explicit_options and not repeated,
     }
     if problems := [
         f"{flag(name)}: there are no validation rows: leave it out, or set --val-split above 0"

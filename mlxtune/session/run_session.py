@@ -37,7 +37,7 @@ class RunSession(TrainingSession[TrainConfig]):
         options: ResolvedOptions[TrainConfig],
         resume: ResumePoint | None = None,
     ) -> None:
-        super().__init__(worker_run.config, worker_run.console, options.option_names)
+        super().__init__(worker_run.config, worker_run.console, options.explicit_options)
         self._initial = options.initial
         self.worker_run, self.workers, self.resume = worker_run, worker_run.workers, resume
 

@@ -93,14 +93,14 @@ class Session(Generic[C]):
 
 
 class TrainingSession(Session[T]):
-    """A session of `train` or `plan`, in which `option_names` lists what the user chose.
+    """A session of `train` or `plan`, in which `explicit_options` lists what the user chose.
 
     `command` is the equivalent command if --auto chose the other options.
     """
 
-    def __init__(self, config: T, console: RunConsole, option_names: Collection[str]) -> None:
+    def __init__(self, config: T, console: RunConsole, explicit_options: Collection[str]) -> None:
         super().__init__(config, console)
-        self.option_names, self.command = option_names, ""
+        self.explicit_options, self.command = explicit_options, ""
         self._has_base = True
 
     def with_options(self, config: T, command: str) -> Self:
@@ -116,7 +116,7 @@ class TrainingSession(Session[T]):
     @property
     def auto_chose_epochs(self) -> bool:
         """Whether --auto chose the number of epochs."""
-        return bool(self.command) and "epochs" not in self.option_names
+        return bool(self.command) and "epochs" not in self.explicit_options
 
     @cached_property
     def base(self) -> BaseModel:

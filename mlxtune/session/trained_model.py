@@ -159,10 +159,12 @@ class UseSession(Generic[U]):
     `with_recorded_options`. Raises ModelError.
     """
 
-    def __init__(self, config: U, console: RunConsole, option_names: Collection[str] = ()) -> None:
+    def __init__(
+        self, config: U, console: RunConsole, explicit_options: Collection[str] = ()
+    ) -> None:
         self.console = console
         self.adapter = None if config.adapter is None else AdapterFile.find(config.adapter)
-        self.config = with_recorded_options(config, self.adapter, option_names)
+        self.config = with_recorded_options(config, self.adapter, explicit_options)
         self.folder = model_folder(self.config)
         _base_options(self.config, self.adapter, self.folder)
         if self.adapter is None:
@@ -181,12 +183,12 @@ class UseSession(Generic[U]):
 
 
 def with_recorded_options(
-    config: U, adapter: AdapterFile | None, option_names: Collection[str] = ()
+    config: U, adapter: AdapterFile | None, explicit_options: Collection[str] = ()
 ) -> U:
     """Return the options with the adapter's base model, prompt options and objective.
 
     An option takes precedence: a model and any prompt option. An evaluation also reads its rows as
-    training did; its options in `option_names` take precedence, one by one. Raises ModelError.
+    training did; its options in `explicit_options` take precedence, one by one. Raises ModelError.
     """
     if adapter is None:
         return config
@@ -194,10 +196,12 @@ def with_recorded_options(
     if config.model_path is None:
         changes["model_path"] = str(find_base(config, adapter))
     if isinstance(config, EvalConfig):
-        changes |= _recorded(adapter, "prompt", set(_PROMPT_OPTIONS) - set(option_names))
-        changes |= _recorded(adapter, "reading", set(READING_OPTIONS) - set(option_names))
-        if "objective" not in option_names:
-            changes |= _recorded(adapter, "objective", _OBJECTIVE_DEFAULTS.keys() - option_names)
+        changes |= _recorded(adapter, "prompt", set(_PROMPT_OPTIONS) - set(explicit_options))
+        changes |= _recorded(adapter, "reading", set(READING_OPTIONS) - set(explicit_options))
+        if "objective" not in explicit_options:
+            changes |= _recorded(
+                adapter, "objective", _OBJECTIVE_DEFAULTS.keys() - explicit_options
+            )
     elif not _prompt_options(config):
         changes |= _recorded(adapter, "prompt", _PROMPT_OPTIONS)
     try:

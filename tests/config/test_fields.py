@@ -9,7 +9,7 @@ import pytest
 from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import ConfigCommand
 from mlxtune.config import OPTIONS, InstructConfig, InstructTrainingConfig, TrainConfig
-from mlxtune.config.fields import flag, given_options, options_of
+from mlxtune.config.fields import explicit_options, flag, options_of
 from mlxtune.config.option import Affects, Section
 from tests.configs import config
 
@@ -92,15 +92,15 @@ def test_flag_of_an_option_is_its_name_with_hyphens() -> None:
 # Given options
 
 
-def test_given_options_are_positional_and_keyword_arguments() -> None:
-    assert given_options(TrainConfig("m", ("d",))) == {"model_path", "data"}
-    assert given_options(config(rank=8)) == {"model_path", "data", "rank"}
+def test_explicit_options_are_positional_and_keyword_arguments() -> None:
+    assert explicit_options(TrainConfig("m", ("d",))) == {"model_path", "data"}
+    assert explicit_options(config(rank=8)) == {"model_path", "data", "rank"}
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_given_options_of_a_copy_differ_from_their_defaults(objective: str) -> None:
+def test_explicit_options_of_a_copy_differ_from_their_defaults(objective: str) -> None:
     first = config(objective=objective, rank=4)
     changed = {"model_path", "data", "rank", *({"objective"} if objective != "sft" else ())}
-    assert given_options(TrainConfig(**dataclasses.asdict(first))) == changed
-    assert given_options(dataclasses.replace(first, seed=1)) == changed | {"seed"}
-    assert given_options(dataclasses.replace(first, lr=2e-4)) == changed | {"lr"}
+    assert explicit_options(TrainConfig(**dataclasses.asdict(first))) == changed
+    assert explicit_options(dataclasses.replace(first, seed=1)) == changed | {"seed"}
+    assert explicit_options(dataclasses.replace(first, lr=2e-4)) == changed | {"lr"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlxtune.config import BenchConfig, InstructConfig, InstructTrainingConfig, TrainConfig
-from mlxtune.config.fields import given_options
+from mlxtune.config.fields import explicit_options
 from mlxtune.config.objective_config import OBJECTIVES
 from mlxtune.config.train_config import OPTIONS
 from mlxtune.errors import ConfigError
@@ -168,7 +168,7 @@ def test_former_names_of_options_are_accepted() -> None:
     assert found == InstructConfig(rank=4, alpha=2.0, lr=1e-3, max_grad_norm=0.5)
     assert {name: getattr(found, name) for name in former} == former
     assert dataclasses.replace(found, lora_rank=6).rank == 6
-    assert given_options(found) == {"rank", "alpha", "lr", "max_grad_norm"}
+    assert explicit_options(found) == {"rank", "alpha", "lr", "max_grad_norm"}
     trainer = InstructTrainingConfig(early_stopping_patience=7, learning_rate=1e-3)
     assert (trainer.patience, trainer.lr) == (7, 1e-3)
     with pytest.raises(ConfigError, match="--rank must be at least 1, not 0"):

@@ -257,22 +257,22 @@ def test_rows_of_data_frames_are_read_and_kept_private() -> None:
 
 
 @takes_resolved(TrainConfig)
-def rank_and_given(options: ResolvedOptions[TrainConfig]) -> tuple[int, frozenset[str]]:
-    return options.config.rank, options.option_names
+def rank_and_explicit_options(options: ResolvedOptions[TrainConfig]) -> tuple[int, frozenset[str]]:
+    return options.config.rank, options.explicit_options
 
 
-def test_command_gets_the_names_of_the_given_options() -> None:
-    option_names = {"model_path", "data", "rank"}
-    assert rank_and_given(model_path="m", data="d", rank=8) == (8, option_names)
-    assert rank_and_given(TrainConfig("m", data=("d",), rank=8)) == (8, option_names)
-    assert rank_and_given(resolve_options(config(rank=8))) == (8, option_names)
+def test_command_gets_the_names_of_the_explicit_options() -> None:
+    explicit_options = {"model_path", "data", "rank"}
+    assert rank_and_explicit_options(model_path="m", data="d", rank=8) == (8, explicit_options)
+    assert rank_and_explicit_options(TrainConfig("m", data=("d",), rank=8)) == (8, explicit_options)
+    assert rank_and_explicit_options(resolve_options(config(rank=8))) == (8, explicit_options)
 
 
 def test_options_of_an_earlier_run_are_reused_unchanged() -> None:
     recorded = config(init_adapter="removed since")
-    rank, option_names = rank_and_given(ResolvedOptions.recorded(recorded))
+    rank, explicit_options = rank_and_explicit_options(ResolvedOptions.recorded(recorded))
     assert rank == recorded.rank
-    assert {"rank", "alpha", "targets", "epochs"} <= option_names
+    assert {"rank", "alpha", "targets", "epochs"} <= explicit_options
 
 
 def test_options_without_an_adapter_are_the_same_config() -> None:

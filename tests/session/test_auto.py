@@ -13,7 +13,7 @@ import pytest
 from mlxtune.cli.options import build_config
 from mlxtune.cli.table import COMMANDS
 from mlxtune.config import TrainConfig
-from mlxtune.config.fields import given_options
+from mlxtune.config.fields import explicit_options
 from mlxtune.session.auto import AutoFacts, choose_options, command_line, with_auto_options
 from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole
@@ -25,7 +25,7 @@ FACTS = AutoFacts(rows=800, validates=True, parameters=600_000_000, needed=512, 
 
 
 def settled(options: TrainConfig) -> TrainingSession[TrainConfig]:
-    session = TrainingSession(options, RunConsole(quiet=True), given_options(options))
+    session = TrainingSession(options, RunConsole(quiet=True), explicit_options(options))
     return with_auto_options(session)
 
 
@@ -125,7 +125,7 @@ def test_length_is_what_the_data_needs_and_the_memory_allows() -> None:
 
 def test_options_set_by_the_user_stay() -> None:
     given = config(rank=4, epochs=2, batch_size=8)
-    found = choose_options(FACTS, given, given_options(given))
+    found = choose_options(FACTS, given, explicit_options(given))
     assert not found.keys() & {"rank", "epochs"}
     assert (found["alpha"], found["val_steps"]) == (8.0, 20)
 
