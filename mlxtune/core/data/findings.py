@@ -117,8 +117,8 @@ def thinking_findings(source: str, thinking: str) -> Iterator[Finding]:
 
 
 def _note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
-    _, first, group_of_row = np.unique(corpus.identities, return_index=True, return_inverse=True)
-    original = first[group_of_row.reshape(-1)]
+    _, first, cluster_of_row = np.unique(corpus.identities, return_index=True, return_inverse=True)
+    original = first[cluster_of_row.reshape(-1)]
     for index in np.flatnonzero(original != np.arange(corpus.num_rows)):
         file, row = corpus.source_of(int(index))
         other, other_row = corpus.source_of(int(original[index]))
