@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from mlxtune.config.data_config import ROW_NAMES
-from mlxtune.config.fields import CheckedConfig, options_of
+from mlxtune.config.fields import CheckedConfig, explicit_options, options_of
 from mlxtune.core.data.cache import least_used
 from mlxtune.core.data.problems import rows_folder
 from mlxtune.core.data.sources.datafiles import VALIDATION
