@@ -290,7 +290,7 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
             quiet=True,
             # The checkpoints on the way are compared too.
             keep=max(config.keep, len(good) + 1),
-            # Timing the products again might change the choice of --quantized-compute auto.
+            # Timing the matmuls again might change the choice of --quantized-compute auto.
             quantized_compute=recorded_matmul(newest.metadata) or config.quantized_compute,
             # A replay needs no tracker or profile.
             track=(),

@@ -232,7 +232,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     # 1100 tokens exceed two blocks, so attention runs in blocks.
     Kernel("attention in windows", partial(_model_step, gemma3_text, (1100, 40), _WINDOW)),
-    # 300 is no multiple of a kernel's block. On the CPU, MLX's 16-bit products take seconds.
+    # 300 is no multiple of a kernel's block. On the CPU, MLX's 16-bit matmuls take seconds.
     *(
         Kernel(
             f"32 heads, {length} tokens",

@@ -1,10 +1,10 @@
 """Compares products of a real model's sizes with the CPU's, for `mlxtune doctor --prove`.
 
 Wrong kernels have shown only in sizes that no small model reaches. On M5 GPUs alone, these were
-wrong: products of 1,024 x 2,048 by 2,048 x 2,048 in bfloat16, where 256 rows were right, by a
-compiler's fault (PrismML-Eng/Bonsai-Image-Demo#12, ml-explore/mlx#3586); products in 16 bits whose
-inner size is far the largest, which are split along it (mlx#3797); and quantised products of sorted
-experts whose inner size is no multiple of 64 (mlx#3887). On all Macs, products with a quantised
+wrong: matmuls of 1,024 x 2,048 by 2,048 x 2,048 in bfloat16, where 256 rows were right, by a
+compiler's fault (PrismML-Eng/Bonsai-Image-Demo#12, ml-explore/mlx#3586); matmuls in 16 bits whose
+inner size is far the largest, which are split along it (mlx#3797); and quantised matmuls of sorted
+experts whose inner size is no multiple of 64 (mlx#3887). On all Macs, matmuls with a quantised
 matrix that is not transposed were wrong, or their last columns missing (mlx#4201, mlx#4250).
 """
 
@@ -29,7 +29,7 @@ _OF_RESULTS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _OF_WEIGHTS = {"float32": 2.0**-10, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # The largest rounding error of one addition: tensor cores truncate their sums.
 _OF_SUMS = 2.0**-23
-# The roundings of one result: its own, and those of the partial sums of a split product.
+# The roundings of one result: its own, and those of the partial sums of a split matmul.
 _ROUNDINGS = 4
 # The roundings of one dequantised weight: its scaled value, its sum with the bias, and itself. The
 # scaled value may be twice as large.
@@ -40,7 +40,7 @@ _DEVIATIONS = 8
 
 
 class Size(NamedTuple):
-    """The size of a product of a (rows, inner) and an (inner, columns) matrix."""
+    """The size of a matmul of a (rows, inner) and an (inner, columns) matrix."""
 
     tokens: int
     inner: int
@@ -48,13 +48,13 @@ class Size(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a kind of product: `even` ones, and `odd` ones, which get the group added."""
+    """The sizes of a kind of matmul: `even` ones, and `odd` ones, which get the group added."""
 
     even: Sequence[Size]
     odd: Sequence[Size]
 
 
-# Rows by the hundred, few rows, whose quantised product a GPU splits, and one row have kernels of
+# Rows by the hundred, few rows, whose quantised matmul a GPU splits, and one row have kernels of
 # their own.
 _GPU = Sizes(
     (Size(1024, 2048, 2048), Size(16, 2048, 2048)), (Size(300, 2048, 1024), Size(1, 2048, 1024))
@@ -62,14 +62,14 @@ _GPU = Sizes(
 # GPUs use split-K for other matmuls with a large inner dimension.
 _SPLIT = Size(512, 3072, 992)
 _GPU_EXPERTS = Sizes((Size(1024, 1024, 512),), (Size(1024, 256, 256),))
-# The CPU's quantised products are slow.
+# The CPU's quantised matmuls are slow.
 _CPU = Sizes((Size(64, 512, 256),), (Size(30, 512, 256), Size(1, 1024, 256)))
 _CPU_EXPERTS = Sizes((Size(64, 256, 128),), (Size(64, 64, 64),))
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """A kind of product, such as one with a quantised matrix.
+    """A kind of matmul, such as one with a quantised matrix.
 
     `group_size` is the unit of its odd sizes. `bits` is 0 if the matrix is not quantised. With
     `experts`, each row has its own matrix, and the rows are sorted by matrix.
@@ -94,7 +94,7 @@ class Matmul:
     def dtypes(self) -> tuple[str, ...]:
         """The dtypes to compute in.
 
-        The CPU adds up quantised products in the dtype itself, and CUDA compiles a kernel for each
+        The CPU adds up quantised matmuls in the dtype itself, and CUDA compiles a kernel for each
         dtype, which may take tens of seconds.
         """
         if not self.bits:
@@ -145,7 +145,7 @@ class Matmul:
         try:
             result = self._compute(factors, getattr(mx, dtype))
         except Exception as error:  # noqa: BLE001
-            # Any error fails the check of this product.
+            # Any error fails the check of this matmul.
             return failed_check(MATMULS, name, one_line(error))
         bound = factors.bound(dtype, size.inner, quantized=self.bits > 0)
         # Unlike Python's max, NumPy's keeps a NaN.
@@ -202,7 +202,7 @@ def _severity(check: ProofCheck) -> float:
     return float("inf") if ratio is None else ratio
 
 
-# Add an entry for each new kind of product.
+# Add an entry for each new kind of matmul.
 KINDS: tuple[Matmul, ...] = (
     Matmul("products", 32),
     *(Matmul(f"{bits} bits, group {n}", n, bits) for bits in (4, 8) for n in (32, 64)),
@@ -211,6 +211,6 @@ KINDS: tuple[Matmul, ...] = (
 
 
 def matmul_checks() -> Iterator[ProofCheck]:
-    """Yield a check of each kind of product in each dtype."""
+    """Yield a check of each kind of matmul in each dtype."""
     for matmul in KINDS:
         yield from matmul.check()

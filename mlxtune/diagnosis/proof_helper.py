@@ -54,8 +54,8 @@ SIZES, _ROWS = (128, 512, 2048), 24
 _TIMED_ROWS, _ROWS_PER_STEP = 12, 4
 # The base: the width of its heads, and its quantisation.
 _HEAD, _GROUP, _BITS = 64, 64, 4
-# The base's width: small on the CPU, where quantised products take about 20 times as long as
-# float32 products.
+# The base's width: small on the CPU, where quantised matmuls take about 20 times as long as
+# float32 matmuls.
 _CPU_WIDTH, _GPU_WIDTH = 256, 1024
 # The shapes in which steps are timed. Add an entry for each new kind of rounding.
 SHAPES: Mapping[str, Callable[[Execution], Execution]] = {
@@ -117,7 +117,7 @@ def dtype(model: Path, data: Path) -> Iterator[ProofCheck]:
     The steps in float32 take the plain path on dequantised weights.
     """
     examples = _examples(model, data)
-    # Runs on the CPU, because GPUs may round the factors of float32 products.
+    # Runs on the CPU, because GPUs may round the factors of float32 matmuls.
     with on_the_cpu():
         expected, _ = _computed(model, examples, _variant("plain"), "dequantized")
     for name in ("bfloat16", "float16"):

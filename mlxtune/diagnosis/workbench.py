@@ -19,13 +19,13 @@ QWEN, GEMMA = "demo-qwen3", "demo-gemma3"
 # The base models, and the jobs of the helper that make them.
 BASE, DENSE = "4-bit base", "16-bit base"
 _MADE = {BASE: "base", DENSE: "dense"}
-# Several threads would slow down the matrix products of such small models.
+# Several threads would slow down the matmuls of such small models.
 _QUICK = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# Without this, the newest GPUs round the factors of float32 products to 19 bits.
+# Without this, the newest GPUs round the factors of float32 matmuls to 19 bits.
 _EXACT = {"MLX_ENABLE_TF32": "0"}
 # Jobs that run without `_EXACT`, as training does.
 _JOBS_WITH_TF32 = ("products", "kernels16", "dtype", "steps")
-# Jobs whose products are large.
+# Jobs whose matmuls are large.
 _LARGE = ("products",)
 _ROWS = 32
 # With dropout, at most two turns of a row share a prefix, so bytes stay equal on Metal.

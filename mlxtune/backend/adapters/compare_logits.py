@@ -129,7 +129,7 @@ def _matmuls(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _matmul_roundoff() -> float:
-    """Return the relative error of a float32 product on this device, which may use fewer bits."""
+    """Return the relative error of a float32 matmul on this device, which may use fewer bits."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((256, 256)).astype(np.float32) for _ in range(2))
     exact = a.astype(np.float64) @ b.astype(np.float64)

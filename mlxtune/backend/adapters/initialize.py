@@ -141,7 +141,7 @@ def init_pissa(modules: dict[str, nn.Module], init: str, seed: int) -> None:
             rank, key = module.lora_a.shape[1], hash_of(f"{seed}/{name}", 8)
             u, s, v = principal_svd(weight, rank, pissa_iterations(init), key)
             root = np.sqrt(s / module.scale)
-            # Row-major, as a resumed run reads the factors: in another layout, products round
+            # Row-major, as a resumed run reads the factors: in another layout, matmuls round
             # differently.
             a, b = (np.ascontiguousarray(x, dtype=np.float32) for x in (v * root, (u * root).T))
             module.lora_a, module.lora_b = mx.array(a), mx.array(b)

@@ -1,4 +1,4 @@
-"""The CPU's operations: products by numpy's BLAS, and kernels that numba compiles.
+"""The CPU's operations: matmuls by numpy's BLAS, and kernels that numba compiles.
 
 This folder is optional: `forward.operations` uses `CPU` if the folder exists. numba and the modules
 that use it are imported at first use: the import takes a long time, and only the extra `cpu`

@@ -25,7 +25,7 @@ def _thread_count() -> int:
 THREADS = _thread_count()
 # With fewer elements, waking another thread costs more time than it saves.
 _WORTH_SHARING = 1 << 17
-# The same threshold for products, as a number of multiplications.
+# The same threshold for matmuls, as a number of multiplications.
 WORTH_MULTIPLYING = 1 << 23
 _ZEROS = np.zeros(1 << 19, dtype=np.float32)
 _OTHERS = ThreadPoolExecutor(max(THREADS - 1, 1), thread_name_prefix="mlxtune")
@@ -67,9 +67,9 @@ def matrix(x: mx.array) -> Floats:
 
 
 def unshared_matmuls() -> Callable[[], None]:
-    """Make numpy run each product on one thread; return a function that undoes the change.
+    """Make numpy run each matmul on one thread; return a function that undoes the change.
 
-    OpenBLAS's own threads spin until the next product, and so take processor time from the threads
+    OpenBLAS's own threads spin until the next matmul, and so take processor time from the threads
     of `in_parts`.
     """
     # The extra `cpu` installs threadpoolctl and numba.

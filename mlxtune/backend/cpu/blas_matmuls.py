@@ -1,7 +1,7 @@
-"""Products with frozen weights on the CPU, by numpy's BLAS, and the cross-entropy of a linear head.
+"""Matmuls with frozen weights on the CPU, by numpy's BLAS, and the cross-entropy of a linear head.
 
 The weights may be stored in bfloat16 or float16, which halves their memory: each use casts one
-matrix to float32. The cast is exact and takes a few percent of the product's time.
+matrix to float32. The cast is exact and takes a few percent of the matmul's time.
 """
 
 import math
@@ -156,7 +156,7 @@ def update_gradients(
 
 
 def trained_head_losses(weight: Weight, hidden: mx.array, labels: mx.array) -> mx.array:
-    """Return the cross-entropy of each hidden state, float32 (P,), for a single-product head.
+    """Return the cross-entropy of each hidden state, float32 (P,), for a single-matmul head.
 
     weight is (V, H), hidden float32 (P, H), labels int32 (P,). The losses and their gradients with
     respect to the hidden states take one pass over blocks of the vocabulary, with an online softmax

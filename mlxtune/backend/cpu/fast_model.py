@@ -59,7 +59,7 @@ def _matmul_with_update(x: mx.array, layer: LoRALinear) -> mx.array:
 
 
 def _frozen_weight(module: nn.Module) -> blas_matmuls.Weight:
-    # Quantised weights are unpacked for each use: MLX's quantised products take 30 times as long.
+    # Quantised weights are unpacked for each use: MLX's quantised matmuls take 30 times as long.
     return QuantizedHead(module) if hasattr(module, "unpacked") else module["weight"]
 
 
@@ -77,7 +77,7 @@ class _TiedHead(nn.Module):
 
 
 class _LoRALinear(LoRALinear):
-    """A LoRA layer that computes the frozen product and the update together."""
+    """A LoRA layer that computes the frozen matmul and the update together."""
 
     def __call__(self, x: mx.array) -> mx.array:
         if self.drops() or not _serves(self, x):
@@ -87,7 +87,7 @@ class _LoRALinear(LoRALinear):
 
 
 class _DoRALinear(DoRALinear):
-    """A DoRA layer with fast products. They leave out the bias, which must not be scaled."""
+    """A DoRA layer with fast matmuls. They leave out the bias, which must not be scaled."""
 
     def matmul(self, x: mx.array) -> mx.array:
         return _matmul(x, self.linear) if _serves(self, x) else super().matmul(x)
@@ -199,7 +199,7 @@ _FUNCTIONS: dict[int, Any] = {
     id(gemma3n.logit_softcap): _capped,
 }
 
-# The faster subclass of each class. Quantised layers that use MLX's own products have none.
+# The faster subclass of each class. Quantised layers that use MLX's own matmuls have none.
 _KINDS: dict[type, type] = {
     **subclasses(_Linear, nn.Linear, StoredLinear, DequantizedLinear, NF4Linear),
     **subclasses(_TiedHead, nn.Embedding, StoredEmbedding, DequantizedEmbedding),

@@ -1,6 +1,6 @@
 """Layers that are evaluated immediately, and keep their products for the backward pass.
 
-Recomputation is selective, as in arXiv:2205.05198, section 5: products take most of the time, the
+Recomputation is selective, as in arXiv:2205.05198, section 5: matmuls take most of the time, the
 values between them most of the memory.
 """
 
@@ -56,7 +56,7 @@ _MIXED = 8
 class FrozenMatmul(nn.Module):
     """A linear layer whose backward pass does not read its input, as its weight is frozen.
 
-    LoRA on the layer does read the input: the gradient of A is a product with it.
+    LoRA on the layer does read the input: the gradient of A is a matmul with it.
     """
 
 
@@ -215,7 +215,7 @@ class KernelMemory:
         return _NUMPY_SCORES * scores + _NUMPY_WIDTHS * load.tokens * width
 
     def head_entries(self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad) -> int:
-        """Return the working entries of the head; a split single-product head holds no logits."""
+        """Return the working entries of the head; a split single-matmul head holds no logits."""
         positions, hidden = head_states(shapes, execution, load)
         if execution.separate_head and shapes.plain_head:
             return hidden + (_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0)
@@ -223,7 +223,7 @@ class KernelMemory:
         return hidden + shapes.head_cast + copies * held_logits(execution, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
-        """Return whether the head holds logits; a single-product head does not."""
+        """Return whether the head holds logits; a single-matmul head does not."""
         return not shapes.plain_head
 
 

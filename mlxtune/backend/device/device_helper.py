@@ -25,7 +25,7 @@ _MATMULS = 10
 
 
 def device_facts() -> Device:
-    """Return the device, its memory, and the speed of a matrix product."""
+    """Return the device, its memory, and the speed of a matmul."""
     info, on_cpu = mx.device_info(), default_device.on_cpu()
     limits = allocator.find_limits(TrainConfig.memory_limit)
     size = _CPU_SIZE if on_cpu else _GPU_SIZE
@@ -44,7 +44,7 @@ def device_facts() -> Device:
 
 
 def _gflops(size: int, matmul: Callable[[], object]) -> float:
-    """Return the best speed of a product of square matrices, in GFLOP/s."""
+    """Return the best speed of a matmul of square matrices, in GFLOP/s."""
     return 2 * size**3 / min(timeit.repeat(matmul, repeat=_MATMULS, number=1)) / 1e9
 
 

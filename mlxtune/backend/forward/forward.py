@@ -200,7 +200,7 @@ class Forward:
 
     @property
     def plain_head(self) -> bool:
-        """Whether the head is a single product."""
+        """Whether the head is a single matmul."""
         return self._backbone_and_head.weight is not None
 
     @cached_property

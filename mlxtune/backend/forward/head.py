@@ -22,7 +22,7 @@ from mlxtune.errors import one_line
 _TOLERANCE = 2e-2
 # Hidden states scaled up this much reveal any soft-capping of the logits.
 _LARGE = 1000.0
-# The number of vocabulary tokens whose logits are compared with a product.
+# The number of vocabulary tokens whose logits are compared with a matmul.
 _PART = 1024
 # The number of a text's positions at which the head is tried.
 _HEAD_POSITIONS = 4
@@ -57,7 +57,7 @@ class BackboneAndHead:
     """An mlx-lm model whose head, including any soft-capping, can run on chosen positions alone.
 
     `is_separable` tells whether the split works; if not, the model can only run whole. `weight` (V,
-    H) is the weight of a head that is a single product, else None. `dtype` is the dtype of the
+    H) is the weight of a head that is a single matmul, else None. `dtype` is the dtype of the
     hidden states, and `logits_dtype` that of the logits. `vocabulary` has the tokens for which this
     worker computes logits; None means all. `packing_problem` is the reason, found by `try_packing`,
     why packed examples do not work; empty if they do.
@@ -180,7 +180,7 @@ class BackboneAndHead:
     def _is_head(
         self, weight: mx.array | QuantizedHead, logits: mx.array, hidden: mx.array
     ) -> bool:
-        """Return whether the head, for part of the vocabulary, is a product with this weight."""
+        """Return whether the head, for part of the vocabulary, is a matmul with this weight."""
         if weight.shape != (logits.shape[-1], hidden.shape[-1]):
             return False
         part, large = weight[:_PART], hidden[:1] * _LARGE

@@ -1,6 +1,6 @@
 """Cross-entropy: plain, over a vocabulary sharded among workers, and in parts that fit in memory.
 
-A head that is one product runs in blocks of the vocabulary, and any other head in chunks of
+A head that is one matmul runs in blocks of the vocabulary, and any other head in chunks of
 positions.
 """
 
@@ -30,7 +30,7 @@ def cross_entropies(
 
 
 def at_temperature(logits: mx.array, temperature: float) -> mx.array:
-    """Return logits divided by a temperature, or hidden states for a head that is one product."""
+    """Return logits divided by a temperature, or hidden states for a head that is one matmul."""
     return logits if temperature == 1 else logits / temperature
 
 
@@ -157,11 +157,11 @@ def trained_head(
     return differentiable(forward, scaled)
 
 
-# Heads that are one product
+# Heads that are one matmul
 
 
 class LinearHead(Protocol):
-    """The cross-entropy, computed in blocks, of an output head that is one matrix product.
+    """The cross-entropy, computed in blocks, of an output head that is one matmul.
 
     `weight` is (V, H), in any dtype, `hidden` float32 (P, H) and `labels` int32 (P,); the losses
     are float32 (P,). Workers that shard `weight` by rows also pass their parts as `vocabulary`.

@@ -44,7 +44,7 @@ class Operations(Protocol):
         """Return whether the operations support hidden states of this dtype (None: unknown)."""
 
     def linear_head(self, dtype: mx.Dtype | None) -> LinearHead | None:
-        """Return the blockwise loss of a single-product head; None if this dtype has none."""
+        """Return the blockwise loss of a single-matmul head; None if this dtype has none."""
 
     def prepare(self, model: nn.Module) -> Callable[[], None]:
         """Make a model compute with these operations; return a function that restores the model."""

@@ -142,7 +142,7 @@ class LayerInputs:
 
 
 def _tolerance(dtype: mx.Dtype) -> float:
-    # A GPU rounds the factors of float32 products to TF32, which has float16's precision.
+    # A GPU rounds the factors of float32 matmuls to TF32, which has float16's precision.
     if dtype == mx.float32 and not on_cpu():
         dtype = mx.float16
     return _TOLERANCES[dtype]

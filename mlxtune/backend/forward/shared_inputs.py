@@ -1,4 +1,4 @@
-"""Finds a model's projections that share an input, and runs them with one product of all As."""
+"""Finds a model's projections that share an input, and runs them with one matmul of all As."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -205,7 +205,7 @@ class LoRALinear(nn.Module):
 def _updated(
     matmul: Callable[[mx.array], mx.array], x: mx.array, a: mx.array, b: mx.array, scale: float
 ) -> mx.array:
-    """Return product(x) + scale * (x A) B for x (..., in), A (in, k) and B (k, out).
+    """Return matmul(x) + scale * (x A) B for x (..., in), A (in, k) and B (k, out).
 
     With this gradient, the two passes take 8 operations in all; with MLX's own, they would take 12.
     """
@@ -241,8 +241,8 @@ class DoRALinear(LoRALinear):
         y = W x + (m / ‖W + ΔW‖ - 1) * W dropout(x) + m / ‖W + ΔW‖ * ΔW dropout(x) + bias
 
     W + ΔW is not materialised for the norm. For each row w, ‖w + Δw‖² = ‖w‖² + 2 w·Δw + ‖Δw‖²,
-    where the first term is constant and the others need only products as narrow as the rank, so
-    quantised products need no dequantised W.
+    where the first term is constant and the others need only matmuls as narrow as the rank, so
+    quantised matmuls need no dequantised W.
 
     Source: DoRA, arXiv:2402.09353, equation 5 and section 4.3; dropout as in PEFT's
     DoraLinearVariant; names and shapes as in mlx-lm's DoRALinear.

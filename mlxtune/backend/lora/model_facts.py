@@ -54,7 +54,7 @@ class ModelFacts:
 
     @property
     def widest_layer(self) -> int:
-        """The summed output width of a layer's products, for the widest layer."""
+        """The summed output width of a layer's matmuls, for the widest layer."""
         return max(sum(m.width for m in layer.values()) for layer in self.layers)
 
     def costs(self, forward: Iterable[int], supervised: Iterable[int]) -> list[float]:

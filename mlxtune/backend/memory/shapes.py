@@ -37,7 +37,7 @@ _MAMBA = (MambaBlock, JambaMambaMixer)
 class _StoredMatrix(Matrix):
     """A stored matrix. `rank` is the rank of its LoRA, 0 for none.
 
-    `cast` counts the entries cast for each use; `unpacked` is set if each product dequantises the
+    `cast` counts the entries cast for each use; `unpacked` is set if each matmul dequantises the
     matrix. `trained` counts LoRA's parameters for the whole matrix, even if each worker has only a
     part of the matrix.
     """
@@ -170,7 +170,7 @@ def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
     if "scales" not in head:
         return entries if head.weight.dtype != dtype else 0
     if not hasattr(head, "unpacked"):
-        return 0  # MLX's quantised products take the stored weight.
+        return 0  # MLX's quantised matmuls take the stored weight.
     return entries * memory.head_copies
 
 

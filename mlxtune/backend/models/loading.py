@@ -48,7 +48,7 @@ from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.formatting import pluralize, short_number
 from mlxtune.errors import ModelError, one_line
 
-# The ways to compute a product with quantised weights.
+# The ways to compute a matmul with quantised weights.
 QUANTIZED_COMPUTE_FORMS = (QUANTIZED, DEQUANTIZED)
 
 
@@ -218,7 +218,7 @@ def base_record(base: BaseModel) -> dict[str, Any]:
 
 
 def slow_matmuls(base: BaseModel) -> str | None:
-    """Return a warning, with its remedy, if quantised products are slow on this device."""
+    """Return a warning, with its remedy, if quantised matmuls are slow on this device."""
     if not on_cpu() or base.quantized_compute != QUANTIZED:
         return None
     return (
@@ -235,7 +235,7 @@ def timed_matmuls(base: BaseModel, tokens: int) -> TimedMatmuls | None:
 
 
 def with_matmul_form(base: BaseModel, form: str) -> BaseModel:
-    """Return a model that computes quantised products in the given form, if the device allows it.
+    """Return a model that computes quantised matmuls in the given form, if the device allows it.
 
     A model on the CPU, or already dequantised, stays the same.
     """

@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class NF4Linear(DequantizedLinear):
-    """A frozen linear layer in NF4, whose weight is dequantised for each product.
+    """A frozen linear layer in NF4, whose weight is dequantised for each matmul.
 
     `weight` is uint32 (out, in / 8), whose bytes hold two codes each, the first in the high half;
     `scales` is float32 (out, in / 64). With `double_quant`, `scales` are uint8 indices into

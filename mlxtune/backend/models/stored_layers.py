@@ -21,7 +21,7 @@ from mlxtune.core.formatting import short_duration
 QUANTIZED, DEQUANTIZED = "quantized", "dequantized"
 # The numbers of untimed and of timed runs of each form; the second is odd, for the median.
 _WARMUPS, _RUNS = 2, 5
-# A dequantised matrix takes memory, so its products must be faster by this fraction.
+# A dequantised matrix takes memory, so its matmuls must be faster by this fraction.
 _GAIN = 0.05
 
 
@@ -37,7 +37,7 @@ class StoredEmbedding(nn.Embedding):
 
 
 class StoredLinear(nn.Linear):
-    """A linear layer that is stored in 16 bits, and cast to float32 for each product."""
+    """A linear layer that is stored in 16 bits, and cast to float32 for each matmul."""
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -54,7 +54,7 @@ class StoredLinear(nn.Linear):
 
 
 class StoredExperts(SwitchLinear):
-    """A layer of experts that are stored in 16 bits, and cast to float32 for each product."""
+    """A layer of experts that are stored in 16 bits, and cast to float32 for each matmul."""
 
     def __init__(self, experts: SwitchLinear) -> None:
         nn.Module.__init__(self)
@@ -75,7 +75,7 @@ class StoredExperts(SwitchLinear):
 
 
 class _Dequantized(nn.Module):
-    """A quantised layer whose weight is dequantised for each product."""
+    """A quantised layer whose weight is dequantised for each matmul."""
 
     def unpacked(
         self, dtype: mx.Dtype, after: mx.array | None = None, index: Any = ...
@@ -85,7 +85,7 @@ class _Dequantized(nn.Module):
 
 
 class DequantizedLinear(_Dequantized, nn.QuantizedLinear):
-    """A quantised linear layer whose weight is dequantised for each product."""
+    """A quantised linear layer whose weight is dequantised for each matmul."""
 
     def __init__(self, linear: nn.QuantizedLinear) -> None:
         nn.Module.__init__(self)
@@ -114,7 +114,7 @@ class QuantizedEmbedding(nn.QuantizedEmbedding):
 
 
 class DequantizedEmbedding(_Dequantized, QuantizedEmbedding):
-    """Quantised embeddings that are dequantised for each product when used as the output head."""
+    """Quantised embeddings that are dequantised for each matmul when used as the output head."""
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Return the logits (..., V) of hidden states (..., H)."""
@@ -159,7 +159,7 @@ def dequantized_weight(module: nn.Module) -> mx.array:
 
 
 def frozen_gradient(matmul: Any, x: mx.array, cotangent: mx.array) -> mx.array:
-    """Return the gradient of x (..., in) through a frozen layer or another product."""
+    """Return the gradient of x (..., in) through a frozen layer or another matmul."""
     if is_plain(matmul, x.dtype):
         return cotangent @ matmul.weight
     # Nothing reads the product of this second call, so MLX does not compute it.
@@ -168,7 +168,7 @@ def frozen_gradient(matmul: Any, x: mx.array, cotangent: mx.array) -> mx.array:
 
 
 def is_plain(matmul: Any, dtype: mx.Dtype) -> bool:
-    """Return whether a product is MLX's own layer, whose weight needs no cast for this dtype."""
+    """Return whether a matmul is MLX's own layer, whose weight needs no cast for this dtype."""
     return type(matmul) is nn.Linear and bool(matmul["weight"].dtype == dtype)
 
 
@@ -197,8 +197,8 @@ def frozen_matmul(linear: nn.Module, x: mx.array) -> mx.array:
 def _matmul(x: mx.array, unpack: Callable[[mx.Dtype, mx.array], mx.array]) -> mx.array:
     """Return x (..., in) times the transpose of a frozen matrix, in the dtype of x.
 
-    `unpack(dtype, after)` makes the matrix for the product, and again for the gradient of x. On the
-    CPU, the matrix is float32, because products in other dtypes are slow there. The matrix is
+    `unpack(dtype, after)` makes the matrix for the matmul, and again for the gradient of x. On the
+    CPU, the matrix is float32, because matmuls in other dtypes are slow there. The matrix is
     unpacked after the other factor is computed, so that a graph of many layers does not unpack all
     their matrices first.
     """
@@ -233,9 +233,9 @@ def _dequantize(
 def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | None:
     """Make a model multiply by its quantised matrices as --quantized-compute says.
 
-    `auto` means dequantised matrices on the CPU and MLX's quantised products on a GPU, where
-    training then times both forms with `time_matmuls`. Experts always use MLX's products; nf4, for
-    which MLX has no products, is always dequantised. Returns the choice, or None if nothing is
+    `auto` means dequantised matrices on the CPU and MLX's quantised matmuls on a GPU, where
+    training then times both forms with `time_matmuls`. Experts always use MLX's matmuls; nf4, for
+    which MLX has no matmuls, is always dequantised. Returns the choice, or None if nothing is
     quantised.
     """
     quantized = [module for _, module in model.named_modules() if "scales" in module]
@@ -259,7 +259,7 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
 
 @dataclass(frozen=True)
 class TimedMatmuls:
-    """The seconds that a matrix's product and its gradient take for `tokens` tokens, in each form.
+    """The seconds that a matrix's matmul and its gradient take for `tokens` tokens, in each form.
 
     The time of a form that MLX cannot compute is infinite.
     """
@@ -271,7 +271,7 @@ class TimedMatmuls:
 
     @property
     def faster(self) -> str:
-        """The faster form; `quantized` unless dequantised products gain enough."""
+        """The faster form; `quantized` unless dequantised matmuls gain enough."""
         gains = self.dequantized < self.quantized * (1 - _GAIN)
         return DEQUANTIZED if gains else QUANTIZED
 

@@ -27,7 +27,7 @@ from mlxtune.core.machine.facts import has_nvidia
 from mlxtune.core.machine.installation import installed_version, pip
 from mlxtune.errors import ConfigError
 
-# A header of each package, as an example. Only products of quantised matrices on Hopper include
+# A header of each package, as an example. Only matmuls of quantised matrices on Hopper include
 # crt/mma.h, by CUDA's mma.h.
 RUNTIME, CRT = "cuda_fp16.h", "crt/mma.h"
 _MISSING = re.compile(r'cannot open source file "([^"]+)"')

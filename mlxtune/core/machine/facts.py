@@ -84,7 +84,7 @@ class Power:
 class Device:
     """MLX's device. Memory is in bytes; `limit` is the default of --memory-limit on the device.
 
-    `gflops` is the speed of a float32 matrix product in MLX, `numpy_gflops` in numpy on the CPU.
+    `gflops` is the speed of a float32 matmul in MLX, `numpy_gflops` in numpy on the CPU.
     """
 
     kind: str

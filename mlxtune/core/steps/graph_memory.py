@@ -145,7 +145,7 @@ class GraphMemory:
         return hidden + shapes.head_cast + LOGITS * held_logits(execution, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
-        """Return whether the head holds logits: it is 16-bit, or is not a single product."""
+        """Return whether the head holds logits: it is 16-bit, or is not a single matmul."""
         return shapes.itemsize != 4 or not shapes.plain_head
 
 
@@ -154,7 +154,7 @@ class EvaluationMemory:
     """The sizes of a loaded model that decide the memory of its evaluation's batches.
 
     An evaluation keeps nothing for a backward pass, and runs all layers, perhaps of a model
-    without LoRA. `widest_layer` is the summed output width of a layer's products. With `in_blocks`,
+    without LoRA. `widest_layer` is the summed output width of a layer's matmuls. With `in_blocks`,
     the head computes logits in blocks of the vocabulary. `graphs` is None if the device queues no
     graphs. The estimate depends only on sizes, so that the batches are always the same.
     """

@@ -219,7 +219,7 @@ class MemoryUse(Protocol):
     """How operations use memory, in entries of arrays of the compute dtype.
 
     `casts_quantized` says whether quantised matrices are cast one at a time. If not, each is
-    unpacked for its product, the head's matrix in `head_copies` copies.
+    unpacked for its matmul, the head's matrix in `head_copies` copies.
     """
 
     casts_quantized: bool

@@ -136,7 +136,7 @@ def _chunks(x: mx.array, key_heads: int) -> mx.array:
     x = mx.pad(x, [(0, 0), (0, -tokens % size), (0, 0), (0, 0)])
     x = x.reshape(rows, -1, size, key_heads, heads // key_heads, x.shape[-1])
     x = x.transpose(1, 0, 3, 4, 2, 5)
-    # Reshaping makes a contiguous copy for the products and, unlike mx.contiguous, can be exported.
+    # Reshaping makes a contiguous copy for the matmuls and, unlike mx.contiguous, can be exported.
     return x.reshape(-1).reshape(x.shape)
 
 
