@@ -49,7 +49,7 @@ class BenchTrainer(Protocol):
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take step `number`, counted from 1, on all its examples; return its loss."""
 
-    def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
+    def token_counts(self, examples: Sequence[Example]) -> tuple[int, int]:
         """Return the numbers of processed tokens and of padding tokens in the last step."""
 
 
@@ -162,7 +162,7 @@ class OurTrainer:
         rate = self._config.peak_rate
         return self.pipeline.start_batch(examples, step=number, learning_rate=rate)
 
-    def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
+    def token_counts(self, examples: Sequence[Example]) -> tuple[int, int]:
         return self._result.run_tokens, self._result.padding
 
     @property
@@ -235,15 +235,15 @@ def _time_with_large_cache(trainer: OurTrainer, steps: Sequence[Sequence[Example
 
 def _timed_steps(trainer: BenchTrainer, steps: Sequence[Sequence[Example]]) -> Iterator[TimedStep]:
     """Take the steps, and time each until the device has finished it."""
-    allocator.forget_peak()
+    allocator.reset_peaks()
     if isinstance(trainer, OurTrainer) and not default_device.on_cpu():
         # The steps are taken again with a large cache, and preferences need the first state.
         with trainer.restored():
-            allocator.forget_peak()
+            allocator.reset_peaks()
             yield from trainer.overlapped(steps)
         return
     for number, examples in enumerate(steps, 1):
-        allocator.forget_peak()
+        allocator.reset_peaks()
         started = time.perf_counter()
         loss = trainer.step(number, examples)
         default_device.finish()
@@ -253,7 +253,7 @@ def _timed_steps(trainer: BenchTrainer, steps: Sequence[Sequence[Example]]) -> I
 def _timed(
     trainer: BenchTrainer, examples: Sequence[Example], seconds: float, loss: float, peak: int
 ) -> TimedStep:
-    forward, padding = trainer.tokens(examples)
+    forward, padding = trainer.token_counts(examples)
     return TimedStep(
         seconds=seconds,
         tokens=sum(map(len, examples)),

@@ -57,7 +57,7 @@ class MlxLm:
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Attach mlx-lm's LoRA to the model, and build the step, compiled except on the CPU."""
-        if not all(one_span(example) for step in steps for example in step):
+        if not all(has_one_span(example) for step in steps for example in step):
             self.loss_function = "masked"
         model = self._model
         model.freeze()
@@ -97,7 +97,7 @@ class MlxLm:
                 mx.clear_cache()
         return float(loss)
 
-    def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
+    def token_counts(self, examples: Sequence[Example]) -> tuple[int, int]:
         forward = 0
         for batch in self.batches(examples):
             tokens, *_ = self.batch(batch)
@@ -188,7 +188,7 @@ class MlxLm:
         return tokens, mx.array(spans), int((spans[:, 1] - spans[:, 0] + 1).sum())
 
 
-def one_span(example: Example) -> bool:
+def has_one_span(example: Example) -> bool:
     """Return whether the supervised tokens of an example are one contiguous span."""
     where = np.flatnonzero(example.assistant_mask)
     return bool(len(where)) and int(where[-1] - where[0]) == len(where) - 1

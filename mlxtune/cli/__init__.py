@@ -125,7 +125,7 @@ def _main(arguments: list[str]) -> NoReturn:
         _fail(message, MISUSED if usage else FAILED)
     except BrokenPipeError:
         # The program that reads stdout has closed it.
-        drop_results()
+        discard_stdout()
         sys.exit(FAILED)
     except TrainingInterrupted as interrupt:
         _exit(f"mlxtune: {interrupt.shell_message}", code=_exit_status(interrupt))
@@ -201,11 +201,11 @@ def flush_results() -> None:
     try:
         sys.stdout.flush()
     except BaseException:
-        drop_results()
+        discard_stdout()
         raise
 
 
-def drop_results() -> None:
+def discard_stdout() -> None:
     """Drop the buffer of stdout, so that Python does not report a failed write again at exit."""
     with suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)

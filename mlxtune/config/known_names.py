@@ -229,7 +229,7 @@ def as_keyword(name: str, value: str | None) -> str:
     return f"{name}={'True' if value is None else value}"
 
 
-def answer(
+def equivalent_hint(
     name: str, value: Any, own: Collection[str], write: Writer, flags: Collection[str] = ()
 ) -> str | None:
     """Return our equivalent of another tool's option, as the end of a message, or None.
@@ -268,7 +268,7 @@ def suggestion(
     if plain in FLAGS and write is not as_flag:
         return f": it is a flag of the command, {as_flag(plain, None)}"
     if plain in EQUIVALENTS:
-        return answer(plain, value, own, write, flags) or ""
+        return equivalent_hint(plain, value, own, write, flags) or ""
     close = difflib.get_close_matches(plain, own, n=1)
     hint = "".join(close)
     if close and write is as_flag:

@@ -166,7 +166,7 @@ def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
         lengths = StepLengths.of(examples)
         loads = [load_of(micro_batch, lengths) for micro_batch in execution.micro_batches(lengths)]
         predicted = max(predict(shapes, execution, load).total for load in loads)
-        allocator.forget_peak()
+        allocator.reset_peaks()
         pipeline.train_batch(examples)
         yield checks.check_memory(f"{size:,} tokens", predicted, allocator.peak_bytes(), margin)
 

@@ -21,8 +21,9 @@ def run_figures(view: RunView, limit: float | None = None) -> dict[str, str]:
     figures = {}
     if view.best_val_loss is not None:
         before = view.initial_val_loss
-        improved = f", from {view.measured(before)} before training" if before is not None else ""
-        figures[f"best {view.measure}{improved}"] = view.measured(view.best_val_loss)
+        text = view.validation_text(before)
+        improved = f", from {text} before training" if before is not None else ""
+        figures[f"best {view.measure}{improved}"] = view.validation_text(view.best_val_loss)
     if (change := view.sampled) is not None:
         first, last = mean_text(change.first), mean_text(change.last)
         label = f"mean reward of answers sampled in the last third, from {first} in the first"

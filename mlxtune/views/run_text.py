@@ -140,26 +140,27 @@ def step_line(
 ) -> str:
     return (
         f"step {record.step}/{total_steps}  loss {record.loss:.4f}  average {average:.4f}  "
-        f"{_preferences(record)}lr {record.learning_rate:.3g}  grad norm {record.grad_norm:.3g}  "
+        f"{_reward_metrics(record)}lr {record.learning_rate:.3g}  "
+        f"grad norm {record.grad_norm:.3g}  "
         f"{record.tokens_per_second:,.0f} tokens/s  peak {byte_size(peak_gb * 1e9)}"
-        f"{_heat(thermal)}"
+        f"{_thermal_text(thermal)}"
     )
 
 
 def step_state(record: StepRecord, average: float, peak_gb: float, thermal: str = "") -> str:
     speed = record.tokens_per_second
-    heat = f"{byte_size(peak_gb * 1e9)}{_heat(thermal)}"
-    return f"loss {average:.3f}  {_preferences(record)}{speed:,.0f} tok/s  {heat}"
+    memory = f"{byte_size(peak_gb * 1e9)}{_thermal_text(thermal)}"
+    return f"loss {average:.3f}  {_reward_metrics(record)}{speed:,.0f} tok/s  {memory}"
 
 
-def _preferences(record: StepRecord) -> str:
+def _reward_metrics(record: StepRecord) -> str:
     """Return the metrics of rewards to show in a step's line."""
     shown = ("reward", "rewards/accuracies", "rewards/margins", "kl")
     metrics = ((name, record.metrics[name]) for name in shown if name in record.metrics)
     return "".join(f"{name} {value:.3g}  " for name, value in metrics)
 
 
-def _heat(thermal: str) -> str:
+def _thermal_text(thermal: str) -> str:
     return f"  thermal: {thermal}" if thermal else ""
 
 

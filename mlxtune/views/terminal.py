@@ -77,7 +77,7 @@ def show_runs(runs: Sequence[RunView], console: Console) -> None:
 
 
 def _cells(run: RunView) -> dict[str, str]:
-    before, best = run.initial_val_loss, run.best_val_loss
+    before, best, text = run.initial_val_loss, run.best_val_loss, run.validation_text
     validated = before is not None or best is not None
     more = f" +{len(run.data) - 1}" if len(run.data) > 1 else ""
     speed, kind = run.tokens_per_second, " reward" * (run.measure == REWARD_MEASURE)
@@ -90,7 +90,7 @@ def _cells(run: RunView) -> dict[str, str]:
         "objective": escape(run.objective),
         "steps": run.steps,
         "train": train,
-        "val loss": f"{run.measured(before)} → {run.measured(best)}{kind}" if validated else "–",
+        "val loss": f"{text(before)} → {text(best)}{kind}" if validated else "–",
         "curve": sparkline(run.curve),
         "tok/s": "–" if speed is None else f"{speed:,.0f}",
     }

@@ -14,7 +14,7 @@ import pytest
 from mlxtune.backend.text import tokenizer
 from mlxtune.backend.text.tokenizer import try_tokenizer
 from mlxtune.core.data import encode
-from mlxtune.core.data.template import Rendered, Rendering
+from mlxtune.core.data.template import RenderedText, Rendering
 from mlxtune.errors import ModelError
 from tests.attacks.limits import limited
 from tests.command import Cli
@@ -145,7 +145,7 @@ def test_tokenizer_is_tried_once_and_again_when_it_changed(
 
 def test_tokenizer_gets_few_characters_at_once_but_all_rows_in_their_order() -> None:
     rows = [
-        Rendering(number, (Rendered("a" * length, ()),))
+        Rendering(number, (RenderedText("a" * length, ()),))
         for number, length in enumerate([1, 3 * 2**20, 2**20, 2**20, 1, *[2] * 1500])
     ]
     chunks = list(encode._chunks(iter(rows), encode._total))

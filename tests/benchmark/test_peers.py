@@ -17,7 +17,7 @@ from mlx_lm.utils import load_model
 from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.models.loading import load_base, open_base
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.benchmark.peers import MlxLm, masked_loss, one_span, write_start
+from mlxtune.benchmark.peers import MlxLm, has_one_span, masked_loss, write_start
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
 from tests.long.counts import count_steps
@@ -89,7 +89,7 @@ def test_spans_end_at_the_last_supervised_token(folder: Path, adapter: Path) -> 
 )
 def test_span_is_one_stretch_of_supervised_tokens(mask: str, one: bool) -> None:
     supervised = np.array([int(digit) for digit in mask], dtype=np.uint8)
-    assert one_span(Example(1, np.arange(len(mask), dtype=np.int32), supervised)) is one
+    assert has_one_span(Example(1, np.arange(len(mask), dtype=np.int32), supervised)) is one
 
 
 def test_loss_with_pad_targets_is_mlx_lms_own(folder: Path, adapter: Path) -> None:
@@ -118,7 +118,7 @@ def test_step_loss_covers_the_supervised_tokens(
         summed += float((losses * mx.array(each.assistant_mask[None, 1:])).sum())
     assert loss == pytest.approx(summed / sum(each.supervised for each in chosen), rel=1e-5)
     run = 4 * (MAX_SEQ_LEN - 1)
-    assert trainer.tokens(chosen) == (run, run - sum(last for _, _, last in SHAPES))
+    assert trainer.token_counts(chosen) == (run, run - sum(last for _, _, last in SHAPES))
     assert trainer.loss_function == ("masked" if chosen[2].assistant_mask[16] == 0 else "default")
 
 
@@ -191,7 +191,7 @@ def test_products_run_on_padding_and_the_head_on_all(
     trainer = started(folder, adapter, [examples()])
     before = [trainer.step(1, examples())]
     found = count_steps(MlxLmGraphs(trainer), [examples()] * 2)
-    padded_tokens = trainer.tokens(examples())[0]
+    padded_tokens = trainer.token_counts(examples())[0]
     hidden, inner, heads, kv_heads, width, rank = 64, 96, 4, 2, 16, 4  # of tests/models.py
     layers = len(load_model(folder, lazy=True)[0].layers)
     layer = hidden * width * (2 * heads + 2 * kv_heads) + 3 * hidden * inner

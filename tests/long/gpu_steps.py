@@ -57,7 +57,7 @@ def measure(case: TimedCase, report: Callable[[str], None]) -> dict[str, Any]:
     default_device.finish()
     found: dict[str, Any] = {"warm_up_s": time.perf_counter() - started, "seconds": []}
     report("the timed steps")
-    allocator.forget_peak()
+    allocator.reset_peaks()
     for _ in range(case.passes):
         started = time.perf_counter()
         losses = take(side, steps)

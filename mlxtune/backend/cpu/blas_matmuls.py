@@ -189,7 +189,7 @@ def losses(logits: mx.array, labels: mx.array) -> mx.array:
         rows = matrix(copied(logits))
         right = rows[at, wanted]
         softmax = _OnlineSoftmax(len(rows))
-        softmax.take(rows)
+        softmax.add_block(rows)
         return mx.array(softmax.log_sums() - right)
 
     def gradient(logits: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
@@ -210,7 +210,7 @@ class _OnlineSoftmax:
         self.highest = np.full(rows, -np.inf, dtype=np.float32)
         self.total, self.correction = np.zeros((2, rows), dtype=np.float32)
 
-    def take(self, logits: Floats) -> None:
+    def add_block(self, logits: Floats) -> None:
         """Add a block of logits, and replace each logit with exp(logit - the highest so far)."""
         in_blocks(numba_kernels.online_softmax_, logits, self.highest, self.total, self.correction)
 
@@ -235,7 +235,7 @@ class _HeadSoftmax(_OnlineSoftmax):
             self._logits = np.empty(size, dtype=np.float32)
         z = self._logits[:size].reshape(len(self._hidden), -1)
         np.matmul(self._hidden, block.T, out=z)
-        self.take(z)
+        self.add_block(z)
         if not self.expected.size:
             return
         # At the first block, `expected` and the correction are 0.

@@ -139,7 +139,7 @@ def set_limits(memory_limit_gb: float) -> MemoryLimits:
     limits = find_limits(memory_limit_gb)
     mx.set_memory_limit(limits.memory)
     mx.set_cache_limit(limits.cache)
-    forget_peak()
+    reset_peaks()
     if has_metal() and limits.recommended is not None:
         mx.set_wired_limit(min(limits.memory, int(_WIRED_FRACTION * limits.recommended)))
     return limits
@@ -226,7 +226,7 @@ def peaks_kept() -> Iterator[None]:
         mx.reset_peak_memory()
 
 
-def forget_peak() -> None:
+def reset_peaks() -> None:
     """Reset all peaks to the memory in use."""
     _highest[0] = _since_start[0] = 0
     mx.reset_peak_memory()

@@ -192,7 +192,7 @@ class VocabularyBlocks:
             for block in _blocks(weight, len(hidden)):
                 # Blocks run one after the other; otherwise the graph would hold several together.
                 rows = mx.depends([hidden], [expected, softmax.total])[0]
-                exponentials, correction = softmax.take(rows @ block.T)
+                exponentials, correction = softmax.add_block(rows @ block.T)
                 expected = mx.addmm(expected * correction, exponentials, block)
             right = _weight_rows(weight, labels, vocabulary)
             logits = (hidden * right).sum(axis=1)
@@ -218,7 +218,7 @@ class VocabularyBlocks:
         softmax = _BlockwiseSoftmax(len(hidden))
         for block in _blocks(weight, len(hidden)):
             rows = mx.depends([hidden], [softmax.total])[0]
-            softmax.take(rows @ block.T)
+            softmax.add_block(rows @ block.T)
         logits = (hidden * _weight_rows(weight, labels, vocabulary)).sum(axis=1)
         if vocabulary is not None:
             softmax.merge(vocabulary)
@@ -233,7 +233,7 @@ class _BlockwiseSoftmax:
         self._highest = mx.full((rows, 1), -mx.inf)
         self.total = mx.zeros((rows, 1))
 
-    def take(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+    def add_block(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Add a block; return exp(logit - highest so far), and a factor to rescale earlier sums."""
         highest = mx.maximum(self._highest, logits.max(axis=1, keepdims=True))
         exponentials, correction = mx.exp(logits - highest), mx.exp(self._highest - highest)

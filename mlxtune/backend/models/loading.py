@@ -17,9 +17,9 @@ from mlxtune.backend.models.model_config import misfit
 from mlxtune.backend.models.model_folder import (
     NOT_TEXT,
     check_weights,
-    incomplete,
     read_config,
     weight_names,
+    why_incomplete,
     without_wildcards,
 )
 from mlxtune.backend.models.nf4 import NF4Linear
@@ -198,7 +198,7 @@ def load_lazily(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, dic
             raise ModelError(f"{folder / 'config.json'}: {problem}") from error
         # Other errors are mlx-lm's own, such as the name of a variable.
         problem = one_line(error) if isinstance(error, ValueError) else ""
-        if reason := incomplete(folder, config, problem):
+        if reason := why_incomplete(folder, config, problem):
             raise ModelError(reason) from error
         raise _broken(folder, error) from error
 

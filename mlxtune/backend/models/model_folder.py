@@ -274,7 +274,7 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
         others = _other_weights(folder) or "download it again"
         raise ModelError(f"{folder} has no weights (model*.safetensors): {others}")
     if problem := next(weight_problems(headers, config), None):
-        reason = incomplete(folder, config, problem)
+        reason = why_incomplete(folder, config, problem)
         raise ModelError(
             reason or f"{folder}: its weights are broken: {problem}: download it again"
         )
@@ -286,7 +286,7 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def incomplete(folder: Path, config: Mapping[str, Any], problem: str) -> str | None:
+def why_incomplete(folder: Path, config: Mapping[str, Any], problem: str) -> str | None:
     """Return why a folder is not to be loaded, and what to do, if its other files say why.
 
     Only a folder with a problem is incomplete: mlx-lm converts some formats of other tools, and

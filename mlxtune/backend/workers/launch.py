@@ -167,7 +167,7 @@ class LastStep(TrainingObserver):
         """Record that there is a checkpoint."""
         self._saved = True
 
-    def describe_loss(self, run: Path, lost: int | None) -> str:
+    def describe_lost_worker(self, run: Path, lost: int | None) -> str:
         """Return the end of the message about a lost worker: the last step, and how to continue."""
         log = f", see {run / f'worker-{lost}.log'}" if lost else ""
         again = f"resume with {resume_command(run)}"
@@ -249,7 +249,7 @@ def join_run(
     last_step, run = LastStep(), config.checkpoint_path
     with ExitStack() as stack:
         watch = watched(
-            workers, f"--parallel {config.parallel}", partial(last_step.describe_loss, run)
+            workers, f"--parallel {config.parallel}", partial(last_step.describe_lost_worker, run)
         )
         machines = stack.enter_context(watch)
         here = machines[workers.rank]

@@ -321,7 +321,7 @@ class CorpusRows:
         """Return `hash_answers` of the texts without the paragraphs with which all rows start."""
         if not (length := self._shared_start(text_hash)):
             return self.only(np.zeros(0, dtype=np.int64)).hash_answers(text_hash)
-        return self.hash_answers(lambda example: text_hash.without_start(example, length))
+        return self.hash_answers(lambda example: text_hash.hash_without_start(example, length))
 
     def _shared_start(self, text_hash: TextHash) -> int:
         """Return the number of characters of the paragraphs with which all rows start.

@@ -35,7 +35,7 @@ from mlxtune.core.data.problems import (
     bounded,
 )
 from mlxtune.core.data.sources.notes import ControlTokens, notes_on, notes_on_keys
-from mlxtune.core.data.template import PendingRendering, Rendered, Rendering, Template
+from mlxtune.core.data.template import PendingRendering, RenderedText, Rendering, Template
 
 _CHUNK_ROWS = 512
 # Tokenizers take some 200 bytes of memory for each character of a batch.
@@ -298,7 +298,7 @@ class Encoder:
             return rendering if row.role == ANSWER else rendering.in_role(row.role)
         if self.tokenizer.eos_id is None:
             raise BadRowError("the tokenizer has no end-of-text token to close the text")
-        text = Rendered(row.text, ((0, len(row.text)),), add_end=True)
+        text = RenderedText(row.text, ((0, len(row.text)),), add_end=True)
         return Rendering(row.row, (text,))
 
     def _render_pair(self, pair: Pair, pending: Iterator[PendingRendering]) -> Rendering:
@@ -342,7 +342,7 @@ class Encoder:
     def _encoded(self, texts: Iterable[str]) -> Iterator[Encoding]:
         return chain.from_iterable(map(self.tokenizer.encode_batch, _chunks(texts, len)))
 
-    def _examples(self, row: int, text: Rendered, whole: Encoding) -> Iterator[Example]:
+    def _examples(self, row: int, text: RenderedText, whole: Encoding) -> Iterator[Example]:
         """Yield the examples of a text: one, or one for each of its turns.
 
         A text is tokenised as a whole. The text becomes one example if its tokens contain every
@@ -407,7 +407,7 @@ class Encoder:
         return self.tokenizer.encode_batch([answer])[0].ids
 
     def _example(
-        self, row: int, text: Rendered, ids: Sequence[int], spans: Iterable[tuple[int, int]]
+        self, row: int, text: RenderedText, ids: Sequence[int], spans: Iterable[tuple[int, int]]
     ) -> Example:
         """Return an example; add BOS (once) and the end-of-text token if `text` asks for them."""
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
@@ -427,7 +427,7 @@ def _prefers(rendering: Rendering) -> bool:
     return rendering.texts[0].role != ANSWER
 
 
-def _length(text: Rendered) -> int:
+def _length(text: RenderedText) -> int:
     return len(text.text)
 
 

@@ -43,7 +43,7 @@ from mlxtune.core.data.sources.tool_calls import with_objects
 from mlxtune.core.data.template import (
     END_OF_TURN,
     PendingRendering,
-    Rendered,
+    RenderedText,
     Rendering,
     without_own_tags,
 )
@@ -199,10 +199,10 @@ class ModelTemplate:
         spans = tuple(span for turn in turns for span in turn.spans)
         shown = [turn.text[: turn.spans[0][1]] for turn in turns]
         if all(map(whole.startswith, shown)):
-            texts: tuple[Rendered, ...] = (Rendered(whole, spans, add_bos=False),)
+            texts: tuple[RenderedText, ...] = (RenderedText(whole, spans, add_bos=False),)
         else:
             texts = tuple(
-                Rendered(text, (span,), add_bos=False)
+                RenderedText(text, (span,), add_bos=False)
                 for text, span in zip(shown, spans, strict=True)
             )
         return Rendering(conversation.row, texts, chat.notes)
@@ -251,7 +251,7 @@ class ModelTemplate:
         fields: dict[str, Any] = dict.fromkeys(present) | {name: message.thinking}
         return _changed(message.fields, content=_without_tags(content), **fields)
 
-    def _turns(self, chat: _Chat) -> Iterator[Rendered]:
+    def _turns(self, chat: _Chat) -> Iterator[RenderedText]:
         """Yield each supervised turn: its prompt, its answer, and the text after the answer."""
         conversation, notes = chat.conversation, chat.notes
         messages = conversation.messages
@@ -284,7 +284,7 @@ class ModelTemplate:
         if tool is not None and tool not in turn.prompt:
             notes[DROPPED_TOOLS] = ""
 
-    def _turn(self, chat: _Chat, index: int, where: str) -> Rendered:
+    def _turn(self, chat: _Chat, index: int, where: str) -> RenderedText:
         if index == chat.first:
             # Inference never generates a turn without a message before it.
             raise BadRowError("the conversation is an assistant turn without a prompt before it")
@@ -320,7 +320,7 @@ class ModelTemplate:
         if unknown_end:
             chat.notes[NO_END_OF_TURN] = unknown_end
         span = len(prompt), len(prompt) + end
-        return Rendered(prompt + rest, (span,), add_bos=False)
+        return RenderedText(prompt + rest, (span,), add_bos=False)
 
     def _end(self, rest: str, message: Message) -> tuple[int, str]:
         """Return where the answer at the start of `rest` ends, after its end-of-turn token.

@@ -128,7 +128,7 @@ class TextHash:
         """Return the text of an example's first message; empty without a message."""
         return next((text for _, text in self._messages(example)), "")
 
-    def without_start(self, example: Example, length: int) -> int:
+    def hash_without_start(self, example: Example, length: int) -> int:
         """Return the hash of an example without the first characters of its first message."""
         texts = [text for _, text in self._messages(example)]
         return _hash_of_texts(["".join(texts[:1])[length:], *texts[1:]])

@@ -225,7 +225,7 @@ class SkippedRows(RowTally):
         return f"{where(self.path, row)}: {problem}"
 
 
-def check_values(text: bytes) -> None:
+def check_value_count(text: bytes) -> None:
     """Raise BadRowError for JSON with too many values, which take far more memory than text."""
     if len(text) > _MAX_VALUES and has_more_values(text, _MAX_VALUES):
         raise BadRowError(f"holds more than {_MAX_VALUES:,} values")
@@ -240,7 +240,7 @@ def parse_json(
     """
     try:
         if isinstance(text, bytes):
-            check_values(text)
+            check_value_count(text)
             text = text.decode("utf-8")
         return (_DECODER if has_constants else _STRICT_DECODER).decode(text)
     except BadRowError:

@@ -26,7 +26,7 @@ from mlxtune.core.data.sources.messages import supervised_turns
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedText:
     """A text that becomes an example; `spans` are the supervised [start, end) character ranges.
 
     The text up to a span is the prompt that inference gives for the span's turn. `add_bos` asks for
@@ -45,7 +45,7 @@ class Rendered:
         """The text before the first answer."""
         return self.text[: self.spans[0][0]] if self.spans else self.text
 
-    def whole(self) -> "Rendered":
+    def whole(self) -> "RenderedText":
         """Return the text with loss from its first token to the end of its last answer."""
         return replace(self, spans=((0, self.spans[-1][1]),), role=WHOLE)
 
@@ -59,7 +59,7 @@ class Rendering:
     """
 
     row: int
-    texts: tuple[Rendered, ...]
+    texts: tuple[RenderedText, ...]
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def in_role(self, role: int) -> "Rendering":
@@ -76,14 +76,14 @@ PendingRendering = Callable[[], Rendering]
 _IN_TAGS = re.compile(r"\s*<(?P<tag>\w{1,40})>(?P<text>.*)</(?P=tag)>\s*", re.DOTALL)
 
 
-def _join(parts: Iterable[tuple[str, bool]]) -> Rendered:
+def _join(parts: Iterable[tuple[str, bool]]) -> RenderedText:
     """Join texts; the flag of each text says whether it carries loss."""
     text, spans = "", []
     for part, supervised in parts:
         if supervised:
             spans.append((len(text), len(text) + len(part)))
         text += part
-    return Rendered(text, tuple(spans))
+    return RenderedText(text, tuple(spans))
 
 
 def without_own_tags(conversation: Conversation, source: str) -> Conversation:

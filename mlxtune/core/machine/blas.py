@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxtune.core.files.reading import read_text
-from mlxtune.core.machine.installation import pip
+from mlxtune.core.machine.installation import pip_command
 
 # The environment variable that names the library to load.
 _CHOICE = "MLXTUNE_BLAS"
@@ -67,7 +67,7 @@ def load_blas() -> Blas:
         return Blas(Path(path).name)
     return Blas(
         problem="no fast BLAS found, so training on the CPU will be about 27 times slower: "
-        f"install one (apt-get install libopenblas0, or {pip('install', 'mkl')})"
+        f"install one (apt-get install libopenblas0, or {pip_command('install', 'mkl')})"
     )
 
 

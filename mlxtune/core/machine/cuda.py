@@ -24,7 +24,7 @@ from mlxtune.core.files.ours import private_folder
 from mlxtune.core.files.reading import read_kernel_file
 from mlxtune.core.files.scratch import lasting_folder
 from mlxtune.core.machine.facts import has_nvidia
-from mlxtune.core.machine.installation import installed_version, pip
+from mlxtune.core.machine.installation import installed_version, pip_command
 from mlxtune.errors import ConfigError
 
 # A header of each package, as an example. Only matmuls of quantised matrices on Hopper include
@@ -74,7 +74,7 @@ def missing_headers() -> dict[str, str]:
     }
 
 
-def header_in(text: str) -> str:
+def missing_header(text: str) -> str:
     """Return the header that a compiler reports as missing; an example if it names none."""
     match = _MISSING.search(text)
     return match[1] if match else RUNTIME
@@ -88,8 +88,8 @@ def header_remedy(header: str) -> str:
     if folder is not None and folder != own:
         return f"install all of the CUDA toolkit in {folder.parent}, or set CUDA_HOME to another"
     if not header.startswith("crt/"):
-        return pip("install", _matching(packages.runtime, _compiler(library)))
-    install = pip("install", _matching(packages.crt, packages.runtime))
+        return pip_command("install", _matching(packages.runtime, _compiler(library)))
+    install = pip_command("install", _matching(packages.crt, packages.runtime))
     if not packages.crt_folder:
         return install
     # NVIDIA's packages for CUDA 12 have separate folders, and MLX searches the runtime's alone.

@@ -10,7 +10,7 @@ backend/cuda/jit_module.cpp, and in the log of NVIDIA's compiler, which that fil
 import re
 from enum import Enum
 
-from mlxtune.core.machine.cuda import header_in, header_remedy
+from mlxtune.core.machine.cuda import header_remedy, missing_header
 from mlxtune.errors import GpuError, MemoryLimitError, MlxTuneError, one_line
 
 # macOS ends commands that keep the GPU from drawing. Apple's driver reads the variable below when
@@ -104,5 +104,5 @@ def fault_error(fault: Fault, text: str, when: str = "", remedy: str = "") -> Ml
     if fault is Fault.OUT_OF_MEMORY:
         return MemoryLimitError(f"{what}: {remedy}")
     if fault is Fault.MISSING_HEADER:
-        remedy = f"{header_remedy(header_in(text))}, {remedy}"
+        remedy = f"{header_remedy(missing_header(text))}, {remedy}"
     return GpuError(f"{what} ({one_line(text)}): {remedy}")

@@ -28,10 +28,10 @@ def installs_extra(extra: str) -> str:
     It keeps the installed mlxtune, from an index or a clone: pip and uv see that its version serves
     and look no further.
     """
-    return pip("install", f"'{DISTRIBUTION}[{extra}]'")
+    return pip_command("install", f"'{DISTRIBUTION}[{extra}]'")
 
 
-def pip(verb: str, packages: str) -> str:
+def pip_command(verb: str, packages: str) -> str:
     """Return pip's command for this environment, typed in any shell.
 
     The environments of `pipx` and `uv tool` are not active in a shell, and uv's have no pip.

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxtune.core.machine.cuda import CRT
 from mlxtune.core.machine.facts import Device, Machine
-from mlxtune.core.machine.installation import installs_extra, pip
+from mlxtune.core.machine.installation import installs_extra, pip_command
 
 GB = 10**9
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -136,7 +136,9 @@ def _packages(m: Machine) -> Iterator[Check]:
         fact = f"{package.installed or 'is missing'}, needed: {requirement}"
         fact += f": {effect}" if effect else ""
         stops = package.installed is None and not effect
-        yield Check(PROBLEM, name, fact, pip("install", f"--upgrade '{requirement}'"), stops)
+        yield Check(
+            PROBLEM, name, fact, pip_command("install", f"--upgrade '{requirement}'"), stops
+        )
     if len(m.libraries) > 1:
         # The library installed last is in use; its version may differ from mlx's.
         fact = f"{' and '.join(m.libraries)} install MLX's library into the same file"
@@ -152,8 +154,8 @@ def _keep_one_library(m: Machine) -> str:
     for_gpu = [name for name in m.libraries if "cuda" in name and m.has_nvidia]
     library = for_gpu[-1] if for_gpu else m.libraries[0]
     version = next((f"=={p.installed}" for p in m.packages if p.name == "mlx"), "")
-    remove = pip("uninstall", f"-y {' '.join(m.libraries)}")
-    return f"{remove}, then {pip('install', library + version)}"
+    remove = pip_command("uninstall", f"-y {' '.join(m.libraries)}")
+    return f"{remove}, then {pip_command('install', library + version)}"
 
 
 def _extras(m: Machine) -> str:
@@ -172,9 +174,9 @@ def _extras(m: Machine) -> str:
 def _device(m: Machine) -> Iterator[Check]:
     device = m.device
     if device is None:
-        remedy = f"{pip('install', '--force-reinstall mlx')}, in a new virtual environment"
+        remedy = f"{pip_command('install', '--force-reinstall mlx')}, in a new virtual environment"
         if m.system == "Linux":
-            again = pip("install", "--force-reinstall 'mlx[cpu]'")
+            again = pip_command("install", "--force-reinstall 'mlx[cpu]'")
             remedy = f"{again}, or 'mlx[cuda13]' for a GPU"
             if not m.libraries:
                 remedy = INSTALL_LIBRARY
@@ -187,7 +189,7 @@ def _device(m: Machine) -> Iterator[Check]:
         level = PROBLEM
     elif m.has_nvidia and device.kind == "CPU":
         fact += "; the NVIDIA GPU is not used"
-        remove = pip("uninstall", "-y mlx-cpu")
+        remove = pip_command("uninstall", "-y mlx-cpu")
         remedy = f"{remove}, then {installs_extra('cuda13')} (or cuda12)"
     yield _check("device", fact, remedy, level)
 
@@ -244,7 +246,7 @@ def _speed(m: Machine) -> Iterator[Check]:
         fact += f", {device.blas}"
     elif device.kind == "CPU" and m.system == "Linux":
         fact += ", MLX's own reference BLAS"
-        remedy = f"apt-get install libopenblas0, or {pip('install', 'mkl')}"
+        remedy = f"apt-get install libopenblas0, or {pip_command('install', 'mkl')}"
     if device.numpy_gflops:
         fact += f"; numpy reaches {device.numpy_gflops:,.0f}"
     yield _check("speed", fact, remedy, PROBLEM)

@@ -259,7 +259,7 @@ class RunView:
         """The name of what a validation measures."""
         return REWARD_MEASURE if self.is_rewarded else LOSS_MEASURE
 
-    def measured(self, loss: float | None) -> str:
+    def validation_text(self, loss: float | None) -> str:
         """Return a validation's loss as text, or the mean reward, whose negative is the loss."""
         if loss is not None and self.is_rewarded:
             return loss_text(-loss)
@@ -277,7 +277,7 @@ class RunView:
         model, data = self.model or "The model", " and ".join(names[:2]) or "its data"
         if len(names) > 2:
             data = f"{names[0]} and {len(names) - 1} more files"
-        before, best, shown = self.initial_val_loss, self.best_val_loss, self.measured
+        before, best, shown = self.initial_val_loss, self.best_val_loss, self.validation_text
         validated = before is not None and best is not None
         if not self.finished:
             total = f" of {self.total_steps:,}" if self.total_steps else ""

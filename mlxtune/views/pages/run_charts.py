@@ -203,7 +203,7 @@ def loss_chart(run: Run, view: RunView) -> Chart:
 def comparison_charts(runs: Sequence[Run], views: Sequence[RunView]) -> list[Chart]:
     """Return the charts of several runs, each run in its own colour; validation loss first."""
     named = [(view.name, style_of(i), runs[i], i) for i, view in enumerate(views)]
-    best = (f"{each.name} {each.measured(each.best_val_loss)} at best" for each in views)
+    best = (f"{each.name} {each.validation_text(each.best_val_loss)} at best" for each in views)
     validation = [_validation(*each) for each in named]
     measures = measure_of(views)
     title, rewarded = f"{measures[0].upper()}{measures[1:]}", measures == REWARD_MEASURE

@@ -269,7 +269,7 @@ def comparison_headline(views: Sequence[RunView], comparable: bool) -> str:
         return f"{runs} side by side, validated on different rows{rewards}"
     best = min(validated, key=lambda each: each.best_val_loss or 0.0)
     most = "highest" if measures == REWARD_MEASURE else "lowest"
-    value = best.measured(best.best_val_loss)
+    value = best.validation_text(best.best_val_loss)
     return f"Of {runs}, {best.name} has the {most} {measures}, {value}"
 
 

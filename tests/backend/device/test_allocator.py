@@ -190,16 +190,16 @@ def use() -> None:
 
 def test_peak_counts_since_the_reset() -> None:
     use()
-    allocator.forget_peak()
+    allocator.reset_peaks()
     before = allocator.peak_bytes()
     use()
     assert before + SIZE <= allocator.peak_bytes() < before + 3 * SIZE
-    allocator.forget_peak()
+    allocator.reset_peaks()
     assert allocator.peak_bytes() < before + SIZE
 
 
 def test_peak_is_kept_when_a_step_resets_it() -> None:
-    allocator.forget_peak()
+    allocator.reset_peaks()
     use()
     peak = allocator.peak_bytes()
     allocator.start_peak()
@@ -209,7 +209,7 @@ def test_peak_is_kept_when_a_step_resets_it() -> None:
 def test_memory_that_is_held_counts_though_nothing_new_is_taken() -> None:
     held = mx.ones(SIZE // 4)
     mx.eval(held)
-    allocator.forget_peak()
+    allocator.reset_peaks()
     assert allocator.peak_bytes() >= SIZE
     del held
 

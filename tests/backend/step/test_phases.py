@@ -116,7 +116,7 @@ def test_profiling_leaves_the_peaks_of_the_run_as_they_are() -> None:
     plain, profiled = (fresh(model_folder("qwen3"), SPLIT, 100_000) for _ in range(2))
     peaks = []
     for pipeline in (plain, profiled):
-        allocator.forget_peak()
+        allocator.reset_peaks()
         if pipeline is profiled:
             pipeline.phases.timer = PhaseTimer(pipeline.phases.memory)
         pipeline.train_batch(fixed_step())

@@ -12,7 +12,7 @@ from mlxtune.core.data.conversation import Conversation, to_json
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import BadRowError
 from mlxtune.core.data.sources.messages import parse_conversation
-from mlxtune.core.data.template import Rendered, Rendering
+from mlxtune.core.data.template import RenderedText, Rendering
 
 Messages = Sequence[Mapping[str, Any]]
 # A template as a function of messages and the options of core's ChatRenderer.
@@ -191,7 +191,7 @@ def render(
     return ModelTemplate(Renderer(template), END_TOKENS, source, **options)(conversation)
 
 
-def picture(rendered: Rendered) -> str:
+def picture(rendered: RenderedText) -> str:
     r"""Draw the text with `\n` for a newline, and a mark below each supervised character."""
     marks = [" "] * len(rendered.text)
     for start, end in rendered.spans:

@@ -17,7 +17,7 @@ from mlxtune.core.data.conversation import Conversation, Document, Message, Pair
 from mlxtune.core.data.encode import Encoder
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import RowTally, SkippedRows
-from mlxtune.core.data.template import PendingRendering, Rendered, Rendering, render_qwen3
+from mlxtune.core.data.template import PendingRendering, RenderedText, Rendering, render_qwen3
 from tests.core.data.encoding import (
     ByteTokenizer,
     PatternTokenizer,
@@ -69,7 +69,7 @@ def test_bos_is_added_exactly_once_if_defined() -> None:
     def with_bos(conversation: Conversation) -> Rendering:
         start = len("<bos>")
         spans = tuple((a + start, b + start) for a, b in rendered.spans)
-        return Rendering(conversation.row, (Rendered("<bos>" + rendered.text, spans),))
+        return Rendering(conversation.row, (RenderedText("<bos>" + rendered.text, spans),))
 
     def forbids_bos(conversation: Conversation) -> Rendering:
         return Rendering(conversation.row, (replace(rendered, add_bos=False),))

@@ -17,7 +17,7 @@ from mlxtune.core.data.encoded_file import ExampleArrays
 from mlxtune.core.data.problems import BadRowError, RowTally, SkippedRows
 from mlxtune.core.data.prompt import text_prompt
 from mlxtune.core.data.sources.messages import parse_conversation
-from mlxtune.core.data.template import Rendered, Rendering, Template, render_qwen3
+from mlxtune.core.data.template import RenderedText, Rendering, Template, render_qwen3
 from mlxtune.errors import DataError
 from tests.core.data.encoding import (
     CONTROL,
@@ -151,7 +151,7 @@ def test_bos_twice_at_the_start_is_noted_for_each_row(
     def template(conversation: Conversation) -> Rendering:
         (rendered,) = render_qwen3(conversation).texts
         spans = tuple((a + len(start), b + len(start)) for a, b in rendered.spans)
-        text = Rendered(start + rendered.text, spans, add_bos)
+        text = RenderedText(start + rendered.text, spans, add_bos)
         return Rendering(conversation.row, (text,) * 2)
 
     rows = [converse(("user", "Hi"), ("assistant", "Hello"), row=row) for row in (2, 7)]
@@ -218,7 +218,7 @@ def test_turns_stay_one_example_despite_start_of_text_tokens() -> None:
     def long_header(conversation: Conversation) -> Rendering:
         text = "<|im_start|>a b c\nd<|im_end|>\n"
         span = text.index("d"), len(text) - 1
-        return Rendering(conversation.row, (Rendered(text, (span,)),))
+        return Rendering(conversation.row, (RenderedText(text, (span,)),))
 
     examples, _, _ = encode(tokenizer, conversation)
     assert len(examples) == 1
@@ -342,7 +342,7 @@ def test_turns_of_a_row_are_encoded_a_few_at_a_time(monkeypatch: pytest.MonkeyPa
         return real(texts)
 
     monkeypatch.setattr(tokenizer, "encode_batch", counted)
-    turn = Rendered("a b c d e f g h ", ((0, 16),), add_end=True)
+    turn = RenderedText("a b c d e f g h ", ((0, 16),), add_end=True)
     template = lambda each: Rendering(each.row, (turn,) * 20)  # noqa: E731
     examples, *_ = encode(tokenizer, converse(("user", "a")), template=template)
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.template import TEMPLATES, Rendered
+from mlxtune.core.data.template import TEMPLATES, RenderedText
 from tests.core.data.encoding import (
     TOKENIZERS,
     ByteTokenizer,
@@ -34,7 +34,7 @@ CONVERSATIONS = st.lists(
 )
 
 
-def may_be_one_example(tokenizer: Any, rendered: Rendered) -> bool:
+def may_be_one_example(tokenizer: Any, rendered: RenderedText) -> bool:
     """Return whether the tokens begin with each prompt's, and no token crosses an answer's end."""
     texts = [rendered.text, *(rendered.text[:start] for start, _ in rendered.spans)]
     whole, *prompts = (encoded.ids for encoded in tokenizer.encode_batch(texts))

@@ -19,7 +19,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.data.encoded_file import EncodedFile, ExampleArrays
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import BadRowError, RowTally, SkippedRows
-from mlxtune.core.data.template import Rendered, Rendering, render_qwen3
+from mlxtune.core.data.template import RenderedText, Rendering, render_qwen3
 from tests.core.data.encoding import converse, encode, encoded_file, words
 
 Mask = list[int]
@@ -191,7 +191,7 @@ def test_pairs_whose_answers_have_two_prompts_are_counted() -> None:
     def template(conversation: Conversation) -> Rendering:
         *_, answer = conversation.messages
         prompt = "briefly: " if answer.content == "no" else "user: "
-        text = Rendered(
+        text = RenderedText(
             prompt + answer.content, ((len(prompt), len(prompt) + len(answer.content)),)
         )
         return Rendering(conversation.row, (replace(text, role=conversation.role),))

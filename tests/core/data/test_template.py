@@ -14,7 +14,7 @@ from mlxtune.core.data import problems
 from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.problems import BadRowError
 from mlxtune.core.data.template import (
-    Rendered,
+    RenderedText,
     Rendering,
     render_gemma,
     render_qwen3,
@@ -22,7 +22,7 @@ from mlxtune.core.data.template import (
 from tests.core.data.conversations import MESSAGES, TOOL, call, converse, text_of
 
 
-def supervised(rendered: Rendered) -> list[str]:
+def supervised(rendered: RenderedText) -> list[str]:
     return [rendered.text[start:end] for start, end in rendered.spans]
 
 
@@ -214,7 +214,7 @@ def test_gemma_has_no_place_for_tools(conversation: Conversation) -> None:
     assert raised.value.kind == "the gemma template does not support tools"
 
 
-def spans_hold_the_answers(rendered: Rendered, end_of_turn: str, answers: list[str]) -> bool:
+def spans_hold_the_answers(rendered: RenderedText, end_of_turn: str, answers: list[str]) -> bool:
     flat = [edge for span in rendered.spans for edge in span]
     texts = supervised(rendered)
     return (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.machine import cuda
-from mlxtune.core.machine.cuda import header_in, header_remedy, missing_headers
+from mlxtune.core.machine.cuda import header_remedy, missing_header, missing_headers
 
 # The log of NVIDIA's compiler for a 4-bit product on an H200.
 LOG = (
@@ -80,10 +80,10 @@ def test_toolkit_serves_without_packages(site: Path, tmp_path: Path) -> None:
 
 
 def test_header_is_read_from_the_compilers_log(site: Path) -> None:
-    assert header_in(LOG) == "crt/mma.h"
-    assert header_remedy(header_in(LOG)) == "pip install nvidia-cuda-crt"
+    assert missing_header(LOG) == "crt/mma.h"
+    assert header_remedy(missing_header(LOG)) == "pip install nvidia-cuda-crt"
     missed = "Can not find locations of CUDA headers, please set environment variable CUDA_HOME"
-    assert header_in(missed) == "cuda_fp16.h"
+    assert missing_header(missed) == "cuda_fp16.h"
 
 
 def test_invalid_cuda_folder_counts_as_missing(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

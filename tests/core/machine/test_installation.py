@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.installation import installed_version, installs_extra, pip
+from mlxtune.core.machine.installation import installed_version, installs_extra, pip_command
 
 
 @pytest.fixture
@@ -30,7 +30,9 @@ def test_extra_is_added_by_pip() -> None:
 @pytest.mark.usefixtures("_no_pip")
 def test_environment_of_uv_is_named_as_no_shell_activates_it(prefix: Path) -> None:
     assert installs_extra("gguf") == f"uv pip install --python {prefix} 'mlxtune-lora[gguf]'"
-    assert pip("uninstall", "-y mlx-cpu") == f"uv pip uninstall --python {prefix} -y mlx-cpu"
+    assert (
+        pip_command("uninstall", "-y mlx-cpu") == f"uv pip uninstall --python {prefix} -y mlx-cpu"
+    )
 
 
 @pytest.mark.parametrize("backend", ["pip", "uv"])

@@ -27,7 +27,7 @@ from mlxtune.backend.adapters.file_formats.adapter import (
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.core.files.writing import as_output_error
 from mlxtune.core.formatting import join_few
-from mlxtune.core.machine.installation import installs_extra, pip
+from mlxtune.core.machine.installation import installs_extra, pip_command
 from mlxtune.errors import ModelError
 
 WEIGHTS = "adapter.gguf"
@@ -162,7 +162,7 @@ def gguf_names(modules: Iterable[str], base: BaseModel) -> dict[str, str]:
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     architecture = ARCHITECTURES[base.model_type]
     if architecture not in by_name:
-        upgrade = pip("install", "--upgrade gguf")
+        upgrade = pip_command("install", "--upgrade gguf")
         raise ModelError(f"this gguf package lacks {architecture}: {upgrade}")
     table = gguf.get_tensor_name_map(by_name[architecture], base.num_layers)
     names = {}

@@ -19,7 +19,7 @@ from mlxtune.core.files.processes import output_of
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.writing import write_file
 from mlxtune.core.formatting import pluralize
-from mlxtune.core.machine.installation import pip
+from mlxtune.core.machine.installation import pip_command
 from mlxtune.errors import OutputError, one_line
 
 MERGED = "model.gguf"
@@ -30,7 +30,7 @@ _QUANTIZER = "llama-quantize"
 # Since May 2026, llama.cpp's builds and packages do not include the converter (llama.cpp#23171).
 _GET_CONVERTER = (
     "git clone https://github.com/ggml-org/llama.cpp, put the clone on the PATH, "
-    f"{pip('install', 'torch')}"
+    f"{pip_command('install', 'torch')}"
 )
 _GET_QUANTIZER = "brew install llama.cpp"
 # The converter's names for the dtypes of a folder's weights.

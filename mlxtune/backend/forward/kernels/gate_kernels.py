@@ -83,24 +83,24 @@ class GateKernels:
 
     def __init__(self, make: Make, *, metal: bool) -> None:
         self._language = METAL if metal else CUDA
-        self._value = FORWARD.make(self._language, make)
+        self._forward = FORWARD.make(self._language, make)
         self._gradient = GRADIENT.make(self._language, make)
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
         """Return silu(gate) * up, arXiv:2002.05202, section 2, in the dtype of the inputs."""
-        return _differentiable(self.value, self.gradients, gate, up)
+        return _differentiable(self.forward, self.gradients, gate, up)
 
     def forms(self) -> dict[str, Function]:
         """Return SwiGLU by both kernels, and by each of them with MLX's operations."""
         return {
             "kernels": self.swiglu,
             "gradient kernel": lambda *arrays: _differentiable(_silu_up, self.gradients, *arrays),
-            "forward kernel": lambda *arrays: _differentiable(self.value, _gradients, *arrays),
+            "forward kernel": lambda *arrays: _differentiable(self.forward, _gradients, *arrays),
         }
 
-    def value(self, gate: mx.array, up: mx.array) -> mx.array:
+    def forward(self, gate: mx.array, up: mx.array) -> mx.array:
         """Return silu(gate) * up without a gradient."""
-        return self._run(self._value, [gate, up], 1)[0]
+        return self._run(self._forward, [gate, up], 1)[0]
 
     def gradients(self, gate: mx.array, up: mx.array, cotangent: mx.array) -> list[mx.array]:
         """Return the gradients of gate and up."""
@@ -182,7 +182,7 @@ def _case(shape: tuple[int, ...]) -> TrialInputs:
 
 
 def _differentiable(
-    value: Callable[..., mx.array],
+    forward: Callable[..., mx.array],
     gradients: Callable[..., list[mx.array]],
     gate: mx.array,
     up: mx.array,
@@ -190,7 +190,7 @@ def _differentiable(
     def backward(primals: Any, cotangent: mx.array, output: mx.array) -> list[mx.array]:
         return gradients(*primals, cotangent)
 
-    result: mx.array = differentiable(value, backward)(gate, up)
+    result: mx.array = differentiable(forward, backward)(gate, up)
     return result
 
 

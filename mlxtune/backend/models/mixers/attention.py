@@ -109,7 +109,7 @@ def attention_in_blocks(
         x = x.reshape(rows, x.shape[1], count, size, x.shape[3]).swapaxes(1, 2)
         return x.reshape(rows * count, *x.shape[2:])
 
-    def with_block_before(x: mx.array) -> mx.array:
+    def with_previous_block(x: mx.array) -> mx.array:
         x = blocks(x)
         before = mx.concatenate([mx.zeros_like(x[:1]), x[:-1]])
         return mx.concatenate([before, x], axis=2)
@@ -120,7 +120,7 @@ def attention_in_blocks(
     exists = (mx.arange(count) > 0)[:, None, None] | (key >= 0)
     mask = mx.tile((mask & exists)[:, None], (rows, 1, 1, 1))
     output = _attention(
-        blocks(queries), with_block_before(keys), with_block_before(values), scale, mask, sinks
+        blocks(queries), with_previous_block(keys), with_previous_block(values), scale, mask, sinks
     )
     output = output.reshape(rows, count, heads, size, -1).swapaxes(1, 2)
     return output.reshape(rows, heads, count * size, -1)[:, :, :length]

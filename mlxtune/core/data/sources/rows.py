@@ -24,7 +24,7 @@ from mlxtune.core.data.problems import (
     UTF16,
     ZIP,
     BadRowError,
-    check_values,
+    check_value_count,
     has_elements,
     is_zipped,
     json_type,
@@ -404,7 +404,7 @@ def _parquet_line(process: LimitedProcess, path: Path, size: int) -> bytes:
 def _parquet_row(line: bytes) -> dict[str, Any] | BadRowError | str:
     """Return a row's object, or the reason why it has none; for the last line, the string in it."""
     try:
-        check_values(line)
+        check_value_count(line)
         content: dict[str, Any] | list[str] | str = json.loads(line)
     except BadRowError as problem:
         return problem
