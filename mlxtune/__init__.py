@@ -132,7 +132,7 @@ _COMMANDS = (
     *("evaluate", "export", "fuse", "generate", "import_adapter", "inspect"),
     *("plan", "push", "report", "runs", "train", "verify"),
 )
-_LAZY = {
+_LAZY_MODULES = {
     "Evaluation": "mlxtune.core.evaluation.outcome",
     "Example": "mlxtune.core.data.encode",
     "ExportResult": "mlxtune.session.verified_output",
@@ -156,9 +156,9 @@ if has_cpu_wheel():
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return installed_version() or UNINSTALLED
-    if name not in _LAZY:
+    if name not in _LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    return getattr(importlib.import_module(_LAZY_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -273,5 +273,5 @@ def short_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compare_logits, "NEW_TOKENS", 8)
     monkeypatch.setattr(exports, "_PROMPTS", exports._PROMPTS[:2])
-    for lengths in ("_LAZY", "_EAGER"):
+    for lengths in ("_LAZY_LENGTHS", "_EAGER_LENGTHS"):
         monkeypatch.setattr(measure, lengths, (8, 16, 32))

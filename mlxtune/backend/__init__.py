@@ -22,7 +22,7 @@ from mlxtune.core.machine.machine_checks import INSTALL_LIBRARY
 from mlxtune.errors import ConfigError, ModelError
 
 # mlx_lm.utils calls setrlimit(RLIMIT_NOFILE, (2048, 4096)), which fails without permission.
-_NEEDED = 4096
+_MAX_OPEN_FILES = 4096
 
 
 def _check_library() -> None:
@@ -46,12 +46,13 @@ def _check_open_files() -> None:
     """Raise ConfigError if mlx-lm could not set its limit on open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_NEEDED // 2, _NEEDED))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES // 2, _MAX_OPEN_FILES))
     except (ValueError, OSError) as error:
         raise ConfigError(
             [
-                f"only {hard:,} files may be open at once, and mlx-lm asks for {_NEEDED:,}: "
-                f"allow more with ulimit -Hn {_NEEDED}, or in the limits of the container"
+                f"only {hard:,} files may be open at once, and mlx-lm asks for "
+                f"{_MAX_OPEN_FILES:,}: allow more with ulimit -Hn {_MAX_OPEN_FILES}, or in the "
+                "limits of the container"
             ]
         ) from error
 

@@ -152,8 +152,8 @@ class ContestantResult:
 
 
 # The quantities by which contestants are compared, and all quantities of a contestant.
-_COMPARED = ("real_tokens_per_s", "supervised_tokens_per_s", "peak_memory", "peak_rss")
-_SPREADS = (*_COMPARED, "seconds_per_step", "padding_share", "startup_s")
+_COMPARED_QUANTITIES = ("real_tokens_per_s", "supervised_tokens_per_s", "peak_memory", "peak_rss")
+_SPREADS = (*_COMPARED_QUANTITIES, "seconds_per_step", "padding_share", "startup_s")
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Benchmark:
             return {}
         return {
             name: Spread.of(getattr(ours, name) / getattr(theirs, name) for ours, theirs in pairs)
-            for name in _COMPARED
+            for name in _COMPARED_QUANTITIES
         }
 
     def cache_ratio(self) -> float | None:

@@ -231,10 +231,10 @@ def test_ranks_so_unequal_that_filling_them_up_takes_too_much_are_refused(
     }
     safetensors.numpy.save_file(tensors, theirs / "adapter_model.safetensors")
     given = ("import", theirs, "--model-path", model, "--output", tmp_path / "ours")
-    monkeypatch.setattr(peft, "_PADDED_BYTES", 1000)
-    monkeypatch.setattr(peft, "_PADDED_TIMES", 1.5)
+    monkeypatch.setattr(peft, "_MAX_PADDED_BYTES", 1000)
+    monkeypatch.setattr(peft, "_MAX_PADDED_RATIO", 1.5)
     assert "ranks from 2 to 40" in cli(*given).error
-    monkeypatch.setattr(peft, "_PADDED_TIMES", 16)
+    monkeypatch.setattr(peft, "_MAX_PADDED_RATIO", 16)
     assert cli(*given).code == 0
 
 

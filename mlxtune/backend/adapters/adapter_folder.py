@@ -27,7 +27,7 @@ from mlxtune.errors import ModelError, OutputError, one_line, resume_command
 # The metadata key of an adapter file whose value is the adapter's config.
 OWN_CONFIG = "adapter_config"
 LEAVES = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}
-_IN_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.(.+)")
+_LAYER_NAME = re.compile(r"(?:^|\.)layers\.([0-9]+)\.(.+)")
 # The dtypes' names in a safetensors header, by MLX name.
 _NAMES = {
     **{"float32": "F32", "bfloat16": "BF16", "float16": "F16"},
@@ -36,7 +36,7 @@ _NAMES = {
 # Limits far beyond any real scale or alpha. Within them, products with float32 weights, and ratios
 # of scales, are finite.
 _MIN_SCALE, _MAX_ALPHA = 1e-8, 1e30
-_UNREADABLE = (OSError, RuntimeError, TypeError, ValueError)
+_READ_ERRORS = (OSError, RuntimeError, TypeError, ValueError)
 
 
 def find_adapter(path: str, option: str = "--adapter") -> Path:
@@ -231,7 +231,7 @@ def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     try:
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         mx.eval(loaded[0])
-    except _UNREADABLE as error:
+    except _READ_ERRORS as error:
         raise ModelError(f"{path} cannot be read: {one_line(error)}") from error
     return loaded
 
@@ -304,5 +304,5 @@ def other_base_error(path: Path, base: str | None, problem: str) -> ModelError:
 
 def layer_and_path(name: str) -> tuple[int, str] | None:
     """Return a module's layer number and its path in the layer; None outside the layers."""
-    match = _IN_LAYER.search(name)
+    match = _LAYER_NAME.search(name)
     return (int(match[1]), match[2]) if match else None

@@ -17,7 +17,7 @@ from mlxtune.backend.models.token_array import TokenArrays
 
 NEW_TOKENS = 64
 # The number of positions compared at the end of a sequence, unless the answer is longer.
-_POSITIONS = 128
+_MIN_POSITIONS = 128
 # The tolerance as a multiple of the effect of rounding each product once: products are sums of many
 # terms, which tools add in different orders.
 _MARGIN = 4
@@ -112,7 +112,7 @@ def compare(model: nn.Module, reference: Reference) -> Comparison:
 
 
 def _logits(model: nn.Module, tokens: list[int], generated: int) -> Logits:
-    positions = max(_POSITIONS, generated)
+    positions = max(_MIN_POSITIONS, generated)
     ids = TokenArrays(model).array([tokens[:-1]])
     return np.array(model(ids)[0, -positions:].astype(mx.float32))
 

@@ -31,7 +31,7 @@ from mlxtune.backend.adapters.storage import (
 )
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models.loading import load_lazily
-from mlxtune.backend.models.model_folder import NOT_TEXT, json_object, read_config, weight_names
+from mlxtune.backend.models.model_folder import ENCODER_NAME, json_object, read_config, weight_names
 from mlxtune.backend.models.quantize import quantize_lazily, quantized_config
 from mlxtune.backend.models.stored_layers import dequantized_weight
 from mlxtune.config.data_config import AS_STORED, BaseOptions
@@ -44,15 +44,20 @@ from mlxtune.errors import ModelError, OutputError, one_line
 # maximum is five times as large.
 _SHARD_GB = 1
 # Patterns of the files that are copied from a model folder.
-_COPIED = (
+_COPIED_PATTERNS = (
     *("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"),
     *("additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 # Entries of a config that describe parts for images or sound.
-_OF_IMAGES = re.compile(r"(vision|visual|image|video|audio|speech|mm|multi_?modal|projector)_")
-_WRITTEN_ANEW = ("config.json", "adapter_config.json", "certificate.json", "hf_quant_config.json")
+_IMAGE_KEYS = re.compile(r"(vision|visual|image|video|audio|speech|mm|multi_?modal|projector)_")
+_REWRITTEN_FILES = (
+    "config.json",
+    "adapter_config.json",
+    "certificate.json",
+    "hf_quant_config.json",
+)
 # A factor and an addend that allow for float32 rounding before the rounding to the dtype.
-_SLACK = 1.02
+_SLACK_FACTOR = 1.02
 _FLOAT32_SLACK = 2.0**-20
 
 
@@ -179,7 +184,7 @@ def write_model(
             weights |= others
         else:
             left_out = len(others)
-            config = {name: value for name, value in config.items() if not _OF_IMAGES.match(name)}
+            config = {name: value for name, value in config.items() if not _IMAGE_KEYS.match(name)}
     else:
         config.pop("vision_config", None)
     size = sum(value.nbytes for value in weights.values())
@@ -220,7 +225,7 @@ def _other_parts(base: Path, weights: Collection[str]) -> dict[str, mx.array]:
         for file in files
         if isinstance(file, dict)
         for name, value in file.items()
-        if NOT_TEXT.search(name) and name not in weights
+        if ENCODER_NAME.search(name) and name not in weights
     }
 
 
@@ -247,8 +252,8 @@ def _save(path: Path, tensors: Mapping[str, mx.array]) -> None:
 
 
 def _copied_files(base: Path) -> Iterator[Path]:
-    for path in sorted({path for pattern in _COPIED for path in base.glob(pattern)}):
-        if path.name not in _WRITTEN_ANEW and not path.name.endswith(".index.json"):
+    for path in sorted({path for pattern in _COPIED_PATTERNS for path in base.glob(pattern)}):
+        if path.name not in _REWRITTEN_FILES and not path.name.endswith(".index.json"):
             yield path
 
 
@@ -342,7 +347,7 @@ def _errors(module: nn.Module, expected: nn.Module, wanted: mx.array) -> tuple[f
         mx.abs(dequantized_weight(each) - wanted).max() / mx.abs(wanted).max()
         for each in (module, expected)
     )
-    return float(off), float(rounding) * _SLACK + _FLOAT32_SLACK
+    return float(off), float(rounding) * _SLACK_FACTOR + _FLOAT32_SLACK
 
 
 def _others(before: nn.Module, after: nn.Module, adapter: Adapter) -> Iterator[tuple[str, bool]]:

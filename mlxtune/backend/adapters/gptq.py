@@ -32,9 +32,9 @@ _DAMPING = 0.01
 # More tokens take longer and hardly change the result.
 _MAX_TOKENS = 1 << 15
 # The fraction of the free memory to plan for.
-_FREE = 0.8
+_MEMORY_FRACTION = 0.8
 # The number of float32 copies of a projection's inputs, Hessian and weight at the peak.
-_INPUTS, _HESSIANS, _WEIGHTS = 10, 4, 5
+_INPUT_COPIES, _HESSIAN_COPIES, _WEIGHT_COPIES = 10, 4, 5
 
 # Projections by name, each with its merged weight, which is computed lazily.
 Merged = dict[str, tuple[nn.Module, mx.array]]
@@ -112,20 +112,20 @@ def calibration(base: BaseModel, merged: Merged, examples: Iterable[Example]) ->
     widest = max(map(max, shapes))
     matrices = 4 * max(
         # The columns of a group are one graph, in which each changes a copy of the group.
-        _HESSIANS * n * n + (_WEIGHTS * n * _count(module) + _group(module) ** 2) * m
+        _HESSIAN_COPIES * n * n + (_WEIGHT_COPIES * n * _count(module) + _group(module) ** 2) * m
         for (n, m), (module, _) in zip(shapes, merged.values(), strict=True)
     )
     held = matrices + sum(array.nbytes for _, array in tree_flatten(base.model.parameters()))
     # On the CPU, attention keeps its scores.
     heads = int(base.text_config.get("num_attention_heads") or 0) if on_cpu() else 0
     available = allocator.free_now()
-    free = math.inf if available is None else _FREE * available - held
+    free = math.inf if available is None else _MEMORY_FRACTION * available - held
     selected: list[npt.NDArray[np.int32]] = []
     length = used = 0
     for example in examples:
         longest = max(length, len(example))
         tokens = (len(selected) + 1) * longest
-        needed = 4 * tokens * (_INPUTS * widest + 2 * heads * longest)
+        needed = 4 * tokens * (_INPUT_COPIES * widest + 2 * heads * longest)
         if needed > free or (selected and tokens > _MAX_TOKENS):
             break
         selected.append(example.tokens)

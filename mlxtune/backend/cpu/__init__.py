@@ -18,9 +18,9 @@ from mlxtune.backend.cpu.kernel_layers import KernelLayers, KernelMemory
 from mlxtune.backend.lora.targets import EXPERTS
 
 # In models with at least this many parameters, kernels save more time than their calls cost.
-_LARGE_MODEL = 10_000_000
+_MIN_KERNEL_PARAMETERS = 10_000_000
 # Modules that reveal experts or recurrences, which have no kernels.
-_WITHOUT_KERNELS = (*EXPERTS, nn.Conv1d, Rwkv7TimeMixing)
+_UNSUPPORTED_MODULES = (*EXPERTS, nn.Conv1d, Rwkv7TimeMixing)
 
 
 class CpuOperations:
@@ -50,8 +50,10 @@ class CpuOperations:
         # The extra `cpu` installs these packages.
         installed = all(map(find_spec, ("numba", "threadpoolctl")))
         modules = [] if model is None else [m for layer in model.layers for m in layer.modules()]
-        is_dense = not any(isinstance(module, _WITHOUT_KERNELS) for module in modules)
-        return parameters >= _LARGE_MODEL and installed and self.serves(dtype) and is_dense
+        is_dense = not any(isinstance(module, _UNSUPPORTED_MODULES) for module in modules)
+        return (
+            parameters >= _MIN_KERNEL_PARAMETERS and installed and self.serves(dtype) and is_dense
+        )
 
     def linear_head(self, dtype: mx.Dtype | None) -> ModuleType:
         """Return the module that computes cross-entropy in blocks of the vocabulary."""

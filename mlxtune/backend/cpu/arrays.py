@@ -24,11 +24,11 @@ def _thread_count() -> int:
 
 THREADS = _thread_count()
 # With fewer elements, waking another thread costs more time than it saves.
-_WORTH_SHARING = 1 << 17
+_MIN_THREADED_SIZE = 1 << 17
 # The same threshold for matmuls, as a number of multiplications.
-WORTH_MULTIPLYING = 1 << 23
+MIN_THREADED_MULTIPLICATIONS = 1 << 23
 _ZEROS = np.zeros(1 << 19, dtype=np.float32)
-_OTHERS = ThreadPoolExecutor(max(THREADS - 1, 1), thread_name_prefix="mlxtune")
+_POOL = ThreadPoolExecutor(max(THREADS - 1, 1), thread_name_prefix="mlxtune")
 # Marks threads that are running a part of shared work.
 _inside = threading.local()
 
@@ -82,7 +82,7 @@ def unshared_matmuls() -> Callable[[], None]:
 
 def multiply(a: Floats, b: Floats, out: Floats) -> None:
     """Set `out` (..., m, n) to a (..., m, k) times b (..., k, n)."""
-    if out.size * a.shape[-1] < WORTH_MULTIPLYING:
+    if out.size * a.shape[-1] < MIN_THREADED_MULTIPLICATIONS:
         np.matmul(a, b, out=out)
         return
 
@@ -109,7 +109,7 @@ def in_blocks(
 ) -> None:
     """Call a kernel that takes (start, end, x, *args) for all `count`, by default the rows of x."""
     count = len(x) if count is None else count
-    if x.size < _WORTH_SHARING:
+    if x.size < _MIN_THREADED_SIZE:
         kernel(0, count, x, *args)
     else:
         in_parts(lambda _, start, end: kernel(start, end, x, *args), count)
@@ -133,7 +133,7 @@ def in_parts(work: Callable[[int, int, int], None], count: int) -> None:
         finally:
             _inside.part = False
 
-    others = [_OTHERS.submit(run, part) for part in range(1, parts)]
+    others = [_POOL.submit(run, part) for part in range(1, parts)]
     try:
         run(0)
     finally:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from mlxtune.backend.cpu import numba_kernels
 from mlxtune.backend.cpu.arrays import (
+    MIN_THREADED_MULTIPLICATIONS,
     THREADS,
-    WORTH_MULTIPLYING,
     Floats,
     copied,
     empty,
@@ -35,10 +35,10 @@ Weight = mx.array | QuantizedHead
 
 # The number of vocabulary rows that fit in a thread's cache, and the number in a block for all
 # threads.
-_ROWS = 1024
-_VOCABULARY = _ROWS * THREADS
+_THREAD_ROWS = 1024
+_BLOCK_ROWS = _THREAD_ROWS * THREADS
 # One thread casts weights with fewer elements faster than two threads do.
-_SHARED = 1 << 19
+_MIN_THREADED_SIZE = 1 << 19
 # The maximum number of elements of a weight that is cast whole.
 _MAX_SIZE = 1 << 26
 
@@ -82,7 +82,7 @@ def widened(narrow: npt.NDArray[Any]) -> Floats:
     if narrow.dtype == np.float32:
         return narrow
     wide = _scratch.widened(narrow.shape)
-    if narrow.size < _SHARED:
+    if narrow.size < _MIN_THREADED_SIZE:
         numba_kernels.widen(0, len(narrow), narrow, wide)
     else:
         in_blocks(numba_kernels.widen, narrow, wide)
@@ -109,7 +109,7 @@ def _multiply_stored(rows: Floats, stored: npt.NDArray[Any], outs: Floats) -> No
     def run(_: int, start: int, end: int) -> None:
         np.matmul(rows, widened(stored[start:end]).T, out=outs[:, start:end])
 
-    if len(rows) * stored.size < WORTH_MULTIPLYING:
+    if len(rows) * stored.size < MIN_THREADED_MULTIPLICATIONS:
         run(0, 0, len(stored))
     else:
         in_parts(run, len(stored))
@@ -130,8 +130,8 @@ def backward(cotangent: mx.array, weight: Weight) -> mx.array:
 
 
 def _blocks(weight: Weight) -> Iterator[slice]:
-    for start in range(0, weight.shape[0], _VOCABULARY):
-        yield slice(start, min(start + _VOCABULARY, weight.shape[0]))
+    for start in range(0, weight.shape[0], _BLOCK_ROWS):
+        yield slice(start, min(start + _BLOCK_ROWS, weight.shape[0]))
 
 
 def add_update(y: mx.array, x: mx.array, a: mx.array, b: mx.array, scale: float) -> None:
@@ -274,8 +274,8 @@ def _over_vocabulary(weight: Weight, hidden: Floats, *, expects: bool) -> _HeadS
 def _take_stored(
     stored: npt.NDArray[Any], heads: list[_HeadSoftmax], part: int, start: int, end: int
 ) -> None:
-    for at in range(start, end, _ROWS):
-        heads[part].take_block(widened(stored[at : min(at + _ROWS, end)]))
+    for at in range(start, end, _THREAD_ROWS):
+        heads[part].take_block(widened(stored[at : min(at + _THREAD_ROWS, end)]))
 
 
 def _take_block(block: Floats, heads: list[_HeadSoftmax]) -> None:

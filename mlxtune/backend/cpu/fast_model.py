@@ -214,7 +214,7 @@ _KINDS: dict[type, type] = {
     DoRALinear: _DoRALinear,
 }
 
-_FAST = Replacements({**FUNCTIONS, **_FUNCTIONS}, {**KINDS, **_KINDS})
+_REPLACEMENTS = Replacements({**FUNCTIONS, **_FUNCTIONS}, {**KINDS, **_KINDS})
 
 
 def make_fast(module: nn.Module) -> Callable[[], None]:
@@ -223,4 +223,4 @@ def make_fast(module: nn.Module) -> Callable[[], None]:
     Returns a function that undoes the change, so that a model can generate text after an
     evaluation.
     """
-    return _FAST.apply(module)
+    return _REPLACEMENTS.apply(module)

@@ -32,14 +32,14 @@ from mlxtune.core.steps.memory_terms import (
 )
 
 # Layers in which only o_proj reads attention's output, and only down_proj the gate's output.
-_ONE_READER = (
+_SINGLE_READER_LAYERS = (
     *(llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBlock),
     gemma3_text.TransformerBlock,
 )
 # Layers that add the MLP's output to the residual without a norm in between.
-_ADDS_MLP = (llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBlock)
+_MLP_RESIDUAL_LAYERS = (llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBlock)
 # The number of vocabulary rows that the head casts in one block, and the number of blocks held.
-_VOCABULARY_BLOCK, _BLOCKS = 4096, 2
+_VOCABULARY_BLOCK, _HELD_BLOCKS = 4096, 2
 # The number of copies of a chunk's logits that cross-entropy and its gradient hold.
 _CPU_LOGITS = 2
 # The number of scores in a block of attention, over all threads, and the number of queries per head
@@ -48,9 +48,9 @@ _CPU_LOGITS = 2
 ATTENTION_SCORES, ATTENTION_QUERIES = 1 << 21, 128
 _NUMPY_SCORES, _NUMPY_WIDTHS = 2, 3
 # DoRA adds two arrays: its scaled products, and their gradients.
-_SCALED = 2
+_DORA_ARRAYS = 2
 # The number of arrays as wide as a layer's convolution that the layer's backward pass holds.
-_MIXED = 8
+_CONVOLUTION_ARRAYS = 8
 
 
 class FrozenMatmul(nn.Module):
@@ -71,7 +71,7 @@ class BackwardReads:
     @classmethod
     def of(cls, layer: nn.Module) -> BackwardReads:
         """Return the flags of a layer, from its mlx-lm class and the projections with LoRA."""
-        if not isinstance(layer, _ONE_READER):
+        if not isinstance(layer, _SINGLE_READER_LAYERS):
             return cls()
         output, down = layer.self_attn.o_proj, layer.mlp.down_proj
         # The gradient of DoRA's magnitudes reads the product that they scale.
@@ -80,7 +80,7 @@ class BackwardReads:
         return cls(
             attention=not isinstance(output, FrozenMatmul),
             gate=not isinstance(down, FrozenMatmul),
-            last=not (isinstance(layer, _ADDS_MLP) and is_kept),
+            last=not (isinstance(layer, _MLP_RESIDUAL_LAYERS) and is_kept),
         )
 
 
@@ -201,8 +201,8 @@ class KernelMemory:
         # The recomputed values between the products take about as much memory as the products.
         widths = shapes.layer_matmuls * (2 if execution.recompute else 1) + shapes.hidden
         widths += GRADIENTS * (shapes.widest_matmul + shapes.hidden)
-        widths += _SCALED * shapes.updated if shapes.scaled else 0
-        mixed = _MIXED * shapes.layer_mixed * load.repeated
+        widths += _DORA_ARRAYS * shapes.updated if shapes.scaled else 0
+        mixed = _CONVOLUTION_ARRAYS * shapes.layer_mixed * load.repeated
         scores = shapes.held_scores * load.scores
         return Entries(shapes.largest_cast, load.tokens * widths + mixed, scores)
 
@@ -218,7 +218,9 @@ class KernelMemory:
         """Return the working entries of the head; a split single-matmul head holds no logits."""
         positions, hidden = head_states(shapes, execution, load)
         if execution.separate_head and shapes.plain_head:
-            return hidden + (_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0)
+            return hidden + (
+                _HELD_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0
+            )
         copies = _CPU_LOGITS if shapes.stored_itemsize else LOGITS
         return hidden + shapes.head_cast + copies * held_logits(execution, positions, shapes)
 

@@ -9,14 +9,14 @@ import numba
 import numpy as np
 
 # Sums may be reordered, so that they can be vectorised. Infinities and NaN keep their meaning.
-_MATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
-kernel = numba.njit(nogil=True, fastmath=_MATH, error_model="numpy", cache=True)
-inline = numba.njit(fastmath=_MATH, error_model="numpy", inline="always")
+_FASTMATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
+kernel = numba.njit(nogil=True, fastmath=_FASTMATH, error_model="numpy", cache=True)
+inline = numba.njit(fastmath=_FASTMATH, error_model="numpy", inline="always")
 
 _f = np.float32
 _ZERO, _HALF, _ONE, _TWO = _f(0), _f(0.5), _f(1), _f(2)
 _MINUS_INFINITY = _f(-np.inf)
-_MIN_EXPONENT, _MAX_EXPONENT, _NOTHING = _f(-87), _f(88), _f(-50)
+_MIN_EXPONENT, _MAX_EXPONENT, _NEGLIGIBLE_EXPONENT = _f(-87), _f(88), _f(-50)
 _LOG2_E, _LN2_HIGH, _LN2_LOW = _f(1.44269504), _f(0.693359375), _f(-2.12194440e-4)
 _P0, _P1, _P2 = _f(1.9875691500e-4), _f(1.3981999507e-3), _f(8.3334519073e-3)
 _P3, _P4, _P5 = _f(4.1665795894e-2), _f(1.6666665459e-1), _f(5.0000001201e-1)
@@ -38,7 +38,7 @@ def exp(x):  # type: ignore[no-untyped-def]
 @inline
 def _weight(x):  # type: ignore[no-untyped-def]
     """Return exp(x), or 0 if that is too small to change a sum: subnormal numbers are slow."""
-    return exp(x) if x > _NOTHING else _ZERO
+    return exp(x) if x > _NEGLIGIBLE_EXPONENT else _ZERO
 
 
 @inline

@@ -25,7 +25,7 @@ GB = 10**9
 # Fractions of the limit: the size of MLX's cache of freed buffers, and the memory use above
 # which the cache is cleared.
 _CACHE_FRACTION = 1 / 8
-_PRESSURE = 0.9
+_PRESSURE_FRACTION = 0.9
 # The fraction of a CUDA device's memory to use, because CUDA recommends no size. The rest is for
 # the context, the libraries of each process, and fragmentation. MLX's own default is 0.95.
 _CUDA_FRACTION = 0.9
@@ -37,7 +37,7 @@ _WIRED_FRACTION = 0.9
 _GRAPH_LIMITS = {"sm_80": (20, 400), "sm_121": (20, 25)}
 _GRAPH_LIMITS |= dict.fromkeys(("sm_90", "sm_100", "sm_120"), (100, 1000))
 _OTHER_GRAPHS = 20, 100
-_MI = 1 << 20
+_MIB = 1 << 20
 # The highest peaks before MLX's own peak was last reset: in the whole process, and since
 # `start_peak`.
 _highest = [0]
@@ -98,7 +98,7 @@ def graph_limits() -> GraphLimits | None:
     operations, read = _GRAPH_LIMITS.get(str(info.get("architecture")), _OTHER_GRAPHS)
     return GraphLimits(
         _variable("MLX_MAX_OPS_PER_BUFFER", operations),
-        _variable("MLX_MAX_MB_PER_BUFFER", read) * _MI,
+        _variable("MLX_MAX_MB_PER_BUFFER", read) * _MIB,
     )
 
 
@@ -151,7 +151,10 @@ def clear_cache_near_limit() -> None:
     The cache may grow while the peak of used memory stays the same (mlx-lm#986).
     """
     limit = mx.get_memory_limit()
-    if mx.get_cache_memory() and mx.get_active_memory() + mx.get_cache_memory() > _PRESSURE * limit:
+    if (
+        mx.get_cache_memory()
+        and mx.get_active_memory() + mx.get_cache_memory() > _PRESSURE_FRACTION * limit
+    ):
         mx.clear_cache()
 
 

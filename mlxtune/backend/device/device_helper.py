@@ -21,7 +21,7 @@ from mlxtune.config import TrainConfig
 from mlxtune.core.machine.facts import Device
 
 _CPU_SIZE, _GPU_SIZE = 512, 2048
-_MATMULS = 10
+_REPEATS = 10
 
 
 def device_facts() -> Device:
@@ -45,7 +45,7 @@ def device_facts() -> Device:
 
 def _gflops(size: int, matmul: Callable[[], object]) -> float:
     """Return the best speed of a matmul of square matrices, in GFLOP/s."""
-    return 2 * size**3 / min(timeit.repeat(matmul, repeat=_MATMULS, number=1)) / 1e9
+    return 2 * size**3 / min(timeit.repeat(matmul, repeat=_REPEATS, number=1)) / 1e9
 
 
 if __name__ == "__main__":

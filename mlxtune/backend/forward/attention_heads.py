@@ -32,7 +32,7 @@ from mlxtune.core.steps.pack import Segment
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
 # The number of tokens in a trial: more than the few queries for which attention has another form.
-_TOKENS = 12
+_TRIAL_TOKENS = 12
 # The largest accepted difference in a trial, as a fraction of the largest value.
 _TOLERANCE = 1e-4
 
@@ -112,7 +112,7 @@ def _computed_heads(mixer: nn.Module) -> Heads | None:
     keys = mx.random.split(mx.random.key(0), 3)
     # Large scores reveal a bound on scores.
     projected = [
-        4 * mx.random.normal((1, _TOKENS, width), key=key)
+        4 * mx.random.normal((1, _TRIAL_TOKENS, width), key=key)
         for width, key in zip(widths, keys, strict=True)
     ]
     expected = _with_parts(mixer, projected, rope)
@@ -122,7 +122,7 @@ def _computed_heads(mixer: nn.Module) -> Heads | None:
     )
     if not heads.sizes.served:
         return None
-    alone = Layout([Segment(0, _TOKENS, 0, -1)])
+    alone = Layout([Segment(0, _TRIAL_TOKENS, 0, -1)])
     q, k, v = plain_padded(heads, alone, *projected)
     output = scaled_dot_product_attention(q, k, v, PackedCache(), mixer.scale, "causal")
     apart = mx.abs(plain_packed(alone, output) - expected).max() / mx.abs(expected).max()

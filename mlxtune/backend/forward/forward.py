@@ -38,7 +38,7 @@ from mlxtune.errors import ModelError
 # tokens can underflow in float16, whose smallest numbers are 6e-8 to 6e-5. A power of two changes
 # only exponents, and with this one, gradient entries overflow only above 256. The step divides the
 # gradients by the factor in float32.
-_RAISED_FLOAT16 = 256.0
+_FLOAT16_LOSS_SCALE = 256.0
 
 # Maps hidden states (P, H) at the supervised positions to their losses (P,), which come first.
 HeadFn = Callable[[mx.array], Sequence[mx.array]]
@@ -186,7 +186,7 @@ class Forward:
     def loss_scale(self) -> float:
         """The power of two to include in the `scale` of `scaled_loss`: 1 except in float16."""
         is_float16 = self.dtype is not None and self.dtype == mx.float16
-        return _RAISED_FLOAT16 if is_float16 else 1.0
+        return _FLOAT16_LOSS_SCALE if is_float16 else 1.0
 
     @property
     def packing_problem(self) -> str:

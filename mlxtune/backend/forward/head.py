@@ -21,9 +21,9 @@ from mlxtune.errors import one_line
 # The largest difference between logits that rounding explains, relative to the largest logit.
 _TOLERANCE = 2e-2
 # Hidden states scaled up this much reveal any soft-capping of the logits.
-_LARGE = 1000.0
+_LARGE_SCALE = 1000.0
 # The number of vocabulary tokens whose logits are compared with a matmul.
-_PART = 1024
+_COMPARED_TOKENS = 1024
 # The number of a text's positions at which the head is tried.
 _HEAD_POSITIONS = 4
 
@@ -183,9 +183,9 @@ class BackboneAndHead:
         """Return whether the head, for part of the vocabulary, is a matmul with this weight."""
         if weight.shape != (logits.shape[-1], hidden.shape[-1]):
             return False
-        part, large = weight[:_PART], hidden[:1] * _LARGE
-        return _close(logits[:, :_PART], hidden @ part.T) and _close(
-            self.logits(large)[:, :_PART], large @ part.T
+        part, large = weight[:_COMPARED_TOKENS], hidden[:1] * _LARGE_SCALE
+        return _close(logits[:, :_COMPARED_TOKENS], hidden @ part.T) and _close(
+            self.logits(large)[:, :_COMPARED_TOKENS], large @ part.T
         )
 
     def _candidates(self) -> Iterator[mx.array | QuantizedHead]:

@@ -19,7 +19,7 @@ from mlxtune.core.steps.pack import Segment
 _TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
 # The tolerance for embeddings, which are exact, as a fraction of the tolerances above. It is low
 # enough to detect positional embeddings that add 2% or more.
-_FRACTION_OF_EMBEDDINGS = 0.25
+_EMBEDDING_FRACTION = 0.25
 
 
 class Texts:
@@ -58,12 +58,12 @@ class Texts:
 # Metal runs special kernels (`sdpa_vector`) if the number of queries times the number of query
 # heads per key head is at most 32. The long texts are long enough, both packed and run separately,
 # for the kernels used in training.
-_SHORT, _LONG = Texts(4, 2), Texts(36, 16)
+_SHORT_TEXTS, _LONG_TEXTS = Texts(4, 2), Texts(36, 16)
 
 
 def trial_texts() -> Texts:
     """Return the texts to try a model on: long if kernels depend on the length."""
-    return _SHORT if on_cpu() else _LONG
+    return _SHORT_TEXTS if on_cpu() else _LONG_TEXTS
 
 
 class LayerInputs:
@@ -119,7 +119,7 @@ class LayerInputs:
         """Return where the states differ by more than rounding; empty if nowhere."""
         tolerance = max(map(_tolerance, self._dtypes))
         tolerances = np.full(len(self.differences), tolerance)
-        tolerances[: len(self.alone) and 1] *= _FRACTION_OF_EMBEDDINGS
+        tolerances[: len(self.alone) and 1] *= _EMBEDDING_FRACTION
         differences = np.array(mx.stack(self.differences))
         beyond = np.flatnonzero(~(differences <= tolerances))
         if not len(beyond):

@@ -14,7 +14,7 @@ from mlxtune.backend.models.autograd import differentiable, exporting
 from mlxtune.backend.models.stored_layers import frozen_gradient, is_plain
 from mlxtune.backend.workers.shards import ShardedLinear
 
-_TOKENS = 4
+_TRIAL_TOKENS = 4
 # The called projections of each parent module, in the order of calls, each with its input.
 _Calls = dict[str, list[tuple[nn.Module, mx.array]]]
 
@@ -171,7 +171,7 @@ def _tried(model: nn.Module) -> _Calls:
 
     restore = intercept(model, selected, [record] * len(selected))
     try:
-        getattr(model, "language_model", model)(mx.arange(_TOKENS)[None])
+        getattr(model, "language_model", model)(mx.arange(_TRIAL_TOKENS)[None])
     finally:
         restore()
     return calls

@@ -31,7 +31,7 @@ from mlxtune.config.lora_config import scale_of, target_ranks
 from mlxtune.core.formatting import join_few, pluralize
 
 # Warn if experts account for more than this fraction of an adapter's parameters.
-_MOSTLY = 0.5
+_MAX_EXPERT_FRACTION = 0.5
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class LoRASummary:
                 f"add {','.join(each.path for each in left)} to train them too"
             )
         experts = [match for match in trained if match.experts]
-        if (size := sum(match.parameters for match in experts)) > _MOSTLY * sum(
+        if (size := sum(match.parameters for match in experts)) > _MAX_EXPERT_FRACTION * sum(
             match.parameters for match in trained
         ):
             yield (

@@ -17,7 +17,7 @@ from mlxtune.errors import ModelError
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 PROJECTIONS = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
 # Config keys of various architectures for the number of experts per token.
-_PER_TOKEN = (
+_EXPERTS_PER_TOKEN_KEYS = (
     "num_experts_per_tok",
     "num_experts_per_token",
     "top_k_experts",
@@ -26,12 +26,12 @@ _PER_TOKEN = (
     "moe_k",
 )
 # Gemma 3n clips the weights of these modules in each pass, so they cannot have LoRA.
-_CLIPPED = ("prediction_coefs", "correction_coefs")
+_CLIPPED_MODULES = ("prediction_coefs", "correction_coefs")
 
 
 def experts_per_token(options: Mapping[str, Any]) -> int | None:
     """Return the largest number of experts per token in a model's options; None if unknown."""
-    per_token = next((options[name] for name in _PER_TOKEN if options.get(name)), None)
+    per_token = next((options[name] for name in _EXPERTS_PER_TOKEN_KEYS if options.get(name)), None)
     return max(map(int, per_token)) if isinstance(per_token, list) else per_token and int(per_token)
 
 
@@ -40,7 +40,7 @@ def projections(layer: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in layer.named_modules()
-        if isinstance(module, PROJECTIONS) and not name.endswith(_CLIPPED)
+        if isinstance(module, PROJECTIONS) and not name.endswith(_CLIPPED_MODULES)
     }
 
 

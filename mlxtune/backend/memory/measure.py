@@ -35,7 +35,7 @@ from mlxtune.core.steps.memory_terms import (
 # The numbers of tokens in the passes. A lazy graph is built ahead of the device, so short passes
 # hold relatively more memory than long ones. With kernels that run immediately, short passes do
 # not.
-_LAZY, _EAGER = (64, 192, 512), (32, 96, 256)
+_LAZY_LENGTHS, _EAGER_LENGTHS = (64, 192, 512), (32, 96, 256)
 # The number of layers of each kind in the passes (two in a lazy graph, which holds arrays of
 # neighbouring layers together), and the maximum number of layers. Passes with twice as many layers
 # show the memory that layers keep.
@@ -45,7 +45,7 @@ _LAZY_LAYERS, _EAGER_LAYERS, _MAX_LAYERS = 2, 1, 4
 _PRIOR, _PRIOR_OF_DIFFERENCE = 0.15, 0.5
 # Factors and bytes are rounded up to multiples of these units, so that runs rarely differ. An
 # excess below a quarter of a unit is noise.
-_FACTOR, _BYTES, _NOISE = 1 / 16, 1 << 18, 0.25
+_FACTOR_UNIT, _BYTES_UNIT, _NOISE = 1 / 16, 1 << 18, 0.25
 
 Floats = npt.NDArray[np.float64]
 
@@ -82,7 +82,7 @@ def _measured(
     """Measure the pipeline's mode; return `correction` with the mode's factors added."""
     execution = pipeline.forward.execution
     operations = pipeline.forward.operations
-    lengths = _LAZY if operations.lazy else _EAGER
+    lengths = _LAZY_LENGTHS if operations.lazy else _EAGER_LENGTHS
     layers = _LAZY_LAYERS if operations.lazy else _EAGER_LAYERS
     layers *= _covering(list(pipeline.forward.model.layers)[-shapes.layers :])
     layers = min(layers, _MAX_LAYERS, shapes.layers)
@@ -216,5 +216,5 @@ def _fitted(
         solution = np.zeros(3)
         scale = np.maximum(np.abs(rows[:, free]).max(axis=0), 1e-12)
         solution[free] = np.linalg.lstsq(rows[:, free] / scale, wanted, rcond=None)[0] / scale
-    tokens, scores = (ceil(each / _FACTOR - _NOISE) * _FACTOR for each in solution[:2])
-    return Factors(tokens, scores, ceil(solution[2] / _BYTES - _NOISE) * _BYTES)
+    tokens, scores = (ceil(each / _FACTOR_UNIT - _NOISE) * _FACTOR_UNIT for each in solution[:2])
+    return Factors(tokens, scores, ceil(solution[2] / _BYTES_UNIT - _NOISE) * _BYTES_UNIT)

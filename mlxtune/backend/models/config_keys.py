@@ -16,9 +16,9 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 # The keys under which configs of multimodal models keep the language model's part.
 PARTS = ("text_config", "llm_config", "language_config")
-_MODELS = "mlx_lm.models."
+_MODELS_PREFIX = "mlx_lm.models."
 # Keys that describe training, files, tokens, images or sound, or how other tools run the model.
-_HARMLESS = re.compile(
+_IGNORED_KEYS = re.compile(
     r"_.*|.*(?:token_id|token_ids|token_index|tokens_per_image|_token)s?|architectures|model_type"
     r"|.*(?:vision|visual|audio|speech|image|video|multi_?modal|mm_|projector).*|.*_plan"
     r"|transformers(?:_version|\.js_config|_js_config)|unsloth_.*|torch_dtype|dtype|torchscript"
@@ -46,7 +46,7 @@ _HARMLESS = re.compile(
     r"|non_linearity_\w*|use_return_dict|cross_attention\w*|add_cross_attention|router_jitter_noise"
 )
 # Sizes, and flags of further tensors, show in the weights, which must fit the model.
-_IN_WEIGHTS = re.compile(
+_WEIGHT_KEYS = re.compile(
     r"n_(?:embd|inner|head|layer)|.*_size_per_layer_input|.*(?:hidden_size|intermediate_size|ffn_size|vocab_size|_heads?"
     r"|_layers|_experts|_ff_dim|block_dim|head_dim)|kv_channels|block_multiple_of|(?!attention_).*chunk_size"
     r"|(?:.*_)?expand|tie_word_embeddings|(?:.*_)?bias|use_(?:\w+_)?bias|(?:use_)?qk_(?:layer)?norm"
@@ -54,8 +54,8 @@ _IN_WEIGHTS = re.compile(
 # Names that a class may have instead of its own, as the reference implementation ignores them.
 _OTHER_NAMES = re.compile(r".*(?:eps|epsilon)|rope_theta")
 # The older names of a rope's theta, and of the part of each head that it turns.
-_THETA = ("rope_theta", "rotary_emb_base")
-_PARTIAL = ("partial_rotary_factor", "rotary_pct")
+_THETA_KEYS = ("rope_theta", "rotary_emb_base")
+_ROTARY_FRACTION_KEYS = ("partial_rotary_factor", "rotary_pct")
 # Examples within the window are computed the same; Phi-3's window is the shortest that is ignored.
 _LONG_WINDOW = 2047
 # Factors that change nothing if they are 1.
@@ -103,7 +103,7 @@ def _with_imports(module: ModuleType) -> Iterator[ModuleType]:
             name = str(
                 getattr(member, "__name__" if inspect.ismodule(member) else "__module__", "")
             )
-            if name.startswith(_MODELS) and name not in seen:
+            if name.startswith(_MODELS_PREFIX) and name not in seen:
                 seen.add(name)
                 if hasattr(sys.modules[name], "ModelArgs"):
                     left.append(sys.modules[name])
@@ -119,16 +119,16 @@ def with_known_keys(config: Mapping[str, Any], architecture: str) -> dict[str, A
     for part in PARTS:
         if isinstance(inner := config.get(part), Mapping):
             renamed[part] = _with_rope_keys(inner, _sources_of_part(inner, architecture)[0])
-    return _with_rope_keys(renamed, _sources(_MODELS + architecture)[0])
+    return _with_rope_keys(renamed, _sources(_MODELS_PREFIX + architecture)[0])
 
 
 def _sources_of_part(part: Mapping[str, Any], architecture: str) -> tuple[frozenset[str], str]:
     """Return the keys and the source of a language model's part, which may have its own module."""
     kind = str(part.get("model_type"))
     try:
-        return _sources(_MODELS + MODEL_REMAPPING.get(kind, kind))
+        return _sources(_MODELS_PREFIX + MODEL_REMAPPING.get(kind, kind))
     except (ImportError, SystemExit):  # the module asks for another package, or does not exist
-        return _sources(_MODELS + architecture)
+        return _sources(_MODELS_PREFIX + architecture)
 
 
 def _with_rope_keys(config: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
@@ -139,8 +139,8 @@ def _with_rope_keys(config: Mapping[str, Any], keys: frozenset[str]) -> dict[str
     whole = layers.get("full_attention", rope)
     sliding = layers.get("sliding_attention", {})
     values: dict[str, Any] = {
-        **dict.fromkeys(_THETA, whole.get("rope_theta")),
-        **dict.fromkeys(_PARTIAL, whole.get("partial_rotary_factor")),
+        **dict.fromkeys(_THETA_KEYS, whole.get("rope_theta")),
+        **dict.fromkeys(_ROTARY_FRACTION_KEYS, whole.get("partial_rotary_factor")),
         "rope_local_base_freq": sliding.get("rope_theta"),
         "original_max_position_embeddings": whole.get("original_max_position_embeddings"),
     }
@@ -163,9 +163,9 @@ def _unread_in_rope(rope: Any, keys: frozenset[str]) -> dict[str, Any]:
     partial = {layer.get("partial_rotary_factor", 1) for layer in layers} - {1, None}
     kinds = [layer.get("rope_type", layer.get("type")) for layer in layers if _scaled(layer)]
     unread: dict[str, Any] = {}
-    if keys.isdisjoint(_THETA) or not (len(thetas) == 1 or "rope_local_base_freq" in keys):
+    if keys.isdisjoint(_THETA_KEYS) or not (len(thetas) == 1 or "rope_local_base_freq" in keys):
         unread["rope_theta"] = next(iter(thetas)) if len(thetas) == 1 else sorted(thetas, key=str)
-    if partial and keys.isdisjoint(_PARTIAL):
+    if partial and keys.isdisjoint(_ROTARY_FRACTION_KEYS):
         unread["partial_rotary_factor"] = min(partial, key=str)
     if kinds and "rope_scaling" not in keys:
         unread["rope_type"] = kinds[0]
@@ -181,7 +181,7 @@ def unread_keys(config: Mapping[str, Any], architecture: str) -> list[str]:
         # What stands beside the language model's part is about images and sound.
         if not prefix and len(parts) > 1:
             continue
-        keys, source = _sources(_MODELS + architecture)
+        keys, source = _sources(_MODELS_PREFIX + architecture)
         if prefix:  # a wrapper may use the module of its part
             inner_keys, inner_source = _sources_of_part(part, architecture)
             keys, source = keys | inner_keys, source + inner_source
@@ -225,7 +225,7 @@ def _is_harmless(
     """Return whether a key that no class reads changes nothing."""
     if value is None or value is False or value == 0 or value in ("", [], {}):
         return True
-    if _HARMLESS.fullmatch(key) or _IN_WEIGHTS.fullmatch(key) or key in PARTS:
+    if _IGNORED_KEYS.fullmatch(key) or _WEIGHT_KEYS.fullmatch(key) or key in PARTS:
         return True
     if key == "rope_parameters":
         return not _unread_in_rope(value, keys)

@@ -15,7 +15,7 @@ from mlx_lm.utils import get_total_parameters, load_model
 from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.models.model_config import misfit
 from mlxtune.backend.models.model_folder import (
-    NOT_TEXT,
+    ENCODER_NAME,
     check_weights,
     read_config,
     weight_names,
@@ -175,7 +175,7 @@ def prepare(
         quantize=quantize,
         double_quant=options.double_quant,
         quantized_compute=compute,
-        passed_over=sum(bool(NOT_TEXT.search(name)) for name in weight_names(folder)),
+        passed_over=sum(bool(ENCODER_NAME.search(name)) for name in weight_names(folder)),
         own_vocab=vocab_size,
     )
 
@@ -280,7 +280,7 @@ def _choose_dtype(model: nn.Module, dtype: str) -> mx.Dtype:
 
 
 # The classes of layers that may be stored in 16 bits, and their replacements.
-_STORED: dict[type, Any] = {
+_STORED_CLASSES: dict[type, Any] = {
     nn.Embedding: StoredEmbedding,
     nn.Linear: StoredLinear,
     SwitchLinear: StoredExperts,
@@ -298,12 +298,12 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     for path, module in model.named_modules():
         if isinstance(module, NF4Linear):
             uncast |= {f"{path}.{name}" for name in ("scales", "nested_scales", "nested_mean")}
-        elif casts_stored and type(module) in _STORED:
+        elif casts_stored and type(module) in _STORED_CLASSES:
             uncast.add(f"{path}.weight")
     cast_parameters(model, dtype, uncast)
 
     def stored(module: nn.Module) -> nn.Module | None:
-        kind = _STORED.get(type(module))
+        kind = _STORED_CLASSES.get(type(module))
         return kind(module) if kind and module.weight.dtype != mx.float32 else None
 
     if casts_stored:

@@ -10,25 +10,25 @@ from mlxtune.backend.models.config_keys import PARTS
 # The maximum for counts that libraries turn into lists, in some cases just to load the tokenizer.
 _MAX_COUNT = 10_000
 # The maximum width of a matrix or size of a vocabulary: forty times the largest known.
-_WIDEST = 10_000_000
+_MAX_WIDTH = 10_000_000
 # Keys that count layers; Gemma 3n's vocab_size_per_layer_input is not such a key.
 LAYERS = re.compile(r"(?!.*per_layer).*layer.*|.*pattern")
-_LISTED = re.compile(
+_COUNTED_KEYS = re.compile(
     rf"{LAYERS.pattern}|.*(?:experts|_(?:inputs|blocks|stages|modules|groups|depths?))"
 )
-_COUNT = re.compile(
+_COUNT_KEYS = re.compile(
     r"n(?:um)?_(?:\w+_)?(?:layers|heads|experts)|(?:\w+_)?head_dim"
     r"|(?:\w+_)?(?:hidden|intermediate|vocab)_size"
     r"|num_experts_per_tok(?:en)?|top_k_experts|moe_(?:k|topk|top_k)|topk_group|n_groups?"
     r"|(?:kv|q|o)_lora_rank|first_k_dense_replace|decoder_sparse_step|n_(?:embd|head|layer)"
 )
 # Numbers that configs give once for the whole model, never as a list.
-_SINGLE = ("vocab_size", "hidden_size", "max_position_embeddings")
+_SCALAR_KEYS = ("vocab_size", "hidden_size", "max_position_embeddings")
 # Values that must be positive: angles are divided by them, or by powers of them.
-_ABOVE_ZERO = re.compile(r".*theta|.*base_freq|rotary_emb_base|factor|(?:long|short)_factor")
-_NUMBER = re.compile(rf"{_ABOVE_ZERO.pattern}|.*(?:eps|epsilon)")
+_POSITIVE_KEYS = re.compile(r".*theta|.*base_freq|rotary_emb_base|factor|(?:long|short)_factor")
+_NUMBER_KEYS = re.compile(rf"{_POSITIVE_KEYS.pattern}|.*(?:eps|epsilon)")
 # Values that must be finite; Mamba's time_step_limit is not among them, as it may be infinite.
-_FINITE = re.compile(r".*(?:eps|epsilon|theta|base_freq|factor|scale|scaling|multiplier)")
+_FINITE_KEYS = re.compile(r".*(?:eps|epsilon|theta|base_freq|factor|scale|scaling|multiplier)")
 # The maximum for factors and bases; the maximum for an epsilon is 1.
 _MAX_NUMBER = 1e15
 # The number of digits that are read from a number given as text.
@@ -46,8 +46,8 @@ _MULTIPLES = (
     ("linear_num_value_heads", "linear_num_key_heads"),
     ("n_routed_experts", "n_group"),
 )
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_USED = (
+_EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN_KEYS = (
     *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
     *("moe_k", "moe_topk", "moe_top_k"),
 )
@@ -64,7 +64,7 @@ _KINDS = re.compile(
 
 def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the problems of a config and of the language model's part of it."""
-    for name, count in counts(config, _LISTED):
+    for name, count in counts(config, _COUNTED_KEYS):
         if count > _MAX_COUNT:
             yield f"{name} is more than {_MAX_COUNT:,}"
             return
@@ -89,18 +89,18 @@ def _senseless(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _senseless_number(name: str, value: Any) -> str | None:
     if isinstance(value, str | bool):
-        return f"{value!r:.40}, not a number" if _NUMBER.fullmatch(name) else None
+        return f"{value!r:.40}, not a number" if _NUMBER_KEYS.fullmatch(name) else None
     if not isinstance(value, int | float) or not (
-        _FINITE.fullmatch(name) or _NUMBER.fullmatch(name)
+        _FINITE_KEYS.fullmatch(name) or _NUMBER_KEYS.fullmatch(name)
     ):
         return None
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value}, not a finite number"
     if abs(value) > (most := 1 if "eps" in name else _MAX_NUMBER):
         return f"{value:.3g}, more than {most:g}"
-    if value <= 0 and _ABOVE_ZERO.fullmatch(name):
+    if value <= 0 and _POSITIVE_KEYS.fullmatch(name):
         return f"{value}, not above 0"
-    if value < 0 and _NUMBER.fullmatch(name):
+    if value < 0 and _NUMBER_KEYS.fullmatch(name):
         return f"{value}, less than 0"
     return None
 
@@ -124,18 +124,18 @@ def counts(config: Mapping[str, Any], names: re.Pattern[str]) -> Iterator[tuple[
 
 def _no_counts(config: Mapping[str, Any]) -> Iterator[str]:
     for name, value in config.items():
-        if _COUNT.fullmatch(name) and not isinstance(value, list | None):
+        if _COUNT_KEYS.fullmatch(name) and not isinstance(value, list | None):
             if type(value) is not int:
                 yield f"{name} is not an integer: {value!r:.40}"
             elif value < 0:
                 yield f"{name} is {value}, less than 0"
-            elif value > _WIDEST:
-                yield f"{name} is more than {_WIDEST:,}"
-        elif (isinstance(value, list) and name in _SINGLE) or (
+            elif value > _MAX_WIDTH:
+                yield f"{name} is more than {_MAX_WIDTH:,}"
+        elif (isinstance(value, list) and name in _SCALAR_KEYS) or (
             name == "max_position_embeddings" and isinstance(value, str | Mapping)
         ):
             yield f"{name} is not an integer: {value!r:.40}"
-        elif isinstance(value, list) and name in _USED and not _integers(value):
+        elif isinstance(value, list) and name in _EXPERTS_PER_TOKEN_KEYS and not _integers(value):
             yield f"{name} is not a list of integers: {value!r:.40}"
 
 
@@ -171,10 +171,10 @@ def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:
         a, b = config.get(whole), config.get(part)
         if type(a) is type(b) is int and b > 0 and a % b:
             yield f"{whole} is {a}, which is not a multiple of {part} ({b})"
-    experts = next((name for name in _EXPERTS if type(config.get(name)) is int), None)
+    experts = next((name for name in _EXPERT_COUNT_KEYS if type(config.get(name)) is int), None)
     # Models with a single expert have plain layers.
     if experts is not None and (count := config[experts]) > 1:
-        for name in _USED:
+        for name in _EXPERTS_PER_TOKEN_KEYS:
             used = config.get(name, 1)
             if type(used) is int and not 1 <= used <= count:
                 yield f"{name} is {used}, but {experts} is {count}"
@@ -206,7 +206,7 @@ def misfit(error: Exception, config: Mapping[str, Any]) -> str | None:
         for part in (config, *(config.get(part) for part in PARTS))
         if isinstance(part, Mapping)
         for key, value in part.items()
-        if _COUNT.fullmatch(key) and not key.endswith("layers") and type(value) is int
+        if _COUNT_KEYS.fullmatch(key) and not key.endswith("layers") and type(value) is int
     }
     fitting = {a for a, b in zip(*shapes, strict=False) if a == b}
     keys = {

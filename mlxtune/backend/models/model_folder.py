@@ -33,18 +33,18 @@ from mlxtune.hub.client import check_responses, reason
 
 # The files that tokenizers and templates need.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
-_READ = (".json", ".jinja", ".model", ".txt", ".safetensors")
+_READ_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".safetensors")
 # Files that trainers leave beside the weights.
-_OF_TRAINER = ("training_args", "optimizer", "scheduler")
+_TRAINER_FILES = ("training_args", "optimizer", "scheduler")
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # Parts of the names of image and sound encoders in multimodal models.
-NOT_TEXT = re.compile(r"vision|visual|audio|speech|image|multi_modal")
+ENCODER_NAME = re.compile(r"vision|visual|audio|speech|image|multi_modal")
 _FLOATS = ("F16", "BF16", "F32")
 # mlx-lm loads tensors with these names, but drops causal masks, whose names these exclude.
-_LOADED = re.compile(r"(?!.*(?:attn|attention)\.bias$).*\.(?:weight|scales|biases|bias)")
+_LOADED_TENSORS = re.compile(r"(?!.*(?:attn|attention)\.bias$).*\.(?:weight|scales|biases|bias)")
 # Dtypes of weights that mlx-lm converts with a separate scale, and suffixes of the scale's name.
-_SCALED = ("F8_E4M3", "F8_E5M2", "I8")
-_SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
+_SCALED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
+_SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale", ".scale")
 
 
 def is_local(model_path: str) -> bool:
@@ -222,7 +222,7 @@ def check_files(folder: Path) -> None:
     Links to files elsewhere are fine: Hugging Face's cache consists of them.
     """
     for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
-        if path.is_dir() or path.suffix not in _READ:
+        if path.is_dir() or path.suffix not in _READ_SUFFIXES:
             continue
         if not path.is_file():
             raise ModelError(f"{path} is not a regular file: download it again")
@@ -324,7 +324,7 @@ def _other_weights(folder: Path) -> str:
     """Return what to do about weights that MLX does not load, if the folder has any."""
     for ending, kind in ((".gguf", "llama.cpp's"), (".bin", "PyTorch's"), (".pth", "PyTorch's")):
         names = sorted(path.name for path in folder.iterdir() if path.name.endswith(ending))
-        if names := [name for name in names if not name.startswith(_OF_TRAINER)]:
+        if names := [name for name in names if not name.startswith(_TRAINER_FILES)]:
             return (
                 f"{names[0]} has weights in {kind} format, which cannot be trained: download the "
                 "model in safetensors"
@@ -339,11 +339,13 @@ def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
     """
     quantized = is_quantized(config)
     for name, info in tensors.items():
-        if NOT_TEXT.search(name) or not _LOADED.fullmatch(name):
+        if ENCODER_NAME.search(name) or not _LOADED_TENSORS.fullmatch(name):
             continue
         stem, _, kind = name.rpartition(".")
         dtypes = (*_FLOATS, "U8") if kind == "scales" else (*_FLOATS, "U32", "U8")
-        scaled = info.dtype in _SCALED and any(stem + scale in tensors for scale in _SCALES)
+        scaled = info.dtype in _SCALED_DTYPES and any(
+            stem + scale in tensors for scale in _SCALE_SUFFIXES
+        )
         if info.dtype not in dtypes and not scaled:
             yield f"{name:.100} is {info.dtype}, not one of {', '.join(dtypes)}"
         elif quantized and kind == "scales" and f"{stem}.weight" in tensors:

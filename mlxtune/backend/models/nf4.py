@@ -27,7 +27,7 @@ LEVELS = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 # The number of entries to quantise at a time: temporary arrays take several times their memory.
-_AT_ONCE = 1 << 20
+_BLOCK_ENTRIES = 1 << 20
 # The two levels that each byte encodes, float32 (256, 2).
 _PAIRS = mx.array(np.array(list(product(LEVELS, repeat=2)), np.float32))
 
@@ -83,7 +83,7 @@ def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
         halves = nearest.reshape(rows.shape[0], -1, 2)
         return ((halves[..., 0] << 4) | halves[..., 1]).view(mx.uint32), largest
 
-    codes, scales = in_parts(weight, _AT_ONCE, codes_and_scales)
+    codes, scales = in_parts(weight, _BLOCK_ENTRIES, codes_and_scales)
     return codes, scales
 
 

@@ -25,7 +25,7 @@ MLX_FORMATS: dict[str, dict[str, Any]] = {
 NF4 = "nf4"
 FORMATS = (*MLX_FORMATS, NF4)
 # The number of entries to quantise at a time on the CPU, where MLX runs some operations ahead.
-_AT_ONCE = 1 << 16
+_BLOCK_ENTRIES = 1 << 16
 
 Predicate = Callable[[str, nn.Module], Any]
 
@@ -138,7 +138,7 @@ def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
     def quantize(rows: mx.array) -> tuple[mx.array, ...]:
         return mx.quantize(rows, module.group_size, module.bits, mode=module.mode)
 
-    arrays = in_parts(weight.reshape(-1, weight.shape[-1]), _AT_ONCE, quantize)
+    arrays = in_parts(weight.reshape(-1, weight.shape[-1]), _BLOCK_ENTRIES, quantize)
     module.weight, module.scales = (array.reshape(*weight.shape[:-1], -1) for array in arrays)
 
 

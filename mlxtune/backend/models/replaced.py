@@ -8,7 +8,9 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 # The default activations of experts: all models share these objects, so they stay unchanged.
-_SHARED = {id(each) for kind in (SwitchGLU, SwitchMLP) for each in kind.__init__.__defaults__}
+_SHARED_DEFAULTS = {
+    id(each) for kind in (SwitchGLU, SwitchMLP) for each in kind.__init__.__defaults__
+}
 
 
 class Replacements:
@@ -28,7 +30,7 @@ class Replacements:
         for _, part in model.named_modules():
             kind = type(part)
             replaced = self._subclass(kind)
-            if replaced is not None and id(part) not in _SHARED:
+            if replaced is not None and id(part) not in _SHARED_DEFAULTS:
                 changed.append((part, kind))
                 # The module stays the same object and gets another class: the model itself has no
                 # parent in which to replace it, and adapters keep references to their modules.

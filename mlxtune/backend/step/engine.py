@@ -39,7 +39,9 @@ from mlxtune.core.training.pipeline import StepOutcome
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
 
 # The remedy that an error names if memory is too small for one example.
-_LESS_MEMORY = "lower --max-seq-len or --num-layers, set --grad-checkpoint on, or use --quantize 4"
+_MEMORY_REMEDY = (
+    "lower --max-seq-len or --num-layers, set --grad-checkpoint on, or use --quantize 4"
+)
 
 
 class Engine:
@@ -78,7 +80,7 @@ class Engine:
             forward,
             lora.total_parameters,
             workers,
-            remedy=_LESS_MEMORY,
+            remedy=_MEMORY_REMEDY,
             warn=warn,
             keyed=config.dropout > 0,
             whole_rows=objective.keeps_rows_whole,

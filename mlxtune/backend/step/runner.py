@@ -28,9 +28,9 @@ from mlxtune.errors import one_line
 # parameter and token, forward and backward.
 _MAX_STAGE_SECONDS = 1.0
 _METAL_SPEED = 1e12
-_OPERATIONS = 6
+_OPERATIONS_PER_PARAMETER = 6
 # The fraction of a micro-batch's time that the forward pass takes.
-_FORWARD = 1 / 3
+_FORWARD_FRACTION = 1 / 3
 
 # Halves the micro-batches of examples, and returns their new limit in tokens; None if it cannot.
 Halve = Callable[[StepLengths], int | None]
@@ -53,7 +53,7 @@ class Graph:
         """Return the arrays of each stage, and clear `outputs`."""
         stages: list[Sequence[Any]] = []
         if self.stages > 1:
-            forward = max(int(self.stages * _FORWARD), 1)
+            forward = max(int(self.stages * _FORWARD_FRACTION), 1)
             stages += _divided(self.outputs, forward)
             self.outputs.clear()
             # The backward pass runs from the last layer to the first.
@@ -93,7 +93,9 @@ class GraphRunner:
         cuda = not on_cpu() and not has_metal()
         self._max_stages = 1 if cuda else max(2 * forward.mixers.count, 1)
         # Nothing limits commands on the CPU.
-        self.seconds_per_token = 0.0 if on_cpu() else _OPERATIONS * parameters / _METAL_SPEED
+        self.seconds_per_token = (
+            0.0 if on_cpu() else _OPERATIONS_PER_PARAMETER * parameters / _METAL_SPEED
+        )
         self._shortening = 1
         # The kinds of passes, with or without a gradient, that have run once: the first pass of a
         # kind also compiles kernels, so it is not timed.
@@ -157,7 +159,7 @@ class GraphRunner:
         backward = bool(graph.gradients)
         if backward in self._compiled:
             per_token = seconds / max(graph.tokens, 1)
-            self.seconds_per_token = per_token if backward else per_token / _FORWARD
+            self.seconds_per_token = per_token if backward else per_token / _FORWARD_FRACTION
         self._compiled.add(backward)
 
     # Faults

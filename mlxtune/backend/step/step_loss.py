@@ -32,7 +32,7 @@ from mlxtune.errors import ModelError
 
 # Tolerances for rounding: absolute for the first loss, and relative for a log-probability in 32 and
 # 16 bits.
-_FIRST_LOSS, _ROUNDING, _ROUNDING_16_BITS = 1e-6, 1e-6, 1e-2
+_FIRST_LOSS_TOLERANCE, _LOGP_TOLERANCE, _LOGP_TOLERANCE_16_BITS = 1e-6, 1e-6, 1e-2
 _Floats = npt.NDArray[np.float64]
 
 
@@ -133,9 +133,9 @@ class PreferenceLoss(StepLoss):
             return
         logps = np.array(values[0], dtype=np.float64)
         first_loss = self._of(logps)
-        rounding = _ROUNDING_16_BITS if in_16_bits else _ROUNDING
+        rounding = _LOGP_TOLERANCE_16_BITS if in_16_bits else _LOGP_TOLERANCE
         size = float(np.abs(logps).sum()) / self.layout.rows
-        allowed = _FIRST_LOSS + self.objective.options.effective_beta * rounding * size
+        allowed = _FIRST_LOSS_TOLERANCE + self.objective.options.effective_beta * rounding * size
         if not abs(first_loss - expected) <= allowed:
             raise ModelError(
                 f"the first loss is {first_loss:.7f}, but should be {expected:.7f}: "

@@ -26,19 +26,19 @@ from mlxtune.core.files.processes import LimitedProcess, ProcessEndedError
 from mlxtune.core.files.reading import read_text, read_value
 from mlxtune.errors import ModelError, one_line
 
-_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+_DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
 # The maximum number of characters of JSON to start at once: beyond it, round trips cost little.
-_MAX_STARTED = 2**22
+_MAX_PENDING_CHARS = 2**22
 _ADDRESS = re.compile(r"<[^\n]{1,80}? at 0x[0-9a-f]{6,16}>")
 # Longer conversations get more time and longer results: the time grows by `seconds` for every
-# `_CHARACTERS_AGAIN` characters, and a result may have `_GROWTH` characters for each character of
+# `_TIMEOUT_CHARS` characters, and a result may have `_MAX_GROWTH` characters for each character of
 # its request.
-_CHARACTERS_AGAIN, _GROWTH = 2**22, 16
+_TIMEOUT_CHARS, _MAX_GROWTH = 2**22, 16
 # How many characters a result may have for any request, and how many all results of an exchange may
 # have together.
-_ALWAYS, _MAX_RESULT = 2**20, 2**25
+_BASE_CHARS, _MAX_RESULT = 2**20, 2**25
 
-_TOO_LARGE = "produces more text or values than any conversation needs"
+_SIZE_PROBLEM = "produces more text or values than any conversation needs"
 
 
 class ChatTemplate:
@@ -66,7 +66,7 @@ class ChatTemplate:
 
         Raises BadRowError if the messages or tools are nested too deeply.
         """
-        name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
+        name = _TOOL_TEMPLATE if tools and _TOOL_TEMPLATE in self._sources else _DEFAULT_TEMPLATE
         arguments: dict[str, Any] = {**(options or {}), "conversations": [messages]}
         arguments |= {
             "tools": tools,
@@ -92,7 +92,7 @@ class ChatTemplate:
         size = 0
         for request in requests:
             size += len(request.arguments)
-            if size > _MAX_STARTED:
+            if size > _MAX_PENDING_CHARS:
                 break
             started.append(request)
         for earlier in self._started:
@@ -221,7 +221,7 @@ class TemplateProcess:
 
     def _exchange(self, source: str, requests: Sequence[str]) -> list[Reply]:
         helper = self._helper = self._helper or self._new()
-        seconds = self._seconds * (1 + max(map(len, requests)) / _CHARACTERS_AGAIN)
+        seconds = self._seconds * (1 + max(map(len, requests)) / _TIMEOUT_CHARS)
         # The helper keeps the last source.
         changed = json.dumps(None if source == self._source else source)
         self._source = source
@@ -229,13 +229,13 @@ class TemplateProcess:
         lines = "\n".join([header, *requests, ""]).encode()
         helper.write(lines)
         try:
-            reply = helper.read_line(_MAX_RESULT + _GROWTH * len(lines))
+            reply = helper.read_line(_MAX_RESULT + _MAX_GROWTH * len(lines))
         except ProcessEndedError as error:
             raise HarmfulTemplateError(_why(error.reason, seconds)) from None
         replies = [_whole(str(kind), str(text)) for kind, text in json.loads(reply)]
         for request, (_, text) in zip(requests, replies, strict=True):
-            if len(text) > _ALWAYS + _GROWTH * len(request):
-                raise HarmfulTemplateError(_TOO_LARGE)
+            if len(text) > _BASE_CHARS + _MAX_GROWTH * len(request):
+                raise HarmfulTemplateError(_SIZE_PROBLEM)
         return replies
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ def _why(ended: str, seconds: float) -> str:
     if ended == "time":
         return f"takes more than {seconds:.3g} s for a conversation"
     if ended in ("memory", "length"):
-        return _TOO_LARGE
+        return _SIZE_PROBLEM
     return f"ends the process that renders it ({ended})"
 
 
@@ -291,7 +291,7 @@ def read_chat_template(folder: Path) -> dict[str, str]:
             for path in sorted(folder.glob("additional_chat_templates/*.jinja"))
         }
         if jinja.is_file():
-            return sources | {_DEFAULT: read_text(jinja, TEMPLATE_LIMITS)}
+            return sources | {_DEFAULT_TEMPLATE: read_text(jinja, TEMPLATE_LIMITS)}
         # Processors of models with images keep their template in chat_template.json.
         processor = folder / "chat_template.json"
         template = None
@@ -299,7 +299,9 @@ def read_chat_template(folder: Path) -> dict[str, str]:
             template = template or read_value(path, TOKENIZER_CONFIG_LIMITS).get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
-        sources |= {_DEFAULT: template} if isinstance(template, str) else dict(template or {})
+        sources |= (
+            {_DEFAULT_TEMPLATE: template} if isinstance(template, str) else dict(template or {})
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{folder}: its chat template, in chat_template.jinja, tokenizer_config.json or "
@@ -307,8 +309,9 @@ def read_chat_template(folder: Path) -> dict[str, str]:
         ) from error
     if not all(isinstance(source, str) for source in sources.values()):
         raise ModelError(f"{folder}: its chat template is not text: download the model again")
-    if sources and _DEFAULT not in sources:
+    if sources and _DEFAULT_TEMPLATE not in sources:
         raise ModelError(
-            f"{folder} has chat templates, but none named {_DEFAULT}: name a built-in --template"
+            f"{folder} has chat templates, but none named {_DEFAULT_TEMPLATE}: name a built-in "
+            "--template"
         )
     return sources

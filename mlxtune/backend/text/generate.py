@@ -26,7 +26,7 @@ from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
 from mlxtune.errors import MlxTuneError, ModelError
 
 # The maximum number of prompts in a batch.
-_AT_ONCE = 32
+_MAX_BATCH = 32
 
 
 def seed(number: int) -> None:
@@ -329,7 +329,7 @@ def answers(
             generator = Generator(model, tokenizer, vocab_size)
             return [generator.answer(each, sampling).text for each in batch]
 
-    return in_batches(answer, order, _AT_ONCE, on_progress)
+    return in_batches(answer, order, _MAX_BATCH, on_progress)
 
 
 def in_batches(

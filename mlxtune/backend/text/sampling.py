@@ -26,7 +26,7 @@ from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
 from mlxtune.errors import ModelError
 
 # The maximum numbers of samples that are generated together, and of prompt tokens in a pass.
-_AT_ONCE, _PREFILL = 64, 2048
+_MAX_BATCH, _PREFILL_TOKENS = 64, 2048
 # The number of copies of a sample's cache in memory while mlx-lm extends it, and the number of
 # tokens by which it grows.
 _COPIES, _GROWTH = 3, 256
@@ -58,7 +58,7 @@ def sample(
     def draw(batch: Sequence[int]) -> list[SampledAnswer]:
         return _draw(model, ids, [requests[i] for i in batch], sampling, stop_tokens)
 
-    return in_batches(draw, order, _AT_ONCE, on_progress)
+    return in_batches(draw, order, _MAX_BATCH, on_progress)
 
 
 @dataclass
@@ -135,8 +135,10 @@ def _prefilled(
         if request.prompt not in caches:
             cache = make_prompt_cache(model)
             tokens = ids.array(list(request.prompt))
-            for start in range(0, len(tokens) - 1, _PREFILL):
-                model(tokens[None, start : min(start + _PREFILL, len(tokens) - 1)], cache=cache)
+            for start in range(0, len(tokens) - 1, _PREFILL_TOKENS):
+                model(
+                    tokens[None, start : min(start + _PREFILL_TOKENS, len(tokens) - 1)], cache=cache
+                )
                 mx.eval([each.state for each in cache])
             caches[request.prompt] = cache
     return [caches[request.prompt] for request in requests]
@@ -149,7 +151,7 @@ def sampling_memory(
 
     `prompt` is the length of the longest prompt, to which mlx-lm pads the others.
     """
-    text, count = base.text_config, min(answers, _AT_ONCE)
+    text, count = base.text_config, min(answers, _MAX_BATCH)
     heads = text.get("num_attention_heads") or 1
     size = text.get("head_dim") or base.hidden_size // heads
     width = 2 * (text.get("num_key_value_heads") or heads) * size

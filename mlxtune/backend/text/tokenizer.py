@@ -34,7 +34,7 @@ from mlxtune.errors import ModelError, one_line
 # The limits of a trial: the memory of its process, and the length of the problem that it reports.
 _MAX_MEMORY, _MAX_PROBLEM_BYTES = 2**30, 2**16
 # The cache's folder of empty files, one for each tokenizer that passed a trial.
-_TRIED = "tokenizers-tried"
+_TRIED_FOLDER = "tokenizers-tried"
 _STDERR = 2
 _stderr_lock = threading.Lock()
 
@@ -209,7 +209,7 @@ def try_tokenizer(folder: Path, cache: Path | None = None) -> None:
     because a trial of a large file takes a second.
     """
     for path in _tokenizer_files(folder):
-        tried = None if cache is None else cache / _TRIED / _trial_key(path)
+        tried = None if cache is None else cache / _TRIED_FOLDER / _trial_key(path)
         if tried is not None and tried.exists():
             continue
         if problem := _problem_of(path):

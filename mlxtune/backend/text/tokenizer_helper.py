@@ -17,7 +17,7 @@ from typing import Any
 _SECONDS = 10.0
 # The maximum number of characters into which a tokenizer's normalizers may turn one character.
 _MAX_GROWTH = 256
-_TRIED = [
+_TRIAL_TEXTS = [
     "a",
     string.printable,
     "What is 17 + 25? Das weiß ich nicht. 我们 🦙 שלום",
@@ -51,11 +51,11 @@ def serve(libraries: Any, path: str, most_tokens: str) -> None:
                 tokenizer.no_truncation()
                 tokenizer.no_padding()
                 signal.setitimer(signal.ITIMER_PROF, _SECONDS)
-                tokenizer.encode_batch(_TRIED, add_special_tokens=False)
+                tokenizer.encode_batch(_TRIAL_TEXTS, add_special_tokens=False)
         else:
             processor = sentencepiece.SentencePieceProcessor(model_file=path)
             signal.setitimer(signal.ITIMER_PROF, _SECONDS)
-            processor.encode(_TRIED)
+            processor.encode(_TRIAL_TEXTS)
     except MemoryError:
         raise
     except BaseException as error:  # noqa: BLE001

@@ -15,7 +15,7 @@ from mlxtune.errors import ConfigError, shorten
 
 # For the network check: the size of an adapter's gradients in bytes, and the duration of a step in
 # seconds.
-_EXCHANGED, _STEP_S = 10_000_000, 1.0
+_EXCHANGED_BYTES, _STEP_SECONDS = 10_000_000, 1.0
 
 
 def launched_several() -> bool:
@@ -116,12 +116,12 @@ def _file(path: str, hashes: Sequence[str | None], expected: str | None) -> Chec
 
 def _network(link: Link, workers: int) -> Check:
     gbps = link.gbps(workers)
-    exchange = link.one_s + (link.many_s - link.one_s) * _EXCHANGED / link.size
-    gain = _STEP_S / (_STEP_S / workers + exchange)
+    exchange = link.one_s + (link.many_s - link.one_s) * _EXCHANGED_BYTES / link.size
+    gain = _STEP_SECONDS / (_STEP_SECONDS / workers + exchange)
     return Check(
         OK,
         "network",
         f"{gbps:.2g} Gbit/s, {short_duration(link.one_s)} to add one number: steps of "
-        f"{_STEP_S:g} s that add {byte_size(_EXCHANGED)} run at most {gain:.1f} times as "
-        "fast as on one worker",
+        f"{_STEP_SECONDS:g} s that add {byte_size(_EXCHANGED_BYTES)} run at most {gain:.1f} times "
+        "as fast as on one worker",
     )

@@ -31,14 +31,14 @@ INTERVAL, PATIENCE = 2.0, 16.0
 # Sizes in bytes of the token that a connecting worker sends, and of the worker number after it.
 TOKEN_SIZE, _WORKER_SIZE = 32, 4
 # The maximum number of connections that have sent no token yet: an attacker may open many.
-_MAX_WAITING = 256
+_MAX_WAITING_CONNECTIONS = 256
 _ALIVE, _BYE, _FAILED = b".", b"q", b"x"
 # Seconds in which all workers must exchange their addresses.
 _MEETING_SECONDS = 60.0
 # Seconds within which the main thread may report an error after another worker has failed.
-_GRACE = 3.0
+_GRACE_SECONDS = 3.0
 # Seconds within which the end of another worker's connection is detected.
-_MOMENT = 0.5
+_DETECTION_SECONDS = 0.5
 
 
 @dataclass
@@ -223,7 +223,7 @@ def _let_in(
         connection, _ = server.accept()
     except BlockingIOError:
         return
-    if len(waiting) == _MAX_WAITING:
+    if len(waiting) == _MAX_WAITING_CONNECTIONS:
         # Workers send the token immediately, so the connection that has waited longest is not a
         # worker's.
         longest = next(iter(waiting))
@@ -294,7 +294,7 @@ class Watch:
         self.explained.set()
         # After a loss, arbitrary data from MLX's ring may have caused any error.
         of_ring = "[ring]" in str(error)
-        self.heartbeat.wait_for_loss(_GRACE if of_ring else _MOMENT)
+        self.heartbeat.wait_for_loss(_GRACE_SECONDS if of_ring else _DETECTION_SECONDS)
         # If the other worker failed too, any error but WorkerError explains more than the loss.
         if of_ring or (self.heartbeat.failed and isinstance(error, WorkerError)):
             return self._line()
@@ -307,7 +307,7 @@ class Watch:
 
     def _end(self, lost: int) -> None:
         # Exits before mlx.launch ends this process. A failed worker has printed its error.
-        if not self.heartbeat.failed or not self.explained.wait(_GRACE):
+        if not self.heartbeat.failed or not self.explained.wait(_GRACE_SECONDS):
             self._exit(self._line())
 
     def _exit(self, line: str) -> None:

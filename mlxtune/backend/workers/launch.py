@@ -54,9 +54,9 @@ from mlxtune.errors import (
 # The maximum number of seconds to wait until all workers have started.
 _JOIN_SECONDS = 120
 # The size in bytes of a sum that measures the network, and the number of such sums.
-_MEASURED, _TIMES = 16_000_000, 5
+_MEASURED_BYTES, _REPEATS = 16_000_000, 5
 # Values that must be the same on all workers of a run, and the error if they differ.
-_COMMON = {
+_COMMON_FACTS = {
     "versions": "has different versions ({}): use the same versions everywhere",
     "options": "was given different options ({}): start all workers with one command",
     "base_hash": "reads weights from --model-path that differ from worker 0's: copy the folder",
@@ -202,11 +202,11 @@ class WorkerRun(Generic[ConsoleT]):
         own = {name: value for name, value in options.items() if OPTIONS[name].affects in kinds}
         facts = {**described, "options": own}
         texts = self.workers.all_gather_text(
-            json.dumps({name: facts.get(name) for name in _COMMON})
+            json.dumps({name: facts.get(name) for name in _COMMON_FACTS})
         )
         first, *others = map(json.loads, texts)
         for worker, other in enumerate(others, 1):
-            for name, problem in _COMMON.items():
+            for name, problem in _COMMON_FACTS.items():
                 if other[name] != first[name]:
                     values = (each[name] for each in (other, first))
                     entries = (each if isinstance(each, dict) else {name: each} for each in values)
@@ -304,7 +304,9 @@ def check_workers(
     )
     with watched(workers, "doctor"):
         texts = workers.all_gather_text(json.dumps(report.as_dict()))
-        link = Link(_seconds_to_add(workers, 4), _seconds_to_add(workers, _MEASURED), _MEASURED)
+        link = Link(
+            _seconds_to_add(workers, 4), _seconds_to_add(workers, _MEASURED_BYTES), _MEASURED_BYTES
+        )
     reports = [WorkerReport(**json.loads(text)) for text in texts]
     return list(judge_workers(reports, link))
 
@@ -312,7 +314,7 @@ def check_workers(
 def _seconds_to_add(workers: Workers, size: int) -> float:
     """Return the shortest time to all-reduce `size` bytes of float32 numbers."""
     times = []
-    for _ in range(_TIMES):
+    for _ in range(_REPEATS):
         workers.barrier()
         started = time.perf_counter()
         workers.add_zeros(size // 4)

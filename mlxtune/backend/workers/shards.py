@@ -34,12 +34,12 @@ ARCHITECTURES = (
 # Modules with a row for each token of the vocabulary.
 _ROWS = ("embed_tokens", "lm_head")
 # Config keys whose values must be divisible by the number of workers.
-_DIVIDED = (
+_DIVISIBLE_KEYS = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
-_BY_OUTPUTS = (AllToShardedLinear, QuantizedAllToShardedLinear)
-_BY_INPUTS = (ShardedToAllLinear, QuantizedShardedToAllLinear)
+_OUTPUT_SHARDED_KINDS = (AllToShardedLinear, QuantizedAllToShardedLinear)
+_INPUT_SHARDED_KINDS = (ShardedToAllLinear, QuantizedShardedToAllLinear)
 
 
 class PlaceholderGroup:
@@ -204,7 +204,7 @@ def shard_base(base: BaseModel, group: Any) -> BaseModel:
     layers: dict[str, nn.Module] = {}
     entrance = ColumnParallelInput(group)
     for path, module in model.named_modules():
-        if isinstance(module, (*_BY_OUTPUTS, *_BY_INPUTS)):
+        if isinstance(module, (*_OUTPUT_SHARDED_KINDS, *_INPUT_SHARDED_KINDS)):
             layers[path] = _shard_linear(before[path], module, group, entrance)
         elif path in shapes and module.weight.shape != shapes[path]:
             module.sharded_in_place = True
@@ -229,7 +229,7 @@ def shards_of(module: nn.Module) -> int:
 def _shard_linear(
     linear: nn.Module, sharded: nn.Module, group: Any, entrance: ColumnParallelInput
 ) -> nn.Module:
-    by_outputs = isinstance(sharded, _BY_OUTPUTS)
+    by_outputs = isinstance(sharded, _OUTPUT_SHARDED_KINDS)
     inputs, outputs = dimensions(sharded)
     size = outputs if by_outputs else inputs
     start = group.rank() * size
@@ -249,7 +249,7 @@ def _check(base: BaseModel, workers: int) -> None:
             "leave out --parallel, so that each worker has the whole model"
         )
     config = base.text_config
-    for name in _DIVIDED:
+    for name in _DIVISIBLE_KEYS:
         size = config.get(name)
         if isinstance(size, int) and size % workers:
             raise _refuse(

@@ -53,7 +53,7 @@ def test_failure_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch, failing:
 
 @pytest.mark.parametrize("worth", [0, 1 << 60], ids=["shared", "whole"])
 def test_products_equal_numpys(monkeypatch: pytest.MonkeyPatch, worth: int) -> None:
-    monkeypatch.setattr(arrays, "WORTH_MULTIPLYING", worth)
+    monkeypatch.setattr(arrays, "MIN_THREADED_MULTIPLICATIONS", worth)
     random = np.random.default_rng(0)
     a, b = (random.random(shape, np.float32) for shape in ((3, 5, 7), (3, 7, 11)))
     np.testing.assert_allclose(arrays.multiplied(a, b), a @ b, rtol=1e-6)

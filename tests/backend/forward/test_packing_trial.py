@@ -13,7 +13,7 @@ import pytest
 from mlxtune.backend.forward import head, packed_mixers, packing_trial
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import MLX
-from mlxtune.backend.forward.packing_trial import _LONG, _SHORT, Texts
+from mlxtune.backend.forward.packing_trial import _LONG_TEXTS, _SHORT_TEXTS, Texts
 from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.loading import load_base
@@ -37,7 +37,7 @@ def deep(depth: int, dtype: str, architecture: str = "qwen2") -> nn.Module:
     return load_base(model_folder(architecture, None, dtype, tuple(shape.items())), dtype).model
 
 
-@pytest.fixture(params=[_SHORT, _LONG], ids=["short", "long"])
+@pytest.fixture(params=[_SHORT_TEXTS, _LONG_TEXTS], ids=["short", "long"])
 def texts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Texts]:
     """The trial's texts: short ones, as on the CPU, or long ones, as on a GPU."""
     monkeypatch.setattr(head, "trial_texts", lambda: request.param)
@@ -140,7 +140,7 @@ def test_an_error_of_one_layer_is_seen_and_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_texts_share_the_tokens_that_their_sequence_shares() -> None:
-    for each in (_SHORT, _LONG):
+    for each in (_SHORT_TEXTS, _LONG_TEXTS):
         one, other, third = each.tokens
         assert one[: each.prefix] == other[: each.prefix]
         assert one[each.prefix] != other[each.prefix]

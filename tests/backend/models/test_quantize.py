@@ -87,8 +87,8 @@ def test_parts_give_what_the_whole_gives(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("mxfp4", "nvfp4", "mxfp8", "nf4"):
         whole = parameters(load_base(folder, "auto", BaseOptions(quantize=name)).model)
         with monkeypatch.context() as changed:
-            changed.setattr(quantize, "_AT_ONCE", 1000)
-            changed.setattr(nf4, "_AT_ONCE", 1000)
+            changed.setattr(quantize, "_BLOCK_ENTRIES", 1000)
+            changed.setattr(nf4, "_BLOCK_ENTRIES", 1000)
             parts = parameters(load_base(folder, "auto", BaseOptions(quantize=name)).model)
         assert all(mx.array_equal(whole[path], value) for path, value in parts.items())
 

@@ -474,7 +474,7 @@ def test_started_calls_are_rendered_in_one_exchange(
 
 
 def test_long_conversations_are_not_started_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_MAX_STARTED", 5000)
+    monkeypatch.setattr(chat_template, "_MAX_PENDING_CHARS", 5000)
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
     made: list[TemplateRequest] = []
 

@@ -132,7 +132,7 @@ def test_batches_shrink_when_memory_runs_out_and_retry_transient_faults(
         return whole(model, tokenizer, prompts, **options)
 
     monkeypatch.setattr(generate, "batch_generate", failing)
-    monkeypatch.setattr(generate, "_AT_ONCE", 3)
+    monkeypatch.setattr(generate, "_MAX_BATCH", 3)
     told: list[tuple[int, int]] = []
     found = answers(model, Bytes(), prompts * 2, short, on_progress=lambda *done: told.append(done))
     assert found == expected * 2

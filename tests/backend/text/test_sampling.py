@@ -157,7 +157,7 @@ def test_each_prompt_runs_once(model: nn.Module, monkeypatch: pytest.MonkeyPatch
         return call(self, tokens, *rest, **named)
 
     monkeypatch.setattr(type(model), "__call__", counted)
-    monkeypatch.setattr(sampling_module, "_PREFILL", 6)
+    monkeypatch.setattr(sampling_module, "_PREFILL_TOKENS", 6)
     found = sample(model, requests(), RANDOM, ENDS)
     # The last token of a prompt runs with each sample, as a first input.
     prompts = sum(len(prompt) - 1 for prompt in PROMPTS)
@@ -169,7 +169,7 @@ def test_progress_counts_answers_in_batches(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = sample(model, requests(), RANDOM, ENDS)
-    monkeypatch.setattr(sampling_module, "_AT_ONCE", 5)
+    monkeypatch.setattr(sampling_module, "_MAX_BATCH", 5)
     seen: list[tuple[int, int]] = []
     parts = sample(model, requests(), RANDOM, ENDS, lambda *each: seen.append(each))
     assert seen == [(5, 12), (10, 12), (12, 12)]

@@ -172,7 +172,7 @@ def test_stranger_cannot_replace_a_worker(said: bytes, hang_up: bool) -> None:
 
 
 def test_many_strangers_keep_no_worker_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "_MAX_WAITING", 8)
+    monkeypatch.setattr(heartbeat, "_MAX_WAITING_CONNECTIONS", 8)
     first = Heartbeat([].append, TOKEN)
     server = Heartbeat.listen("127.0.0.1")
     strangers = [socket.create_connection(server.getsockname()) for _ in range(40)]

@@ -46,7 +46,7 @@ ARCHITECTURES = {
 }
 # mlx-lm's names for a stack of experts, and the name that the gguf package knows.
 _STACK = re.compile(r"(?:mlp|block_sparse_moe)\.(?:switch_mlp|experts)\.")
-_KNOWN_STACK = "mlp.experts."
+_GGUF_STACK = "mlp.experts."
 Order = npt.NDArray[np.intp]
 
 
@@ -168,7 +168,7 @@ def gguf_names(modules: Iterable[str], base: BaseModel) -> dict[str, str]:
     names = {}
     for module in modules:
         layer, inside = path_in_layer(module)
-        inside = _STACK.sub(_KNOWN_STACK, inside)
+        inside = _STACK.sub(_GGUF_STACK, inside)
         if name := table.get_name(f"model.layers.{layer}.{inside}"):
             names[module] = f"{name}.weight"
     return names

@@ -28,11 +28,11 @@ MODELFILE = "Modelfile"
 _CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
 _QUANTIZER = "llama-quantize"
 # Since May 2026, llama.cpp's builds and packages do not include the converter (llama.cpp#23171).
-_GET_CONVERTER = (
+_CONVERTER_REMEDY = (
     "git clone https://github.com/ggml-org/llama.cpp, put the clone on the PATH, "
     f"{pip_command('install', 'torch')}"
 )
-_GET_QUANTIZER = "brew install llama.cpp"
+_QUANTIZER_REMEDY = "brew install llama.cpp"
 # The converter's names for the dtypes of a folder's weights.
 _OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
@@ -61,7 +61,7 @@ def conversion(program: str, folder: Path, dtype: str) -> list[str]:
 def advice(folder: Path, dtype: str) -> str:
     """Return a message on how to get the missing converter and convert a folder with it."""
     command = shlex.join(conversion(_CONVERTERS[0], folder, dtype))
-    return f"llama.cpp's converter is not on the PATH: {_GET_CONVERTER}, then run {command}"
+    return f"llama.cpp's converter is not on the PATH: {_CONVERTER_REMEDY}, then run {command}"
 
 
 def write_modelfile(folder: Path) -> None:
@@ -72,9 +72,9 @@ def write_modelfile(folder: Path) -> None:
 
 def ollama_advice(folder: Path, quantize: str | None, *, converted: bool) -> str:
     """Return a message that names the missing tool and gives an Ollama command to use instead."""
-    missing, written, get = _QUANTIZER, f"{MERGED} is not quantised", _GET_QUANTIZER
+    missing, written, get = _QUANTIZER, f"{MERGED} is not quantised", _QUANTIZER_REMEDY
     if not converted:
-        missing, get = _CONVERTERS[0], _GET_CONVERTER
+        missing, get = _CONVERTERS[0], _CONVERTER_REMEDY
         written = "a model folder is written instead"
     option = ["-q", quantize] if quantize else []
     command = shlex.join(["ollama", "create", *option, "NAME", "-f", str(folder / MODELFILE)])
@@ -119,7 +119,7 @@ def _run(command: Sequence[str], output: Path, remedy: str) -> None:
     if done.status or not is_ours(output):
         lines = (done.stdout + done.stderr).split("\n")
         last_line = next((line for line in reversed(lines) if line.strip()), "no output")
-        remedy = _GET_CONVERTER if last_line.startswith("ModuleNotFoundError") else remedy
+        remedy = _CONVERTER_REMEDY if last_line.startswith("ModuleNotFoundError") else remedy
         raise OutputError(f"{program}: failed ({one_line(last_line)}): {remedy}")
 
 

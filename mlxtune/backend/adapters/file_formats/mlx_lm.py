@@ -27,10 +27,10 @@ from mlxtune.errors import ModelError, one_line
 
 # The number of bytes that are copied at once.
 _PIECE = 2**20
-_NONE: Mapping[str, nn.Module] = MappingProxyType({})
+_NO_MODULES: Mapping[str, nn.Module] = MappingProxyType({})
 
 
-def read_mlx_lm(file: AdapterFile, modules: Mapping[str, nn.Module] = _NONE) -> Adapter:
+def read_mlx_lm(file: AdapterFile, modules: Mapping[str, nn.Module] = _NO_MODULES) -> Adapter:
     """Read an adapter from a file in mlx-lm's layout.
 
     The shapes are checked against `modules`, a base model's projections by path, before the tensors

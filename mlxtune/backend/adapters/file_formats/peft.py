@@ -29,7 +29,7 @@ from mlxtune.backend.adapters.file_formats.adapter import (
     WeightUpdate,
     path_in_layer,
 )
-from mlxtune.backend.models.model_folder import NOT_TEXT, json_object, weight_names
+from mlxtune.backend.models.model_folder import ENCODER_NAME, json_object, weight_names
 from mlxtune.core.files.writing import write_json
 from mlxtune.core.formatting import join_few
 from mlxtune.errors import ModelError, one_line
@@ -38,12 +38,12 @@ WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
 CONFIG = "adapter_config.json"
 # From `layers.N` on, a module has the same name in PEFT and mlx-lm.
-_TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
+_LAYER_NAME = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
 _PREFIX = "base_model.model."
 # In models with images, files may name the language part as transformers 4 did. The modules of some
 # types still have these names.
-_LANGUAGE = re.compile(r"^(language_model\.model|model(?!\.language_model))\.")
-_NAMED_AS_STORED = ("llama4",)
+_LANGUAGE_PREFIX = re.compile(r"^(language_model\.model|model(?!\.language_model))\.")
+_STORED_NAME_TYPES = ("llama4",)
 _MAGNITUDE = "lora_magnitude_vector"
 _PART = re.compile(rf"(.+?)\.(lora_A|lora_B|{_MAGNITUDE})(?:\.default)?(?:\.weight)?")
 # rank_pattern and alpha_pattern are untrusted regular expressions, which might never finish
@@ -51,9 +51,9 @@ _PART = re.compile(rf"(.+?)\.(lora_A|lora_B|{_MAGNITUDE})(?:\.default)?(?:\.weig
 _NAMES = re.compile(r"(?:[\w.^|-]|\\[.-])+")
 # Limits of an adapter's size when padded to one rank: in bytes, or if larger, as a multiple of the
 # unpadded size.
-_PADDED_BYTES, _PADDED_TIMES = 256 * 2**20, 16
+_MAX_PADDED_BYTES, _MAX_PADDED_RATIO = 256 * 2**20, 16
 # Features of PEFT's adapters that mlx-lm's LoRA does not have.
-_REFUSED = (
+_UNSUPPORTED_KEYS = (
     *("modules_to_save", "trainable_token_indices", "layer_replication"),
     *("lora_bias", "fan_in_fan_out", "alora_invocation_tokens", "use_qalora", "use_bdlora"),
     *("arrow_config", "kasa_config", "monteclora_config", "velora_config"),
@@ -70,7 +70,9 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
     adapter.check_plain(f"PEFT's format for {model_type}", dora=True, experts=placed)
     weights = weight_names(base)
     stored = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
-    has_images = any(NOT_TEXT.search(name) or name.startswith("language_model.") for name in stored)
+    has_images = any(
+        ENCODER_NAME.search(name) or name.startswith("language_model.") for name in stored
+    )
     present = {_module_name(name, model_type) for name in stored} if has_images else stored
     # All-zero updates are padding: mlx-lm needs the same modules in every layer.
     changed = {path: each for path, each in adapter.modules.items() if each.a.any() or each.b.any()}
@@ -121,9 +123,9 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
 
 def _module_name(name: str, model_type: str) -> str:
     """Return the name in transformers 5 of a stored module of a model with images."""
-    if model_type in _NAMED_AS_STORED or NOT_TEXT.search(name):
+    if model_type in _STORED_NAME_TYPES or ENCODER_NAME.search(name):
         return name
-    return _LANGUAGE.sub("model.language_model.", name)
+    return _LANGUAGE_PREFIX.sub("model.language_model.", name)
 
 
 def _expert_tensors(
@@ -137,7 +139,7 @@ def _expert_tensors(
     prefix = Counter(
         name[: tail.start(1)]
         for name in present
-        if (tail := _TAIL.search(name)) and not NOT_TEXT.search(name)
+        if (tail := _LAYER_NAME.search(name)) and not ENCODER_NAME.search(name)
     ).most_common(1)[0][0]
     updates = peft_experts.joined(experts, model_type)
     for (layer, parameter), update in updates.items():
@@ -238,15 +240,15 @@ def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[st
     present = set(present)
     by_tail: dict[str, list[str]] = {}
     for name in present:
-        if (tail := _TAIL.search(name)) and not NOT_TEXT.search(name):
+        if (tail := _LAYER_NAME.search(name)) and not ENCODER_NAME.search(name):
             by_tail.setdefault(tail[1], []).append(name)
     matches, missing = {}, []
     for name in wanted:
-        tail = _TAIL.search(name)
+        tail = _LAYER_NAME.search(name)
         others = by_tail.get(tail[1], []) if tail else []
         if name in present:
             matches[name] = name
-        elif len(others) == 1 and not NOT_TEXT.search(name):
+        elif len(others) == 1 and not ENCODER_NAME.search(name):
             matches[name] = others[0]
         else:
             missing.append(name)
@@ -292,7 +294,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     targets = config.get("target_parameters") or []
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise ModelError(f"{path}: target_parameters must be a list of names")
-    refused = [name for name in _REFUSED if config.get(name)]
+    refused = [name for name in _UNSUPPORTED_KEYS if config.get(name)]
     if config.get("bias", "none") != "none":
         refused.append("bias")
     if refused:
@@ -373,7 +375,7 @@ def _check_padding(path: Path, updates: Sequence[WeightUpdate], rank: int) -> No
     """Raise ModelError if an adapter would be too large when padded to one rank."""
     sizes = [update.a.nbytes + update.b.nbytes for update in updates]
     padded = sum(rank * size // each.rank for each, size in zip(updates, sizes, strict=True))
-    if padded > max(_PADDED_BYTES, _PADDED_TIMES * sum(sizes)):
+    if padded > max(_MAX_PADDED_BYTES, _MAX_PADDED_RATIO * sum(sizes)):
         lowest = min(update.rank for update in updates)
         raise ModelError(
             f"{path} has ranks from {lowest:,} to {rank:,}: padded to one rank, as mlx-lm needs, "

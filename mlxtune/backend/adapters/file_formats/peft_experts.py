@@ -24,7 +24,7 @@ EXPERTS_PATHS = {
     "qwen3_moe": "mlp.experts",
 }
 # Models that interleave the outputs of gate and up.
-_IN_TURNS = ("gpt_oss",)
+_INTERLEAVED_TYPES = ("gpt_oss",)
 # The stacked parameters, in the order in which PEFT wraps them.
 PARAMETERS = ("gate_up_proj", "down_proj")
 # mlx-lm's names for a stack of experts.
@@ -72,7 +72,7 @@ def gate_up_and_down(
 
 def _rows(outputs: int, model_type: str) -> tuple[slice, slice]:
     """Return the rows of gate and the rows of up in `gate_up_proj`."""
-    if model_type in _IN_TURNS:
+    if model_type in _INTERLEAVED_TYPES:
         return slice(0, None, 2), slice(1, None, 2)
     return slice(0, outputs // 2), slice(outputs // 2, None)
 

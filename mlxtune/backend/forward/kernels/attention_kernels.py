@@ -34,7 +34,7 @@ from mlxtune.backend.models.packed import Layout
 # The threads of a group; 32 lanes share a head of a token.
 _GROUP, _LANES = 256, 32
 # The largest head for which the lanes keep all entries in registers.
-_WIDEST = 256
+_MAX_HEAD_SIZE = 256
 # Kernels index elements and threads with 32-bit integers.
 _MAX_INDEX = 2**31 - 1
 
@@ -224,7 +224,7 @@ class HeadSizes:
     @property
     def served(self) -> bool:
         """Whether the kernels support heads of these sizes."""
-        return 0 < self.rotated <= self.size <= _WIDEST and self.rotated % 2 == 0
+        return 0 < self.rotated <= self.size <= _MAX_HEAD_SIZE and self.rotated % 2 == 0
 
     @property
     def pack(self) -> int:

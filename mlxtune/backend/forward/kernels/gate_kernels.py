@@ -29,7 +29,7 @@ GROUP = 256
 # Kernels index elements with 32-bit integers.
 _MAX_ELEMENTS = 2**31
 # Tokens and width of the MLP whose time decides between the kernels and MLX's operations.
-_REALISTIC = (1024, 8192)
+_TRIAL_SHAPE = (1024, 8192)
 
 # All inputs have three axes. Each thread computes WIDTH neighbouring values, so that the threads of
 # a group read neighbouring Packs. CUDA rounds a grid up to whole groups, so some threads are idle.
@@ -170,7 +170,7 @@ def _trial() -> Trial:
         plain_swiglu,
         # With this size, the last group of threads and the last thread are only partly used.
         small=lambda: _case((1, 8 * GROUP + 5)),
-        realistic=lambda: _case(_REALISTIC),
+        realistic=lambda: _case(_TRIAL_SHAPE),
         names=("the output", "the gradient of gate", "the gradient of up"),
     )
 

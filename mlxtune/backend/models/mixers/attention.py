@@ -15,9 +15,9 @@ from mlx_lm.models import base as mlx_lm_base
 from mlxtune.backend.models.packed import PackedCache, window_of
 
 # Up to this many queries, Metal's fused attention has no gradient.
-_FEW = 8
+_MAX_VECTOR_QUERIES = 8
 # The smallest number of queries in a block of windowed attention.
-_BLOCK = 512
+_MIN_BLOCK_QUERIES = 512
 # The head sizes for which Metal's fused attention has a gradient.
 _HEAD_SIZES = (64, 72, 80, 96, 128, 192, 256)
 
@@ -41,7 +41,7 @@ def scaled_dot_product_attention(
             queries, keys, values, cache, scale, mask, sinks
         )
     window = window_of(mask)
-    if window is not None and queries.shape[2] > 2 * max(window, _BLOCK):
+    if window is not None and queries.shape[2] > 2 * max(window, _MIN_BLOCK_QUERIES):
         return attention_in_blocks(queries, keys, values, scale, window, sinks)
     return _attention(queries, keys, values, scale, mask, sinks)
 
@@ -49,7 +49,7 @@ def scaled_dot_product_attention(
 def _attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: Any
 ) -> mx.array:
-    if queries.shape[2] <= _FEW:
+    if queries.shape[2] <= _MAX_VECTOR_QUERIES:
         return composed_attention(queries, keys, values, scale, mask, sinks)
     if sinks is None:
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
@@ -100,7 +100,7 @@ def attention_in_blocks(
         block b   [. x x x x . . .]          x: keys of its first query, with a window of 4
     """
     rows, heads, length, _ = queries.shape
-    size = max(window, _BLOCK)
+    size = max(window, _MIN_BLOCK_QUERIES)
     count = -(-length // size)
 
     def blocks(x: mx.array) -> mx.array:

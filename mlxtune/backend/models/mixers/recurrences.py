@@ -17,7 +17,7 @@ from mlxtune.backend.models.replaced import subclasses
 # The number of tokens in a block: for RWKV 7, over all rows, because the backward pass holds the
 # states of all these tokens; for Mamba 2, mlx-lm's block size, because mlx-lm computes weights for
 # all pairs of tokens in a block.
-BLOCK, _PAIRED = 64, 256
+BLOCK, _MAMBA_BLOCK = 64, 256
 # The longest kernel for which `convolve` is used: each entry of the kernel takes a product.
 _MAX_KERNEL_LENGTH = 8
 
@@ -96,7 +96,7 @@ def ssm_update(
     ) -> tuple[mx.array, mx.array]:
         return ssm.ssm_attn(x, A_log, B, C, D, dt, dt_bias, state, time_step_limit)
 
-    return by_blocks(run, (x, B, C, dt), state, _PAIRED)
+    return by_blocks(run, (x, B, C, dt), state, _MAMBA_BLOCK)
 
 
 class TimeMixing(nn.Module):

@@ -101,7 +101,7 @@ def test_every_form_is_attention(mask: str, with_sinks: bool, length: int) -> No
 def test_blocks_are_attention_in_a_window(
     length: int, window: int, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_BLOCK", 4)
+    monkeypatch.setattr(attention, "_MIN_BLOCK_QUERIES", 4)
     *given, sinks = arrays(length)
     mask = create_causal_mask(length, window_size=window)
     given += [sinks] * with_sinks
@@ -155,7 +155,7 @@ def test_step_in_windows_takes_blocks(
     way: str, model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covers padded micro-batches, packed sequences, and recomputed layers."""
-    monkeypatch.setattr(attention, "_BLOCK", 4)
+    monkeypatch.setattr(attention, "_MIN_BLOCK_QUERIES", 4)
     folder = model_folder(model_type, overrides=(("sliding_window", 6),))
     wanted = computed(fresh(folder, PLAIN, 10_000), fixed_step())
     lengths: list[int] = []

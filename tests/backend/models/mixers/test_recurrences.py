@@ -104,7 +104,7 @@ def test_result_is_mlx_lms(limit: tuple[float, float]) -> None:
 def test_blocks_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     varied, frozen = inputs(2, 200, 4, 2)
     whole = results(recurrences.ssm_update, varied, frozen, (0.001, 100.0))
-    monkeypatch.setattr(recurrences, "_PAIRED", 70)
+    monkeypatch.setattr(recurrences, "_MAMBA_BLOCK", 70)
     found = results(recurrences.ssm_update, varied, frozen, (0.001, 100.0))
     for one, other in zip(found, whole, strict=True):
         assert_close(one, other, 1e-6)
