@@ -46,7 +46,7 @@ _FLAG = re.compile(
     r"|(?P<word>(?!-)(?:[^\s'\",;:()]|'[^']*'|\"[^\"]*\"|:(?=\S))+(?<!\.))))?"
 )
 _CLAUSE_END = re.compile(r"$|[,;)]|: | or | and ")
-_LOWER = re.compile(r"(?!(?:out|too)$)[a-z][\w-]*")
+_LOWERCASE_WORD = re.compile(r"(?!(?:out|too)$)[a-z][\w-]*")
 _VALUE = re.compile(r"['\"A-Z\d]|\S*[/=:.]\w|\w+=")
 # What precedes a switch that a remedy sets, such as `use --cache-dir or `.
 _SETTING = re.compile(
@@ -87,7 +87,7 @@ def _is_value(word: str, rest: str) -> bool:
     """Return whether a word after a flag is its value: in `--data needs a file`, it is not."""
     if _CHOICE.fullmatch(word) or _VALUE.match(word):
         return True
-    return _LOWER.fullmatch(word) is not None and _CLAUSE_END.match(rest) is not None
+    return _LOWERCASE_WORD.fullmatch(word) is not None and _CLAUSE_END.match(rest) is not None
 
 
 def _quoted(text: str) -> str:

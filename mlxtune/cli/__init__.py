@@ -42,8 +42,8 @@ EXIT_CODES = {
     143: "SIGTERM; the run was saved",
 }
 # The variable in which shells pass a completion request, under the name that click expects.
-_COMPLETE = "_MLXTUNE_COMPLETE"
-_INTERRUPTED = "mlxtune: interrupted"
+_COMPLETION_VARIABLE = "_MLXTUNE_COMPLETE"
+_INTERRUPT_MESSAGE = "mlxtune: interrupted"
 
 
 class _OrderedGroup(click.Group):
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         unguard()
         _main(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt as interrupt:
-        _exit(_INTERRUPTED, code=_exit_status(interrupt))
+        _exit(_INTERRUPT_MESSAGE, code=_exit_status(interrupt))
 
 
 def _main(arguments: list[str]) -> NoReturn:
@@ -103,8 +103,8 @@ def _main(arguments: list[str]) -> NoReturn:
     )
     MlxTuneError.names_flags = True
     open_streams()
-    if request := os.environ.get(_COMPLETE):
-        sys.exit(shell_complete(command, {}, "mlxtune", _COMPLETE, request))
+    if request := os.environ.get(_COMPLETION_VARIABLE):
+        sys.exit(shell_complete(command, {}, "mlxtune", _COMPLETION_VARIABLE, request))
     try:
         # Bypass click's own main(), which turns every KeyboardInterrupt into click's Abort.
         with interrupt_on_signal(), command.make_context("mlxtune", arguments) as context:
@@ -131,7 +131,7 @@ def _main(arguments: list[str]) -> NoReturn:
         _exit(f"mlxtune: {interrupt.shell_message}", code=_exit_status(interrupt))
     except Exception as error:
         if (behind := _interrupt_behind(error)) is not None:
-            _exit(_INTERRUPTED, code=_exit_status(behind))
+            _exit(_INTERRUPT_MESSAGE, code=_exit_status(behind))
         # Training turns faults into errors that name a checkpoint. Faults in other stages, such as
         # loading, arrive here.
         fault = fault_of(error) if isinstance(error, RuntimeError | MemoryError) else None

@@ -19,14 +19,14 @@ from mlxtune.config.fields import (
     flags_of,
     options_of,
 )
-from mlxtune.config.known_names import ELSEWHERE, EQUIVALENTS, as_entry, as_flag, suggestion
+from mlxtune.config.known_names import COMMAND_HINTS, EQUIVALENTS, as_entry, as_flag, suggestion
 from mlxtune.config.option import Option, Section
 from mlxtune.errors import ConfigError, shorten
 
 Config = TypeVar("Config", bound=CheckedConfig)
 _HELP_ALL = "--help-all"
 # The maximum number of unknown options that a message names.
-_MAX_NAMED = 10
+_MAX_NAMED_OPTIONS = 10
 
 
 def config_options(config: type) -> list[click.Option]:
@@ -152,7 +152,7 @@ class Command(click.Command):
                 value = left.pop(0)
             if param is None:
                 plain = _field_name(name)
-                elsewhere = ELSEWHERE.get((str(self.name), plain))
+                elsewhere = COMMAND_HINTS.get((str(self.name), plain))
                 answered |= plain in EQUIVALENTS or plain in options or elsewhere is not None
                 end = suggestion(plain, value or None, options, as_flag, flags)
                 unknown.append(f"unknown option {name}{f': {elsewhere}' if elsewhere else end}")
@@ -312,8 +312,8 @@ def load_config_file(
     problems += [
         f"--config {path} has no option {shorten(key)}"
         + suggestion(key, value, own, as_entry, flags_of(config))
-        for key, value in unknown[:_MAX_NAMED]
+        for key, value in unknown[:_MAX_NAMED_OPTIONS]
     ]
-    if (more := len(unknown) - _MAX_NAMED) > 0:
+    if (more := len(unknown) - _MAX_NAMED_OPTIONS) > 0:
         problems.append(f"--config {path} has {more:,} more unknown options")
     return options, problems

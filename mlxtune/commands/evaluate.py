@@ -12,7 +12,7 @@ import numpy as np
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.forward import operations
 from mlxtune.config import DataConfig, EvalConfig
-from mlxtune.config.objective_config import REWARDED, ObjectiveConfig, RewardedConfig
+from mlxtune.config.objective_config import REWARD_OBJECTIVES, ObjectiveConfig, RewardedConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.sources.datafiles import held_out_file
 from mlxtune.core.evaluation.outcome import Evaluation
@@ -55,7 +55,7 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
     config, names = options.config, options.explicit_options
     if config.reward:
         # The adapter's own objective does not matter.
-        config = replace(config, objective=REWARDED[0])
+        config = replace(config, objective=REWARD_OBJECTIVES[0])
         names |= {field.name for field in fields(ObjectiveConfig)}
     with closing(RunConsole(quiet=config.quiet)) as console:
         use = UseSession(config, console, names)

@@ -44,7 +44,7 @@ _STDIN = "standard input"
 # Keys of a prompt in rows of --data, in lower case and without punctuation.
 _PROMPTS = ("prompt", "question", "query", "instruction", "input", "message", "text")
 # Options that change no answer.
-_PLACES = {"model_path", "adapter", "data", "output", "overwrite", "quiet", "memory_limit"}
+_NEUTRAL_OPTIONS = {"model_path", "adapter", "data", "output", "overwrite", "quiet", "memory_limit"}
 
 
 @takes_resolved(GenerateConfig)
@@ -228,7 +228,7 @@ def _stamps(
 ) -> list[str]:
     """Return a hash of each prompt with the model and the options."""
     every = asdict(session.config)
-    options = {name: every[name] for name in every.keys() - _PLACES}
+    options = {name: every[name] for name in every.keys() - _NEUTRAL_OPTIONS}
     adapter = None if session.adapter is None else file_hash(session.adapter.path)
     common = [str(session.folder.resolve()), adapter, sorted(options.items())]
     contents = (prompt if isinstance(prompt, str) else prompt.ids for prompt in prompts)

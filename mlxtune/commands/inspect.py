@@ -22,7 +22,7 @@ from mlxtune.views.terminal import result_console
 
 # The largest numbers of examples: on a page, and elsewhere (in JSON, or on a terminal, which may
 # show fewer).
-ON_PAGE, ELSEWHERE = 200, 12
+MAX_PAGE_EXAMPLES, MAX_OTHER_EXAMPLES = 200, 12
 
 
 @takes_options(InspectConfig)
@@ -79,7 +79,9 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection
     skipped = findings.skip_findings(dataset.files)
     every_finding = tuple(findings.by_loss([*dataset.findings, *skipped]))
     if config.row is None:
-        selected = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)
+        selected = examples.choose(
+            every_finding, MAX_PAGE_EXAMPLES if config.html else MAX_OTHER_EXAMPLES
+        )
     elif not (selected := examples.of_row(config.row)):
         raise DataError(why_not_shown(config.row, reader, dataset))
     return inspection.Inspection(

@@ -24,7 +24,7 @@ from mlxtune.views.output import ask, print_line
 CARD = "README.md"
 # The subfolder for mlx-lm's layout of the adapter; PEFT requires its own files at the top level.
 MLX_LM = "mlx-lm"
-_IN_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+_CACHE_FOLDER = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
 def push(
@@ -151,7 +151,7 @@ def _check_adapter(run: Run, view: RunView, source: Source) -> None:
 
 def _name_of(base: Path) -> str:
     """Return the hub name of a base model in the hub's cache, or else its folder's name."""
-    if base.parent.name == "snapshots" and (match := _IN_CACHE.fullmatch(base.parents[1].name)):
+    if base.parent.name == "snapshots" and (match := _CACHE_FOLDER.fullmatch(base.parents[1].name)):
         return f"{match[1]}/{match[2]}"
     return base.resolve().name
 

@@ -25,7 +25,7 @@ from mlxtune.views.parts import verdict_line
 
 COMPARISON = "comparison.html"
 # Error codes for read-only folders.
-_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+_READ_ONLY_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def report(*runs: str | Path, html: str | Path | None = None) -> list[RunView]:
@@ -60,7 +60,11 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
             _write(all_runs, target)
         except OutputError as problem:
             cause = problem.__cause__
-            if html is not None or not isinstance(cause, OSError) or cause.errno not in _READ_ONLY:
+            if (
+                html is not None
+                or not isinstance(cause, OSError)
+                or cause.errno not in _READ_ONLY_ERRORS
+            ):
                 raise
             page = f"no page: {problem}"
     if as_json:

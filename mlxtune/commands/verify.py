@@ -56,7 +56,7 @@ from mlxtune.session.resuming import check_asked_again, check_initial, run_confi
 from mlxtune.views.output import print_json, print_line
 
 # What neither the files nor a replay can confirm.
-_NOT_CHECKED = "times, memory, versions and device, and the page"
+_UNCHECKED_FACTS = "times, memory, versions and device, and the page"
 
 
 def verify(
@@ -142,7 +142,7 @@ def show(
     width = max(len(check.name) for check in result.checks) + 2
     for check in result.checks:
         print_line(f"{'ok' if check.ok else 'BAD':<4}{check.name:<{width}}{check.detail}")
-    print_line(f"{'--':<4}{'not checked':<{width}}{_NOT_CHECKED}")
+    print_line(f"{'--':<4}{'not checked':<{width}}{_UNCHECKED_FACTS}")
     bad = sum(not check.ok for check in result.checks)
     checks = f"{len(result.checks)} checks"
     print_line(f"{result.run}: {checks}, {f'{bad} failed' if bad else 'all passed'}")

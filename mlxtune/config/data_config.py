@@ -32,7 +32,7 @@ ROW_NAMES = (
 MESSAGE_NAMES = ("role", "content", "from", "value")
 FIELD_NAMES = (*ROW_NAMES, *MESSAGE_NAMES)
 # Fields by the names that other tools give them.
-_MEANT = {
+_FIELD_SYNONYMS = {
     **dict.fromkeys(("context", "passage", "document"), "input"),
     **dict.fromkeys(("question", "query", "user"), "prompt"),
     **dict.fromkeys(("answer", "response", "assistant"), "completion"),
@@ -297,7 +297,9 @@ def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
         if not equals or not (key or name == "label"):
             raise ValueError(f"{shorten(pair)} is not a pair such as prompt=question")
         if name not in FIELD_NAMES:
-            close = _MEANT.get(name) or "".join(difflib.get_close_matches(name, FIELD_NAMES, 1))
+            close = _FIELD_SYNONYMS.get(name) or "".join(
+                difflib.get_close_matches(name, FIELD_NAMES, 1)
+            )
             hint = f", did you mean {close}?" if close else ""
             raise ValueError(
                 f"{shorten(name)} is not a field{hint} (known: {', '.join(FIELD_NAMES)})"

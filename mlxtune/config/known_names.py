@@ -12,9 +12,9 @@ _ADAMW = "the optimizer is always AdamW; --weight-decay 0 makes it Adam"
 _ANSWERS_ONLY = (
     "in conversations, only answers carry loss; --turns last trains on a row's last answer"
 )
-_ONE_LINE = "where the architecture allows it, examples are always laid end to end"
+_PACKING = "where the architecture allows it, examples are always laid end to end"
 _NEW_TOKENS = "new tokens are out of scope: LoRA trains no embeddings"
-_FULL = "full fine-tuning is out of scope: mlxtune trains LoRA, and DoRA with --dora"
+_FULL_FINE_TUNING = "full fine-tuning is out of scope: mlxtune trains LoRA, and DoRA with --dora"
 _IMAGES = "images are out of scope: only a model's text part is trained"
 _REFERENCE = "the reference is the model before the first step, so no option is needed"
 _OWN_CHOICE = "mlxtune chooses this to suit the machine"
@@ -47,7 +47,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("system_prompt", "system", ""),
     ("mask_prompt completion_only_loss assistant_only_loss", "", _ANSWERS_ONLY),
     ("train_on_inputs train_on_responses_only", "", _ANSWERS_ONLY),
-    ("packing sample_packing padding_free group_by_length pad_to_sequence_len", "", _ONE_LINE),
+    ("packing sample_packing padding_free group_by_length pad_to_sequence_len", "", _PACKING),
     ("dataset_prepared_path", "cache_dir", ""),
     ("overwrite_cache", "no_cache", ""),
     ("tokens special_tokens added_tokens add_tokens new_tokens", "", _NEW_TOKENS),
@@ -63,7 +63,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "",
         "mlxtune trains LoRA, or DoRA with --dora, but not all weights",
     ),
-    ("full full_finetuning full_finetune", "", _FULL),
+    ("full full_finetuning full_finetune", "", _FULL_FINE_TUNING),
     ("r lora_r lora_rank", "rank", ""),
     ("lora_alpha", "alpha", ""),
     ("scale lora_scale", "alpha=N", "alpha is scale times rank"),
@@ -159,7 +159,7 @@ EQUIVALENTS: Mapping[str, OptionEquivalent] = {
     for name in names.split()
 }
 # Commands, options that they lack, and what to use instead.
-_ELSEWHERE: tuple[tuple[str, str, str], ...] = (
+_COMMAND_HINTS: tuple[tuple[str, str, str], ...] = (
     ("report inspect", "output out", "--html FILE writes the page"),
     ("runs", "output out html", "mlxtune report writes a page"),
     ("bench", "output out", "--json FILE writes the figures"),
@@ -188,9 +188,9 @@ _ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     ("push", "token hf_token", "run hf auth login, or set HF_TOKEN"),
     ("watch", "port host", "the page is always on 127.0.0.1, on a free port"),
 )
-ELSEWHERE: Mapping[tuple[str, str], str] = {
+COMMAND_HINTS: Mapping[tuple[str, str], str] = {
     (command, name): answer
-    for commands, names, answer in _ELSEWHERE
+    for commands, names, answer in _COMMAND_HINTS
     for command in commands.split()
     for name in names.split()
 }

@@ -78,7 +78,7 @@ OPTIONS_LIMITS = Limits(64 * 1024, values=40_000, entries=20_000, digits=100_000
 
 # Patterns of options. Compiling takes memory for each repetition, so counts have four digits.
 _MAX_PATTERN_CHARS = 1000
-_REPEATED = re.compile(r"\{[^}]*\d{5}")
+_LONG_REPEAT = re.compile(r"\{[^}]*\d{5}")
 
 _BY_NAME = {
     "config.json": CONFIG_LIMITS,
@@ -215,7 +215,7 @@ def check_pattern(pattern: str) -> None:
     import regex
 
     try:
-        if _REPEATED.search(pattern):
+        if _LONG_REPEAT.search(pattern):
             raise ValueError("it repeats more than 9,999 times")
         regex.compile(pattern)
     except (regex.error, ValueError, RecursionError, MemoryError) as error:

@@ -8,14 +8,14 @@ from mlxtune.config.fields import CheckedConfig, flag
 from mlxtune.config.option import INPUT, RESULT, TRAINING
 
 # The objectives whose rows are pairs of answers, and the objectives whose rows have a label.
-PAIRED, LABELED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)
+PAIR_OBJECTIVES, LABEL_OBJECTIVES = ("dpo", "orpo", "cpo", "simpo"), ("kto",)
 # The objectives whose rows are prompts, to which the model samples answers.
-REWARDED = ("grpo",)
+REWARD_OBJECTIVES = ("grpo",)
 REWARD_NAMES = (
     "FILE.py[:FUNCTION], exact, contains, regex=PATTERN, number, json, json_keys or length, each "
     "with an optional weight, such as json=0.5"
 )
-OBJECTIVES = ("sft", *PAIRED, *LABELED, *REWARDED)
+OBJECTIVES = ("sft", *PAIR_OBJECTIVES, *LABEL_OBJECTIVES, *REWARD_OBJECTIVES)
 _WEIGHT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?inf|nan")
 # The default peak learning rates: for `sft`, and for all other objectives.
 DEFAULT_RATE, PREFERENCE_RATE = 1e-4, 5e-6
@@ -27,7 +27,7 @@ class DefaultRate(float):
 
 def is_rewarded(objective: object) -> bool:
     """Return whether an objective's rows are prompts, to which the model samples answers."""
-    return objective in REWARDED
+    return objective in REWARD_OBJECTIVES
 
 
 def parse_weight(reward: str) -> tuple[str, float]:
@@ -42,7 +42,11 @@ def reward_weight(reward: str) -> float:
 
 def default_rate(objective: object) -> float:
     """Return the default peak learning rate of an objective."""
-    return PREFERENCE_RATE if objective in (*PAIRED, *LABELED, *REWARDED) else DEFAULT_RATE
+    return (
+        PREFERENCE_RATE
+        if objective in (*PAIR_OBJECTIVES, *LABEL_OBJECTIVES, *REWARD_OBJECTIVES)
+        else DEFAULT_RATE
+    )
 
 
 _BETA, _SIMPO_BETA = 0.1, 2.0
@@ -51,8 +55,8 @@ _DPO_LOSSES = (
     *("apo_down", "aot", "aot_unpaired", "discopop", "sigmoid_norm"),
 )
 # The losses that label smoothing changes.
-_SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
-_BELONGS = {
+_SMOOTHED_LOSSES = ("exo_pair", "robust", "aot", "aot_unpaired")
+_OBJECTIVES_OF_OPTION = {
     "dpo_loss": ("dpo",),
     "label_smoothing": ("dpo", "cpo", "simpo"),
     "sft_weight": ("dpo",),
@@ -107,7 +111,7 @@ class ObjectiveConfig(RowObjectiveConfig):
     label_smoothing: float = TRAINING.option(
         0.0,
         "Assumed fraction of pairs with swapped answers, for cpo, simpo, and dpo with "
-        f"{', '.join(_SMOOTHED)}.",
+        f"{', '.join(_SMOOTHED_LOSSES)}.",
         RESULT,
         at_least=0,
         below=0.5,
@@ -154,16 +158,21 @@ class ObjectiveConfig(RowObjectiveConfig):
 
     def contradictions(self) -> Iterator[str]:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name, objectives in _BELONGS.items():
+        for name, objectives in _OBJECTIVES_OF_OPTION.items():
             if getattr(self, name) != defaults[name] and self.objective not in objectives:
                 yield (
                     f"{flag(name)} goes with --objective {' or '.join(objectives)}: leave it out"
                 )
-        if self.beta is not None and self.objective in ("sft", *REWARDED):
+        if self.beta is not None and self.objective in ("sft", *REWARD_OBJECTIVES):
             remedy = "use --kl" if self.is_rewarded else "leave it out"
             yield f"--beta goes with a preference objective: {remedy}"
-        if self.objective == "dpo" and self.label_smoothing and self.dpo_loss not in _SMOOTHED:
-            yield f"--label-smoothing goes with --dpo-loss {', '.join(_SMOOTHED)}: leave it out"
+        if (
+            self.objective == "dpo"
+            and self.label_smoothing
+            and self.dpo_loss not in _SMOOTHED_LOSSES
+        ):
+            losses = ", ".join(_SMOOTHED_LOSSES)
+            yield f"--label-smoothing goes with --dpo-loss {losses}: leave it out"
         if self.objective == "dpo" and self.dpo_loss == "exo_pair" and not self.label_smoothing:
             yield "--dpo-loss exo_pair needs --label-smoothing above 0, such as 0.001"
 

@@ -13,7 +13,7 @@ from types import UnionType
 from typing import Any
 
 # Computations use 64-bit integers.
-_TOO_LARGE = 2**63
+_INT_BOUND = 2**63
 
 
 class Affects(Enum):
@@ -200,15 +200,15 @@ def _is_short(value: Any) -> bool:
 
     Other values can be huge, or numbers that Python refuses to convert.
     """
-    return isinstance(value, str) or (isinstance(value, int | float) and abs(value) < _TOO_LARGE)
+    return isinstance(value, str) or (isinstance(value, int | float) and abs(value) < _INT_BOUND)
 
 
 # A number with a unit, such as 12GB or 20%.
-_WITH_UNIT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?|\.\d{1,15}) ?([A-Za-z%]{1,8})")
+_QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,15})?|\.\d{1,15}) ?([A-Za-z%]{1,8})")
 # The powers of 1,024 or 1,000 of suffixes of numbers of tokens, rows and steps.
 _SUFFIXES = {"k": 1, "m": 2}
 # The gigabytes in other units of memory, whose options are in GB.
-_IN_GB = {"t": 1000, "tb": 1000, "tib": 1024, "m": 1e-3, "mb": 1e-3, "mib": 1e-3}
+_GB_PER_UNIT = {"t": 1000, "tb": 1000, "tib": 1024, "m": 1e-3, "mb": 1e-3, "mib": 1e-3}
 
 
 def _without_unit(number: str, unit: str, kind: type[int] | type[float]) -> str:
@@ -219,8 +219,8 @@ def _without_unit(number: str, unit: str, kind: type[int] | type[float]) -> str:
         return f"use {binary} or {decimal}"
     if kind is float and unit == "%":
         return f"use {value / 100:g}"
-    if kind is float and unit.lower() in _IN_GB:
-        return f"use {value * _IN_GB[unit.lower()]:g}"
+    if kind is float and unit.lower() in _GB_PER_UNIT:
+        return f"use {value * _GB_PER_UNIT[unit.lower()]:g}"
     return f"leave out {unit}"
 
 
@@ -231,12 +231,12 @@ def _read_number(value: Any, kind: type[int] | type[float]) -> int | float:
     try:
         number = kind(value)
     except (ValueError, OverflowError):
-        if isinstance(value, str) and (unit := _WITH_UNIT.fullmatch(value)):
+        if isinstance(value, str) and (unit := _QUANTITY.fullmatch(value)):
             problem += f": {_without_unit(unit[1], unit[2], kind)}"
         raise ValueError(problem) from None
     if not isinstance(value, str) and kind is int and number != value:
         raise ValueError(problem)
-    if kind is int and abs(number) >= _TOO_LARGE:
+    if kind is int and abs(number) >= _INT_BOUND:
         raise ValueError("must be a whole number between -2^63 and 2^63")
     if not math.isfinite(number):
         raise ValueError(f"must be a finite number, not {number}")

@@ -13,7 +13,7 @@ from mlxtune.config.train_config import StepConfig, TrainConfig
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Demo files: inside the package in a wheel, in data/ in a clone or an editable install.
-_CARRIED, _CLONED = _PACKAGE / "demo", _PACKAGE.parent / "data"
+_PACKAGED_DEMO, _CLONED_DEMO = _PACKAGE / "demo", _PACKAGE.parent / "data"
 MODEL, DATA = "demo-qwen3", "bookings.jsonl"
 
 
@@ -140,7 +140,7 @@ class RewardConfig(CheckedConfig):
 
 def demo_file(name: str) -> Path:
     """Return the path of a demo model's folder or of the demo's data file, by its name."""
-    return (_CARRIED if _CARRIED.is_dir() else _CLONED) / name
+    return (_PACKAGED_DEMO if _PACKAGED_DEMO.is_dir() else _CLONED_DEMO) / name
 
 
 @dataclasses.dataclass(frozen=True)

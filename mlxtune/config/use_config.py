@@ -11,7 +11,7 @@ from mlxtune.config.fields import CheckedConfig, as_path, flag, same_option
 from mlxtune.config.limits import check_pattern
 from mlxtune.config.objective_config import (
     REWARD_NAMES,
-    REWARDED,
+    REWARD_OBJECTIVES,
     ObjectiveConfig,
     RewardedConfig,
 )
@@ -143,7 +143,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
             return
         if self.adapter is None:
             yield "--reward compares answers before and after training: give --adapter"
-        if self.objective not in ("sft", *REWARDED):
+        if self.objective not in ("sft", *REWARD_OBJECTIVES):
             yield f"--reward compares no preferences: leave out --objective {self.objective}"
         if self.generate:
             yield "--reward already counts exact answers: leave out --generate"

@@ -24,8 +24,8 @@ from mlxtune.core.machine.reservation import reservations
 from mlxtune.views.output import print_json, print_line
 
 # Packages whose requirements are checked, because wrong versions cause obscure errors.
-_FOLLOWED = (DISTRIBUTION, "mlx", "mlx-lm", "transformers")
-_FOR_DEVELOPERS = ("test", "interop", "dev")
+_FOLLOWED_PACKAGES = (DISTRIBUTION, "mlx", "mlx-lm", "transformers")
+_DEVELOPER_EXTRAS = ("test", "interop", "dev")
 
 
 def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis:
@@ -107,7 +107,7 @@ def packages() -> tuple[Package, ...]:
     ours = Package("mlxtune", "", version, serves=True)
     result = [ours, *_checked(_followed(DISTRIBUTION, ""), "")]
     for extra in metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []:
-        if extra not in _FOR_DEVELOPERS:
+        if extra not in _DEVELOPER_EXTRAS:
             result += _checked(_followed(DISTRIBUTION, extra), extra)
     return tuple(result)
 
@@ -123,7 +123,7 @@ def mlx_libraries() -> tuple[str, ...]:
 
 
 def _followed(name: str, extra: str) -> Iterator[Requirement]:
-    """Yield the requirements of a package or its extra; recurse into those in `_FOLLOWED`."""
+    """Yield the requirements of a package or its extra, and of `_FOLLOWED_PACKAGES` in them."""
     if installed_version(name) is None:
         return
     for required in map(Requirement, metadata.requires(name) or []):
@@ -133,7 +133,7 @@ def _followed(name: str, extra: str) -> Iterator[Requirement]:
         )
         if applies and not (extra and always):
             yield required
-            if required.name in _FOLLOWED:
+            if required.name in _FOLLOWED_PACKAGES:
                 for each in ("", *sorted(required.extras)):
                     yield from _followed(required.name, each)
 

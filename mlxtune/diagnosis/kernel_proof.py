@@ -211,18 +211,18 @@ def _delta_state() -> mx.array:
 _WINDOW = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}
 # Every token uses all experts: in 16 bits, a router might choose different experts.
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16}
-_TIED = {"tie_word_embeddings": True}
+_TIED_HEAD = {"tie_word_embeddings": True}
 _ATTENTION = {"gpu": _causal_attention, "plain": _plain_attention}
 _HEADS = HeadSizes(queries=2, keys=1, size=64, rotated=64)
 _AROUND = {kind: partial(_around_attention, kind) for kind in ("gpu", "plain")}
 _DELTA = {"gpu": _gated_delta_kernel, "plain": _gated_delta_by_chunks}
 # Add an entry for each new kernel.
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("texts of 2 and 3 tokens", partial(_model_step, qwen3, (3, 2, 3) * 8, _TIED)),
+    Kernel("texts of 2 and 3 tokens", partial(_model_step, qwen3, (3, 2, 3) * 8, _TIED_HEAD)),
     # The longest example's length is not a multiple of a kernel's block.
     Kernel(
         "attention, heads of 128",
-        partial(_model_step, qwen3, (300, 131, 40), _TIED | {"head_dim": 128}),
+        partial(_model_step, qwen3, (300, 131, 40), _TIED_HEAD | {"head_dim": 128}),
     ),
     Kernel(
         "attention with sinks",

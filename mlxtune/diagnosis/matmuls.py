@@ -25,10 +25,10 @@ Matrix = npt.NDArray[np.float32]
 DTYPES = ("float32", "float16", "bfloat16")
 # Unit roundoffs of the dtypes that results, and dequantised weights, are rounded to; float32's
 # factors may be truncated to TF32's 11 bits.
-_OF_RESULTS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-_OF_WEIGHTS = {"float32": 2.0**-10, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+_UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+_WEIGHT_ROUNDOFF = {"float32": 2.0**-10, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # The largest rounding error of one addition: tensor cores truncate their sums.
-_OF_SUMS = 2.0**-23
+_SUM_ROUNDOFF = 2.0**-23
 # The roundings of one result: its own, and those of the partial sums of a split matmul.
 _ROUNDINGS = 4
 # The roundings of one dequantised weight: its scaled value, its sum with the bias, and itself. The
@@ -190,9 +190,9 @@ class MatmulFactors(NamedTuple):
         and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019). Truncation also
         shrinks the result by a fraction of itself.
         """
-        of_weights = _WEIGHT_ROUNDINGS * _OF_WEIGHTS[dtype] if quantized else 0.0
-        of_result = _ROUNDINGS * _OF_RESULTS[dtype] + of_weights
-        random = of_weights / inner**0.5 + _OF_SUMS * inner**0.5
+        of_weights = _WEIGHT_ROUNDINGS * _WEIGHT_ROUNDOFF[dtype] if quantized else 0.0
+        of_result = _ROUNDINGS * _UNIT_ROUNDOFF[dtype] + of_weights
+        random = of_weights / inner**0.5 + _SUM_ROUNDOFF * inner**0.5
         return np.abs(self.expected) * of_result + _DEVIATIONS * random * self.norms
 
 

@@ -45,8 +45,8 @@ from mlxtune.session.dataset import load_dataset
 from mlxtune.session.reader import Reader
 
 # A parameter count large enough to select the CPU's kernels.
-_LARGE = 10**9
-_ONE_STEP, _SMALL_CHUNK = 10**6, 16
+_CPU_KERNEL_PARAMETERS = 10**9
+_WHOLE_STEP_TOKENS, _SMALL_CHUNK = 10**6, 16
 _DROPOUT = 0.3
 # Micro-batch sizes in tokens, and the number of rows that fill the largest.
 SIZES, _ROWS = (128, 512, 2048), 24
@@ -76,7 +76,7 @@ class StepVariant:
 def _variant(kind: str, parameters: int = 0) -> StepVariant:
     """Return the way named `kind`; the CPU's kernels compute only models of enough `parameters`."""
     execution = best_execution(parameters, kind=kind)
-    return StepVariant(kind, replace(execution, micro_batch_tokens=_ONE_STEP))
+    return StepVariant(kind, replace(execution, micro_batch_tokens=_WHOLE_STEP_TOKENS))
 
 
 def step_variants() -> list[StepVariant]:
@@ -87,7 +87,7 @@ def step_variants() -> list[StepVariant]:
     """
     variants = [_variant("plain")]
     for kind in ("gpu", "cpu") if on_cpu() else ("gpu",):
-        variant = _variant(kind, _LARGE)
+        variant = _variant(kind, _CPU_KERNEL_PARAMETERS)
         variants.append(variant)
         execution = replace(variant.execution, loss_chunk=_SMALL_CHUNK, micro_batch_tokens=256)
         small = replace(execution, recompute=True)

@@ -35,8 +35,8 @@ from mlxtune.views.output import print_json
 from mlxtune.views.terminal import plain_table, result_console, shown
 
 # On the CPU, mlx-lm takes seconds for each row.
-_CPU_TIMED = ("--steps", "2", "--batch-size", "2")
-_GPU_TIMED = ("--steps", "8", "--batch-size", "4")
+_CPU_TIMING_OPTIONS = ("--steps", "2", "--batch-size", "2")
+_GPU_TIMING_OPTIONS = ("--steps", "8", "--batch-size", "4")
 _HEADINGS = {
     checks.GRADIENTS: "loss and gradients",
     checks.MATMULS: "products in real sizes",
@@ -150,7 +150,7 @@ def parts(bench: Workbench, device: str) -> list[Part]:
     """Return the parts of the proof for a kind of device."""
     # docs/reliability.md explains why CUDA's bytes may differ.
     promised = device != "CUDA"
-    timed = _CPU_TIMED if device == "CPU" else _GPU_TIMED
+    timed = _CPU_TIMING_OPTIONS if device == "CPU" else _GPU_TIMING_OPTIONS
 
     def on_model(kind: str, job: str, name: str) -> Part:
         def part() -> Iterator[ProofCheck]:

@@ -18,15 +18,15 @@ from mlxtune.diagnosis.checks import ProofCheck
 QWEN, GEMMA = "demo-qwen3", "demo-gemma3"
 # The base models, and the jobs of the helper that make them.
 BASE, DENSE = "4-bit base", "16-bit base"
-_MADE = {BASE: "base", DENSE: "dense"}
+_FOLDER_NAMES = {BASE: "base", DENSE: "dense"}
 # Several threads would slow down the matmuls of such small models.
-_QUICK = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # Without this, the newest GPUs round the factors of float32 matmuls to 19 bits.
-_EXACT = {"MLX_ENABLE_TF32": "0"}
-# Jobs that run without `_EXACT`, as training does.
+_NO_TF32 = {"MLX_ENABLE_TF32": "0"}
+# Jobs that run without `_NO_TF32`, as training does.
 _JOBS_WITH_TF32 = ("products", "kernels16", "dtype", "steps")
 # Jobs whose matmuls are large.
-_LARGE = ("products",)
+_LARGE_JOBS = ("products",)
 _ROWS = 32
 # With dropout, at most two turns of a row share a prefix, so bytes stay equal on Metal.
 _TRAINING = (
@@ -46,11 +46,11 @@ class Workbench:
 
     def model(self, name: str) -> Path:
         """Return a model's folder; create a base model on first use."""
-        if name not in _MADE:
+        if name not in _FOLDER_NAMES:
             return demo_file(name)
-        folder = self.scratch / _MADE[name]
+        folder = self.scratch / _FOLDER_NAMES[name]
         if not folder.exists():
-            list(self.measure(_MADE[name], demo_file(QWEN), folder))
+            list(self.measure(_FOLDER_NAMES[name], demo_file(QWEN), folder))
         return folder
 
     @cached_property
@@ -78,7 +78,9 @@ class Workbench:
         folder = lasting_folder("job", self.scratch)
         records = folder / "records"
         arguments = ["-m", "mlxtune.diagnosis.proof_helper", str(records), job, *map(str, paths)]
-        variables = ({} if job in _LARGE else _QUICK) | ({} if job in _JOBS_WITH_TF32 else _EXACT)
+        variables = ({} if job in _LARGE_JOBS else _ONE_THREAD) | (
+            {} if job in _JOBS_WITH_TF32 else _NO_TF32
+        )
         late, status = None, 0
         try:
             status = Helpers(self.scratch).call(arguments, folder, variables=variables)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from mlxtune.errors import ConfigError
 
 _ENDPOINT = "HF_ENDPOINT"
-_ODD = re.compile(r"[^!-~]")
+_UNUSUAL_CHARACTER = re.compile(r"[^!-~]")
 
 
 def check_endpoint(*, loads: bool = False) -> None:
@@ -24,7 +24,7 @@ def check_endpoint(*, loads: bool = False) -> None:
         parts = urlsplit(address)
         named = bool(parts.hostname) and parts.scheme in ("http", "https")
         # A malformed port raises ValueError.
-        valid = loads or (named and parts.port != 0 and not _ODD.search(address))
+        valid = loads or (named and parts.port != 0 and not _UNUSUAL_CHARACTER.search(address))
     except ValueError:
         valid = False
     if not valid:

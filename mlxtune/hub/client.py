@@ -26,14 +26,14 @@ from mlxtune.hub import check_endpoint
 _LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 # The longest silence of the hub, and the longest wait that it may request, in seconds. The client
 # sets no limits.
-SILENCE, MAX_WAIT = 60.0, 60
-# The lowest average speed of a response after SILENCE seconds, in bytes per second.
-SLOWEST = 1000
+MAX_SILENCE_SECONDS, MAX_WAIT_SECONDS = 60.0, 60
+# The lowest average speed of a response after MAX_SILENCE_SECONDS seconds, in bytes per second.
+MIN_BYTES_PER_SECOND = 1000
 # Headers whose values become file names in the cache.
 _ETAGS = ("ETag", "X-Linked-Etag", "X-Xet-Hash")
 _COMMIT = "X-Repo-Commit"
 # A few megabytes of gzip may unpack to gigabytes, so only uncompressed responses are requested.
-_PLAIN = "identity"
+_IDENTITY_ENCODING = "identity"
 # The part of an address that marks a file. Files are written to disk in pieces, and other
 # responses are read whole. The second name keeps this mark on a request that is redirected
 # elsewhere.
@@ -161,11 +161,12 @@ def check_responses() -> None:
 
 def _limit(request: Any) -> None:
     """Limit how long a request waits for data, and ask for an uncompressed response."""
-    request.headers["Accept-Encoding"] = _PLAIN
+    request.headers["Accept-Encoding"] = _IDENTITY_ENCODING
     request.extensions.setdefault(_IS_FILE, _FILE in request.url.path)
     waits = request.extensions["timeout"]
     limited = {
-        name: SILENCE if wait is None else min(wait, SILENCE) for name, wait in waits.items()
+        name: MAX_SILENCE_SECONDS if wait is None else min(wait, MAX_SILENCE_SECONDS)
+        for name, wait in waits.items()
     }
     request.extensions["timeout"] = limited
 
@@ -177,7 +178,7 @@ def _check(response: Any) -> None:
     stream raises TooLargeError if the response is too long and not a file.
     """
     headers = response.headers
-    if (packed := headers.get("Content-Encoding", _PLAIN)) != _PLAIN:
+    if (packed := headers.get("Content-Encoding", _IDENTITY_ENCODING)) != _IDENTITY_ENCODING:
         raise TooLargeError(
             f"the hub's response is compressed ({packed:.20}), contrary to the request"
         )
@@ -186,7 +187,7 @@ def _check(response: Any) -> None:
     for name in _LIMITS:
         headers.pop(name, None)
     if _RETRY in headers and not _short(headers[_RETRY]):
-        headers[_RETRY] = str(MAX_WAIT)
+        headers[_RETRY] = str(MAX_WAIT_SECONDS)
     is_file = response.request.extensions.get(_IS_FILE) and response.is_success
     response.stream = _within_limits(response, None if is_file else HUB_RESPONSE_LIMITS.bytes)
     if response.request.url.path.startswith("/api/") and response.is_success:
@@ -204,7 +205,7 @@ def _check_file_headers(headers: Mapping[str, str]) -> None:
 
 
 def _short(wait: str) -> bool:
-    return wait.isdecimal() and len(wait) < 4 and int(wait) <= MAX_WAIT
+    return wait.isdecimal() and len(wait) < 4 and int(wait) <= MAX_WAIT_SECONDS
 
 
 def _check_facts(response: Any) -> None:
@@ -230,8 +231,8 @@ def _check_facts(response: Any) -> None:
 def _within_limits(response: Any, most: int | None) -> Any:
     """Return a response's stream, with limits on its speed and size.
 
-    The stream raises the client's ReadTimeout if it is slower than SLOWEST, and TooLargeError after
-    `most` bytes.
+    The stream raises the client's ReadTimeout if it is slower than MIN_BYTES_PER_SECOND, and
+    TooLargeError after `most` bytes.
     """
     library = importlib.import_module(type(response).__module__.partition(".")[0])
     stream = response.stream
@@ -244,7 +245,7 @@ def _within_limits(response: Any, most: int | None) -> Any:
                 if most is not None and size > most:
                     raise TooLargeError(f"the hub's response has more than {most:,} bytes")
                 seconds = time.monotonic() - started
-                if seconds > SILENCE and size < SLOWEST * seconds:
+                if seconds > MAX_SILENCE_SECONDS and size < MIN_BYTES_PER_SECOND * seconds:
                     raise library.ReadTimeout("the response trickles", request=response.request)
                 yield piece
 

@@ -29,9 +29,9 @@ from mlxtune.hub.dataset_name import DatasetName
 
 # The branch with the hub's own conversion to parquet.
 _PARQUET_BRANCH = "refs/convert/parquet"
-_MISSING = "dataset"
+_REPOSITORY_KIND = "dataset"
 # Starts an error about a name that may be a mistyped path.
-_HERE = "no such file or folder here, and "
+_MISSING_PATH = "no such file or folder here, and "
 # The time limit, in seconds, of a response that is not a file.
 _TIMEOUT = 20.0
 _MAX_LICENSE_CHARS = 100
@@ -41,16 +41,16 @@ DEFAULT, TRAIN, TEST = "default", "train", "test"
 # Paths in the branch with the hub's conversion to parquet. If a data set is very large, the branch
 # has only part of each split, whose name gets a prefix.
 _CONVERTED_FILE = re.compile(r"([^/]+)/([^/]+)/\d+\.parquet")
-_PARTIAL = "partial-"
+_PARTIAL_PREFIX = "partial-"
 # Files that the `datasets` library ignores, and file names that it assigns to splits.
-_NOT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+_METADATA_FILES = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _SHARD = re.compile(r"(?:^|/)([\w.]+)-\d{5}-of-\d{5}\.")
 _WORDS = {
     TRAIN: ("train", "training"),
     "validation": (*VALIDATION,),
     TEST: ("test", "testing", "eval", "evaluation"),
 }
-_IN_NAME = {
+_SPLIT_PATTERNS = {
     split: re.compile(rf"(?:^|[-._ /0-9])(?:{'|'.join(words)})(?:[-._ /0-9]|$)", re.IGNORECASE)
     for split, words in _WORDS.items()
 }
@@ -113,7 +113,7 @@ def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> 
 
     Raises DataError.
     """
-    with asking(str(name), _MISSING, DataError, quiet=quiet, here=_HERE) as hub:
+    with asking(str(name), _REPOSITORY_KIND, DataError, quiet=quiet, here=_MISSING_PATH) as hub:
         listing = (_recorded(name) if not held_out else None) or _listing(hub, name, held_out)
         download = partial(
             hub.hf_hub_download,
@@ -207,7 +207,7 @@ def converted_splits(files: Iterable[str]) -> Splits:
     for file in sorted(files):
         if match := _CONVERTED_FILE.fullmatch(file):
             config, split = match.groups()
-            if split.startswith(_PARTIAL):
+            if split.startswith(_PARTIAL_PREFIX):
                 return {}
             splits.setdefault(config, {}).setdefault(split, []).append(file)
     return splits
@@ -242,7 +242,7 @@ def _data_files(files: Iterable[str]) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for file in sorted(files):
         name = PurePosixPath(file).name
-        if name.endswith(ENDINGS) and name not in _NOT_DATA and not name.startswith("."):
+        if name.endswith(ENDINGS) and name not in _METADATA_FILES and not name.startswith("."):
             kind = next(
                 ending for ending in sorted(ENDINGS, key=len)[::-1] if name.endswith(ending)
             )
@@ -276,7 +276,9 @@ def _split_in(file: str) -> str | None:
         return shard[1]
     # A file's own name is searched before its whole path, because a folder's name may mislead.
     for text in (PurePosixPath(file).name, file):
-        if split := next((each for each, word in _IN_NAME.items() if word.search(text)), None):
+        if split := next(
+            (each for each, word in _SPLIT_PATTERNS.items() if word.search(text)), None
+        ):
             return split
     return None
 

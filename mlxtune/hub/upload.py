@@ -32,7 +32,7 @@ from mlxtune.errors import OutputError, one_line
 from mlxtune.hub.client import asking, without_password
 from mlxtune.hub.dataset_name import REPOSITORY
 
-_MISSING = "repository"
+_REPOSITORY_KIND = "repository"
 _TIMEOUT = 20.0
 _SAMPLES = 3
 
@@ -43,7 +43,7 @@ def check_may_write(repository: str, *, public: bool) -> bool:
     Raises OutputError if the token may not write to the repository, or if the visibility of an
     existing repository differs from `public`, because an upload keeps the visibility.
     """
-    with asking(repository, _MISSING, OutputError) as hub:
+    with asking(repository, _REPOSITORY_KIND, OutputError) as hub:
         account = hub.whoami()
         token = account["auth"]["accessToken"]
         if token.get("role") == "read":
@@ -71,7 +71,7 @@ def upload(folder: Path, repository: str, *, public: bool, exists: bool) -> str:
     A repository that was created for the upload is removed if the upload fails.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    with asking(repository, _MISSING, OutputError) as hub:
+    with asking(repository, _REPOSITORY_KIND, OutputError) as hub:
         if not exists:
             hub.create_repo(repository, private=not public)
         try:

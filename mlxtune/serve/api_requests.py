@@ -6,13 +6,13 @@ from http import HTTPStatus
 from typing import Any
 
 # The entries of a request that mlx-lm reads; others name files, or have no effect.
-_READ = (
+_READ_ENTRIES = (
     *("model", "messages", "prompt", "stream", "stream_options", "max_tokens", "temperature"),
     *("top_p", "top_k", "min_p", "repetition_penalty", "repetition_context_size"),
     *("presence_penalty", "presence_context_size", "frequency_penalty", "frequency_context_size"),
     *("xtc_probability", "xtc_threshold", "logit_bias", "logprobs", "top_logprobs", "seed"),
 )
-_WHOLE = frozenset(
+_INTEGER_ENTRIES = frozenset(
     (
         *("max_tokens", "max_completion_tokens", "top_k", "top_logprobs", "seed"),
         *("repetition_context_size", "presence_context_size", "frequency_context_size"),
@@ -40,7 +40,7 @@ _BOUNDS = {
     "presence_context_size": (1, 2**31 - 1),
     "frequency_context_size": (1, 2**31 - 1),
 }
-_COLDEST = 1e-4
+_MIN_TEMPERATURE = 1e-4
 _MAX_BIASES, _MAX_BIAS = 1024, 100
 _MAX_STOPS, _MAX_STOP_CHARS = 16, 1000
 
@@ -67,7 +67,7 @@ def checked_body(body: Mapping[str, Any], vocab_size: int, context: object) -> d
     # As in OpenAI's API, null asks for the default.
     body = {name: value for name, value in body.items() if value is not None}
     _check_numbers(body)
-    checked = {name: body[name] for name in _READ if name in body}
+    checked = {name: body[name] for name in _READ_ENTRIES if name in body}
     for name, (lowest, highest) in _BOUNDS.items():
         value = checked.get(name, lowest)
         require(
@@ -77,7 +77,7 @@ def checked_body(body: Mapping[str, Any], vocab_size: int, context: object) -> d
         )
     # mlx-lm takes some of these as floats only.
     checked |= {name: float(checked[name]) for name in _NUMBERS & checked.keys()}
-    if checked.get("temperature", 1.0) < _COLDEST:
+    if checked.get("temperature", 1.0) < _MIN_TEMPERATURE:
         checked["temperature"] = 0.0
     if isinstance(top_k := checked.get("top_k"), int) and top_k >= vocab_size:
         checked["top_k"] = 0
@@ -96,7 +96,7 @@ def checked_body(body: Mapping[str, Any], vocab_size: int, context: object) -> d
 def _check_numbers(body: Mapping[str, Any]) -> None:
     """Raise RefusedRequestError for an entry that is not the number that mlx-lm expects."""
     for names, kind, noun in (
-        (_WHOLE, int, "a whole number"),
+        (_INTEGER_ENTRIES, int, "a whole number"),
         (_NUMBERS, (int, float), "a number"),
     ):
         for name in names & body.keys():

@@ -23,7 +23,7 @@ from mlxtune.views.console import RunConsole
 
 # The variable in which clients of the protocol look for their key.
 _KEY = "OPENAI_API_KEY"
-_LOOK_EVERY = 0.1
+_POLL_SECONDS = 0.1
 
 
 def show(config: ServeConfig) -> None:
@@ -37,7 +37,7 @@ def show(config: ServeConfig) -> None:
         console.say("Address", f"http://{_in_url(str(address))}:{port}/v1; Ctrl-C ends")
         with stop_on_interrupt(lambda: console.say("Stop", "finishing answers")) as stops:
             while server.answers.is_healthy and not stops():
-                time.sleep(_LOOK_EVERY)
+                time.sleep(_POLL_SECONDS)
             server.finish(server.answers.generation_available)
         if not server.answers.is_healthy:
             raise GpuError("the model failed, as the lines above show: start the server again")

@@ -21,7 +21,7 @@ from mlxtune.session.session import TrainingSession
 S = TypeVar("S", bound=TrainingSession[Any])
 
 # A number of tokens that no example exceeds.
-_UNCUT = 10**9
+_UNLIMITED_TOKENS = 10**9
 # One or two epochs hardly overfit; on small data sets, further epochs do.
 _MAX_EPOCHS, _MIN_STEPS = 3, 100
 _VALIDATIONS = 10
@@ -40,7 +40,7 @@ def with_auto_options(session: S) -> S:
     Reads the data in order to choose the other options.
     """
     config, console = session.config, session.console
-    uncut = config.part(DataConfig, max_seq_len=_UNCUT)
+    uncut = config.part(DataConfig, max_seq_len=_UNLIMITED_TOKENS)
     with session.reading():
         files, rows, _ = load_rows(uncut, session.reader, session.source)
     base = session.base
@@ -51,7 +51,7 @@ def with_auto_options(session: S) -> S:
         validates=bool(rows.validation),
         parameters=base.parameters,
         needed=default_length if loss is None else loss.enough,
-        fitting=_UNCUT,
+        fitting=_UNLIMITED_TOKENS,
     )
     selected = choose_options(facts, config, session.explicit_options)
     # The longest example that fits depends on the selected LoRA options.

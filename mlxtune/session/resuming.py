@@ -33,9 +33,9 @@ from mlxtune.session.arguments import ResolvedOptions
 from mlxtune.views.console import RunConsole
 
 # Options that another user's run must not set: they choose downloads, trackers and code to run.
-_ASKED_AGAIN = ("model_path", "data", "val_data", "track", "reward")
+_UNTRUSTED_OPTIONS = ("model_path", "data", "val_data", "track", "reward")
 # Facts that a resumed run must share with its checkpoint, and the error if they differ.
-_UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
+_SHARED_FACTS: dict[str, tuple[type[MlxTuneError], str]] = {
     "data_hash": (
         DataError,
         "--data gives different examples than the run was trained on{rows}: "
@@ -104,7 +104,7 @@ def check_asked_again(
     run: Path,
     checkpoint: Checkpoint,
     changes: Mapping[str, Any],
-    names: Sequence[str] = _ASKED_AGAIN,
+    names: Sequence[str] = _UNTRUSTED_OPTIONS,
 ) -> None:
     """Raise ConfigError if another user's run chooses downloads, trackers or code to run.
 
@@ -266,7 +266,7 @@ def _has_null(value: Any) -> bool:
 def check_unchanged(resume: ResumePoint, trainer: InstructTrainer) -> None:
     """Raise DataError or ModelError if the run's model or data have changed."""
     now = trainer.describe()
-    for name in _UNCHANGED:
+    for name in _SHARED_FACTS:
         _check_fact(resume, name, now.get(name), lambda run: _changes(run, trainer))
 
 
@@ -282,7 +282,7 @@ def _check_fact(
     changes: Callable[[Path], Iterable[str]] = lambda run: (),
 ) -> None:
     before, checkpoint = resume.checkpoint.metadata.get(name), resume.checkpoint.folder
-    error, problem = _UNCHANGED[name]
+    error, problem = _SHARED_FACTS[name]
     if before != now:
         raise error(
             problem.format(

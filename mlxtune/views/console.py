@@ -34,10 +34,10 @@ from mlxtune.views.output import print_line
 _STAGE_WIDTH = 12
 VERDICT = "Verdict"
 # The displayed loss is the mean loss of this many steps.
-_AVERAGED = 10
+_AVERAGED_STEPS = 10
 _VERDICT_COLORS = {HELPED: "green", HURT: "red"}
 # Minimum seconds between updates of a notebook's line, because every update goes to the browser.
-_SECONDS_BETWEEN = 0.1
+_MIN_UPDATE_SECONDS = 0.1
 
 
 class BestEffortStream:
@@ -91,7 +91,7 @@ class RunConsole(TrainingObserver):
         self._bar: NotebookLine | TerminalLine | None = None
         self._run: RunStart | None = None
         self._best = math.inf
-        self._losses: deque[float] = deque(maxlen=_AVERAGED)
+        self._losses: deque[float] = deque(maxlen=_AVERAGED_STEPS)
         self._thermal = ""
         self._profile = run_text.ProfileSummary()
         # A timer's thread prints too.
@@ -336,7 +336,7 @@ class NotebookLine:
 
     def update(self, text: str, fraction: float | None = None) -> None:
         now = time.monotonic()
-        if now - self._shown < _SECONDS_BETWEEN:
+        if now - self._shown < _MIN_UPDATE_SECONDS:
             return
         self._shown = now
         if fraction is not None:

@@ -35,12 +35,12 @@ Stretched = tuple[Piece, list[visible.Stretch]]
 PAGE = PageType(command="inspect", scripts=("inspect_page.js",))
 # The numbers of pieces shown at the start and at the end of a long example, on a terminal and on a
 # page, where the pieces between them are folded.
-_ENDS, _ENDS_ON_PAGE = (240, 80), (400, 120)
+_TERMINAL_ENDS, _PAGE_ENDS = (240, 80), (400, 120)
 _EXAMPLES = 3
 # The narrowest terminal for two columns.
-_TWO_COLUMNS = 60
+_MIN_TWO_COLUMN_WIDTH = 60
 # The style of the text that differs between the two answers of a pair.
-_DIFFERS = {"chosen": "bold black on green", "rejected": "bold white on red"}
+_DIFFERENCE_STYLES = {"chosen": "bold black on green", "rejected": "bold white on red"}
 _MARKS: dict[visible.Kind, str] = {"newline": "↵\n", "tab": "→   "}
 _MARKUP = {
     "plain": "%s",
@@ -92,7 +92,7 @@ def show_inspection(
         console.print(_line(line) if line else "", overflow="fold")
     colored = console.color_system is not None and not console.no_color
     selected = _choose(inspection.shown) if examples is None else examples
-    beside = console.is_terminal and console.width >= _TWO_COLUMNS
+    beside = console.is_terminal and console.width >= _MIN_TWO_COLUMN_WIDTH
     for text in _examples(selected, inspection.max_seq_len, colored, beside):
         console.print(text, overflow="fold")
 
@@ -158,9 +158,8 @@ def _examples(
     pairs = any(isinstance(example, ShownPair) for example in shown)
     marks = f"⟦supervised⟧{', «only in this answer»' if pairs else ''}, all else is context"
     if colored:
-        differs = (
-            f"  [{_DIFFERS['chosen']}]only chosen[/]  [{_DIFFERS['rejected']}]only rejected[/]"
-        )
+        styles = _DIFFERENCE_STYLES
+        differs = f"  [{styles['chosen']}]only chosen[/]  [{styles['rejected']}]only rejected[/]"
         marks = "[bold green]supervised[/][dim]  context[/]  [magenta]control[/]"
         marks += differs if pairs else ""
     yield _line(f"[bold]Rows as the model sees them[/]  {marks}")
@@ -212,7 +211,7 @@ def _heading(example: ShownExample, facts: str) -> Padding:
 
 def _example_text(pieces: Sequence[Piece], colored: bool, role: str = "") -> Text:
     """Return pieces as text, without the middle of a long text."""
-    start, _, end, tokens = _cut_at_ends(pieces, _ENDS)
+    start, _, end, tokens = _cut_at_ends(pieces, _TERMINAL_ENDS)
     text = _styled(start, colored, role)
     if tokens:
         text.append(f"\n... {pluralize(tokens, 'token')} not shown here ...\n", "yellow")
@@ -241,7 +240,7 @@ def _styled(stretched: Iterable[Stretched], colored: bool, role: str) -> Text:
 
 def _style(piece: Piece, kind: visible.Kind, role: str) -> str:
     if piece.differs:
-        return _DIFFERS[role] + (" underline" if kind == "escape" else "")
+        return _DIFFERENCE_STYLES[role] + (" underline" if kind == "escape" else "")
     if kind == "escape":
         return "bold red underline" if piece.supervised else "bold red"
     if piece.control:
@@ -344,7 +343,7 @@ def _articles(inspection: Inspection) -> Iterator[dict[str, Any]]:
 
 def _folded(pieces: Sequence[Piece]) -> dict[str, Any]:
     """Return text as markup, with the middle of a long text folded."""
-    start, middle, end, tokens = _cut_at_ends(pieces, _ENDS_ON_PAGE)
+    start, middle, end, tokens = _cut_at_ends(pieces, _PAGE_ENDS)
     return {
         "head": _markup(start),
         "middle": _markup(middle),

@@ -8,7 +8,7 @@ from mlxtune.config.objective_config import DEFAULT_RATE
 from mlxtune.core.data.inspection import TruncationLoss
 from mlxtune.core.formatting import byte_size, duration, pluralize, short_duration
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
-from mlxtune.core.steps.memory_plan import ESTIMATE, MARGIN, MemoryPlan
+from mlxtune.core.steps.memory_plan import ESTIMATE_RANGE, MARGIN, MemoryPlan
 from mlxtune.core.steps.scaling import Scaling
 
 
@@ -27,7 +27,9 @@ def peak_line(plan: MemoryPlan) -> str:
     peak, limit = byte_size(plan.peak.total), byte_size(plan.limit)
     if plan.shapes.measured is not None:
         return f"predicted peak memory {peak} of {limit}"
-    low, high = (byte_size(round(plan.peak.total / fraction)) for fraction in reversed(ESTIMATE))
+    low, high = (
+        byte_size(round(plan.peak.total / fraction)) for fraction in reversed(ESTIMATE_RANGE)
+    )
     return f"estimated peak memory {peak} ({low} to {high}) of {limit}"
 
 

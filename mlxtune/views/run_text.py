@@ -54,13 +54,13 @@ _MAX_LISTED = 10
 # Fewer losses show no trend.
 _MIN_LOSSES = 5
 # In normal training, no loss is this many times the untrained model's loss.
-_JUMP = 1.5
+_JUMP_RATIO = 1.5
 # Nats per token by which chosen answers may become less likely without a warning.
-_LESS_LIKELY = 0.1
+_MAX_CHOSEN_DROP = 0.1
 # Few rows teach a policy if more than this fraction have equal rewards.
-_MANY_ALIKE = 0.5
+_MAX_ALIKE_FRACTION = 0.5
 # A rate below this fraction of the objective's default hardly trains.
-_TINY_RATE = 0.05
+_TINY_RATE_FRACTION = 0.05
 
 
 def loss_and_perplexity(value: float, objective: str = "sft") -> str:
@@ -237,7 +237,7 @@ def risen_loss_line(
     highest = max(windows, key=_mean_loss)
     untrained, jumped = max(steps[0].loss, before or 0), _mean_loss(highest)
     # Preference losses may be near zero, or negative.
-    if config.objective != "sft" or jumped <= _JUMP * untrained:
+    if config.objective != "sft" or jumped <= _JUMP_RATIO * untrained:
         return None
     return (
         f"the training loss jumped from {loss_text(untrained)} to {loss_text(jumped)} in steps "
@@ -257,13 +257,13 @@ def less_likely_line(evaluation: Evaluation, objective: str) -> str | None:
         preference is None
         or not preference.pairs
         or difference is None
-        or difference.loss <= _LESS_LIKELY
+        or difference.loss <= _MAX_CHOSEN_DROP
     ):
         return None
     option = {"dpo": "--sft-weight", "orpo": "a lower --beta"}.get(objective, "--cpo-alpha")
     return (
         f"the chosen answers became less likely, by {difference.loss:.2f} nats per token, more "
-        f"than {_LESS_LIKELY:g}: try {option}, or a lower --lr"
+        f"than {_MAX_CHOSEN_DROP:g}: try {option}, or a lower --lr"
     )
 
 
@@ -284,7 +284,7 @@ def next_try_line(
     weightless = config.objective == "dpo" and not config.sft_weight and preference is not None
     if weightless and difference is not None and difference.low > 0:
         return "the chosen answers became less likely: try --sft-weight 1"
-    tiny = config.peak_rate < _TINY_RATE * config.default_rate
+    tiny = config.peak_rate < _TINY_RATE_FRACTION * config.default_rate
     if not learned and not config.auto and (tiny or total_steps < MIN_STEPS):
         why = (
             f"--lr {config.peak_rate:g} is tiny"
@@ -310,7 +310,7 @@ def _next_reward_line(
     alike = [step.metrics.get("frac_reward_zero_std", 0.0) for step in result.steps]
     if evaluation.verdict == HELPED or not alike:
         return None
-    if (fraction := sum(alike) / len(alike)) > _MANY_ALIKE:
+    if (fraction := sum(alike) / len(alike)) > _MAX_ALIKE_FRACTION:
         return (
             f"for {fraction:.0%} of the rows, all answers got the same reward, so they taught "
             f"nothing: {PARTIAL_CREDIT}"

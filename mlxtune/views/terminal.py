@@ -18,7 +18,7 @@ from mlxtune.views.visible import escape
 _PIPE_WIDTH = 10_000
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # The columns that a narrow terminal drops, in this order.
-_DISPENSABLE = (
+_DROPPED_COLUMNS = (
     *("train", "tok/s", "model", "data", "started", "objective", "steps", "curve", "val loss"),
 )
 _MAX_NAME_CHARS = 32
@@ -56,7 +56,7 @@ def show_runs(runs: Sequence[RunView], console: Console) -> None:
     if all(each.objective == "sft" for each in runs):
         columns.remove("objective")
     unlimited = console.options.update(width=_PIPE_WIDTH)
-    for name in ("", *_DISPENSABLE):
+    for name in ("", *_DROPPED_COLUMNS):
         columns = [column for column in columns if column != name]
         table = plain_table(columns, ([row[column] for column in columns] for row in rows))
         if console.is_terminal:

@@ -17,13 +17,13 @@ Kind = Literal["plain", "space", "newline", "tab", "escape"]
 Stretch = tuple[Kind, str]
 
 # Controls, formats, lone surrogates, private use, line and paragraph separators.
-_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+_HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
 # Characters that may control a terminal.
-_ACTING = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_CONTROL_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 # Letters and marks that are invisible or look like a space.
 _BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
 _SPACES = " \u3000"  # the second is the ideographic space
-_ODD = re.compile(r"[^ -~]")
+_UNUSUAL_CHARACTER = re.compile(r"[^ -~]")
 _PARTS = re.compile(r" +|\n|\t|[^ \n\t]+")
 # The control tokens of the chat templates in use.
 _TEMPLATE_TOKENS = re.compile(r"<\|[\w-]{1,40}\|>|<(?:start|end)_of_turn>|<(?:bos|eos)>|</?s>")
@@ -35,7 +35,7 @@ def _escape(character: str) -> str:
     code, category = ord(character), unicodedata.category(character)
     space = category == "Zs" and character not in _SPACES
     tag = 0xE0000 <= code <= 0xE0FFF
-    if not (category in _HIDDEN or space or tag or character in _BLANK):
+    if not (category in _HIDDEN_CATEGORIES or space or tag or character in _BLANK):
         return character
     return character.encode("unicode_escape").decode()
 
@@ -47,7 +47,7 @@ def without_template_tokens(answer: str) -> str:
 
 def escape(text: str) -> str:
     r"""Return text as one line with escapes such as `\n` and `\u202e`."""
-    return _ODD.sub(lambda match: _escape(match[0]), text)
+    return _UNUSUAL_CHARACTER.sub(lambda match: _escape(match[0]), text)
 
 
 def stretches(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, list[Stretch]]]:
@@ -108,9 +108,12 @@ def escape_controls(text: str) -> str:
 
     Newlines, tabs, visible characters and the joiners of emoji are kept.
     """
-    return _ODD.sub(lambda match: _escape_control(match[0]), text)
+    return _UNUSUAL_CHARACTER.sub(lambda match: _escape_control(match[0]), text)
 
 
 def _escape_control(character: str) -> str:
-    is_visible = character in "\n\t\u200c\u200d" or unicodedata.category(character) not in _ACTING
+    is_visible = (
+        character in "\n\t\u200c\u200d"
+        or unicodedata.category(character) not in _CONTROL_CATEGORIES
+    )
     return character if is_visible else character.encode("unicode_escape").decode()

@@ -57,9 +57,9 @@ _RECENT_STEPS = 50
 _FILES = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, LIVE_ANSWERS)
 # Seconds between checks of a run's files, seconds between checks for new runs, and the largest
 # fraction of the time that reading may take.
-_LOOK_EVERY, _FIND_EVERY, _MAX_READING = 1.0, 5.0, 0.1
+_POLL_SECONDS, _SCAN_SECONDS, _MAX_READING_FRACTION = 1.0, 5.0, 0.1
 # Seconds after which an empty event is sent, to see whether the page is still open.
-_SIGN_OF_LIFE = 10.0
+_KEEPALIVE_SECONDS = 10.0
 # The maximum number of runs shown: the newest runs of a folder.
 MAX_RUNS = 12
 
@@ -118,11 +118,11 @@ class Live:
                 if changed := {k: v for k, v in parts.items() if sent.get(k) != v}:
                     sent, quiet_since = parts, time.monotonic()
                     yield name, json.dumps(changed)
-                elif time.monotonic() - quiet_since > _SIGN_OF_LIFE:
+                elif time.monotonic() - quiet_since > _KEEPALIVE_SECONDS:
                     quiet_since = time.monotonic()
                     yield None
                 with self._changed:
-                    self._changed.wait(_LOOK_EVERY)
+                    self._changed.wait(_POLL_SECONDS)
 
     def act(self, action: str, values: Mapping[str, Any]) -> bool:
         run = self._runs.get(str(values.get("run")))
@@ -185,7 +185,7 @@ class Live:
             shown = sorted(sorted(shown, key=_changed_at)[-MAX_RUNS:])
             self._runs = {key_of(run): run for run in shown}
             took = time.monotonic() - started
-            self._next_search = time.monotonic() + max(_FIND_EVERY, took / _MAX_READING)
+            self._next_search = time.monotonic() + max(_SCAN_SECONDS, took / _MAX_READING_FRACTION)
         return self._runs
 
     def _parts(self, name: str) -> Parts:
@@ -209,7 +209,7 @@ class Live:
         if (seen := [_state_of(run) for run in runs.values()]) != view.seen:
             view.seen, view.parts = seen, self._read(runs)
         took = time.monotonic() - started
-        view.due = time.monotonic() + max(_LOOK_EVERY, took / _MAX_READING)
+        view.due = time.monotonic() + max(_POLL_SECONDS, took / _MAX_READING_FRACTION)
 
     def _read(self, runs: Mapping[str, Path]) -> Parts:
         # Errors in a run's files must not end the page.

@@ -45,7 +45,7 @@ _BODY = Limits(64 * 1024, values=100, entries=20, text=32 * 1024)
 _CONNECTIONS = 32
 # Seconds after which a stream of events ends. An open page connects again, after the milliseconds
 # that the stream's last line says; a stream that nobody reads frees its connection.
-_STREAM_SECONDS, _AGAIN = 600.0, b"retry: 100\n\n"
+_STREAM_SECONDS, _RETRY_EVENT = 600.0, b"retry: 100\n\n"
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -56,7 +56,7 @@ _HEADERS = {
 }
 # The server ends after the first number of seconds without an open page or a run in progress. The
 # second number is the number of seconds between checks for pages and runs.
-_IDLE_SECONDS, _LOOK_EVERY = 600.0, 2.0
+_IDLE_SECONDS, _POLL_SECONDS = 600.0, 2.0
 # A file with the last port and token of each folder, so that open pages find the next server, and
 # the maximum number of folders in the file.
 _ADDRESSES, _MAX_ADDRESSES = "watch.json", 100
@@ -169,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
                 text = ":\n\n" if event is None else f"id: {event[0]}\ndata: {event[1]}\n\n"
                 self.wfile.write(text.encode())
                 if time.monotonic() >= until:
-                    self.wfile.write(_AGAIN)
+                    self.wfile.write(_RETRY_EVENT)
                     break
 
     def _answer(self, code: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
@@ -201,7 +201,7 @@ def show(folder: str) -> None:
         if has_browser():
             webbrowser.open(server.address)
         while live.idle_seconds() < _IDLE_SECONDS:
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_SECONDS)
     finally:
         live.close()
         server.shutdown()

@@ -135,7 +135,7 @@ def test_file_of_a_model_cannot_escape_its_folder(hub: Hub, tmp_path: Path, name
 
 @pytest.mark.parametrize("part", ["/revision/", "/tree/", "/resolve/"])
 def test_model_download_times_out(hub: Hub, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "SILENCE", 0.2)
+    monkeypatch.setattr(client, "MAX_SILENCE_SECONDS", 0.2)
     monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 0.2)
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
 
@@ -151,7 +151,7 @@ def test_model_download_times_out(hub: Hub, part: str, monkeypatch: pytest.Monke
 
 
 def test_hub_that_trickles_does_not_hang_a_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "SILENCE", 0.15)
+    monkeypatch.setattr(client, "MAX_SILENCE_SECONDS", 0.15)
     closed: list[bool] = []
 
     def fault(handler: Handler, method: str, path: str) -> bool:
@@ -199,7 +199,7 @@ def test_hub_that_asks_to_wait_is_not_waited_for(
     hub.faults.append(fault)
     assert model().is_dir()
     assert slept
-    assert max(slept) <= client.MAX_WAIT + 1
+    assert max(slept) <= client.MAX_WAIT_SECONDS + 1
 
 
 def test_checks_outlive_the_session(hub: Hub) -> None:

@@ -73,8 +73,8 @@ def prepare(run: Path, state: list[str], locks: list[Lock]) -> None:
     if "temporary" in state:
         shutil.copytree(run / "best", run / f".mlxtune-best.{'0' * 16}.tmp")
     if "moving" in state:
-        (run / run_folder._MOVING).mkdir()
-        (run / "ledger.json").rename(run / run_folder._MOVING / "ledger.json")
+        (run / run_folder._MOVING_NAME).mkdir()
+        (run / "ledger.json").rename(run / run_folder._MOVING_NAME / "ledger.json")
     if "stale" in state:
         (run / ".mlxtune.lock").write_text('{"pid": 1}')
     if "torn" in state:

@@ -398,7 +398,7 @@ def test_file_of_the_hub_may_be_larger_than_an_answer(
     from mlxtune.hub.dataset_download import fetch
     from mlxtune.hub.dataset_name import dataset_name
 
-    monkeypatch.setattr(client, "HUB_RESPONSE", Limits(1000))
+    monkeypatch.setattr(client, "HUB_RESPONSE_LIMITS", Limits(1000))
     row = b'{"text": "hello"}\n'
     hub.datasets["org/rows"] = Dataset({"main": {"train.jsonl": row * 500}})
     name = dataset_name("org/rows")

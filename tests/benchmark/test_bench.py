@@ -46,7 +46,7 @@ PAGE = DOCS / "bench.md"
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests run meanwhile, which would be warned of."""
-    monkeypatch.setattr(conditions, "_BUSY", 101.0)
+    monkeypatch.setattr(conditions, "_BUSY_PERCENT", 101.0)
     monkeypatch.setattr(conditions, "_BUSY_SECONDS", None)
 
 
@@ -512,5 +512,5 @@ def test_busy_machine_is_warned_of(
 ) -> None:
     monkeypatch.setattr("psutil.cpu_percent", lambda interval: 63.0)
     assert "warning" not in bench("--quiet").err
-    monkeypatch.setattr(conditions, "_BUSY", 25.0)
+    monkeypatch.setattr(conditions, "_BUSY_PERCENT", 25.0)
     assert "warning: other programs use 63% of the processors" in bench("--quiet").err

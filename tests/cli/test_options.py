@@ -9,8 +9,8 @@ import pytest
 from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import load_config_file
 from mlxtune.config import TrainConfig
+from mlxtune.config.known_names import COMMAND_HINTS
 from mlxtune.config.known_names import COMMANDS as COMMAND_EQUIVALENTS
-from mlxtune.config.known_names import ELSEWHERE
 from mlxtune.errors import ConfigError
 from tests.command import Cli
 from tests.configs import config
@@ -162,7 +162,7 @@ def test_option_of_another_command_gets_advice(cli: Cli) -> None:
     assert "--system: each row has its own, in" in cli("train", "--system", "Be brief.").error
     assert cli("verify", "out", "--fix").error.startswith("No such option")
     commands = {str(each.name): each for each in COMMANDS}
-    for command, name in ELSEWHERE:
+    for command, name in COMMAND_HINTS:
         assert f"--{name}" not in {
             text for param in commands[command].params for text in param.opts
         }

@@ -83,7 +83,10 @@ def test_code_asks_an_objective_instead_of_its_name_or_type() -> None:
     by_name, by_type = set(), set()
     for path in PACKAGE.rglob("*.py"):
         for node in nodes_of(path):
-            if isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "REWARDED":
+            if (
+                isinstance(node, ast.Compare)
+                and ast.unparse(node.comparators[0]) == "REWARD_OBJECTIVES"
+            ):
                 by_name.add(path.name)
             if isinstance(node, ast.Call) and re.fullmatch(
                 r"isinstance\(.*Objective\)", ast.unparse(node)

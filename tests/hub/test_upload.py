@@ -183,7 +183,7 @@ def test_interrupted_upload_leaves_the_hub_as_it_was(hub: Hub, folder: Path) -> 
 
 
 def test_silent_hub_times_out(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxtune.hub.client.SILENCE", 0.2)
+    monkeypatch.setattr("mlxtune.hub.client.MAX_SILENCE_SECONDS", 0.2)
     hub.faults.append(failing("commit/main", Handler.fall_silent))
     assert "the connection to" in refusal(folder)
     assert hub.models == {}

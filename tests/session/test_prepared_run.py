@@ -153,7 +153,7 @@ def test_run_whose_page_cannot_be_written_is_a_good_run(
     (tmp_path / "checkpoints" / "report.html").mkdir(parents=True)
     (tmp_path / "checkpoints" / "report.html" / "mine").write_text("")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlxtune.core.run.run_folder._OF_A_RUN", ())
+        patch.setattr("mlxtune.core.run.run_folder._RUN_FILES", ())
         patch.setattr("mlxtune.core.run.run_folder._FILES", set())
         result = train(config(model, chat, tmp_path))
     assert result.adapter is not None

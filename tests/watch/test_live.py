@@ -20,9 +20,9 @@ from tests.views.pages.markup import hostile_run
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK_EVERY", 0.01)
-    monkeypatch.setattr(module, "_FIND_EVERY", 0.0)
-    monkeypatch.setattr(module, "_SIGN_OF_LIFE", 0.05)
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_SCAN_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_KEEPALIVE_SECONDS", 0.05)
 
 
 Events = Iterator[tuple[str, str] | None]

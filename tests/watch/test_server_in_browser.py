@@ -48,7 +48,7 @@ def serving(folder: Path) -> Iterator[PageServer]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK_EVERY", 0.05)
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.05)
 
 
 def text(part: str) -> str:

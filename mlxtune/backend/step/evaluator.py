@@ -24,7 +24,7 @@ from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import EvaluationMemory
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
-from mlxtune.core.steps.micro_batch import AT_ONCE, MicroBatch, PaddedBatch, rows_of
+from mlxtune.core.steps.micro_batch import BLOCK_EXAMPLES, MicroBatch, PaddedBatch, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths
 
 # The maximum number of tokens in a batch, the number of operations per parameter and token, and the
@@ -120,12 +120,12 @@ class LossEvaluator:
     ) -> None:
         """Pass the losses of this worker's examples to `store`."""
         order = self._own_order(examples)
-        for start in range(0, len(order), AT_ONCE):
+        for start in range(0, len(order), BLOCK_EXAMPLES):
 
             def show(done: int, start: int = start) -> None:
                 on_progress(min((start + done) * self._workers.world_size, len(examples)))
 
-            self._evaluate_part(examples, order[start : start + AT_ONCE], store, show, keys)
+            self._evaluate_part(examples, order[start : start + BLOCK_EXAMPLES], store, show, keys)
 
     def _own_order(self, examples: Sequence[Example]) -> list[int]:
         """Return the indices of this worker's examples, sorted by length to reduce padding.

@@ -44,7 +44,7 @@ _CHUNK_CHARACTERS, _MAX_CHARS = 2**21, 2**22
 _MAX_PROMPTS = 2**24
 _STARTED_ROWS = 32
 # Texts before answers are short and recur, so their tokens are cached.
-_CACHED_TAILS, _MAX_TAIL = 4096, 1000
+_CACHED_TAILS, _MAX_TAIL_CHARS = 4096, 1000
 
 T = TypeVar("T")
 
@@ -389,7 +389,7 @@ class Encoder:
             ids = list(self.tokenizer.encode_batch([tail])[0].ids) if tail else []
             if len(self._tails) >= _CACHED_TAILS:
                 self._tails.clear()
-            if len(tail) <= _MAX_TAIL:
+            if len(tail) <= _MAX_TAIL_CHARS:
                 self._tails[tail] = ids
         return ids
 

@@ -33,7 +33,7 @@ from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.writing import new_file
 
 # The number of tokens in each block of a pass over a whole file.
-_AT_ONCE = 1 << 20
+_BLOCK_TOKENS = 1 << 20
 # The columns of a file's examples, each stored in a separate little-endian file.
 COLUMNS = {
     **{"tokens": "<i4", "mask": "<u1", "ends": "<i8", "rows": "<i8"},
@@ -184,7 +184,9 @@ class ExampleArrays:
         """
         counts = np.zeros(len(lengths), dtype=np.int32)
         # Sum block by block: numpy would convert the whole array first.
-        blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
+        blocks = np.searchsorted(
+            self.ends, np.arange(0, len(self.mask), _BLOCK_TOKENS), side="right"
+        )
         for first, last in pairwise([*np.unique(blocks).tolist(), len(lengths)]):
             start = int(self.ends[first - 1]) if first else 0
             starts = self.ends[first:last] - self.full_lengths[first:last] - start

@@ -24,7 +24,7 @@ from mlxtune.core.data.problems import (
     ERRORS,
     LEAK,
     LEAKED_PROMPT,
-    MARKED,
+    MARK_REASONS,
     OPPOSITE,
     REMARKS,
     TRUNCATED_ANSWER,
@@ -34,9 +34,9 @@ from mlxtune.core.data.problems import (
 )
 
 _MAX_PLACES = 5
-_NEAR = " but for white space, case, punctuation, Unicode form or the system message"
+_NEAR_COPY_NOTE = " but for white space, case, punctuation, Unicode form or the system message"
 # The ratio of mean lengths at which length alone could identify preferred answers.
-_MUCH_LONGER = 1.5
+_MIN_LENGTH_RATIO = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _note_leaks(files: Sequence[EncodedFile], rows: RunRows, text_hash: HashOf |
         near[indices[equal >= 0]] = trained[equal[equal >= 0]]
     # Without preferences, rows are in one cluster only if they are equal.
     prompt = _first_equal(validation.clusters, train.clusters)
-    kinds = ((LEAK, "same as ", same, ""), (LEAK, "same as ", near, _NEAR))
+    kinds = ((LEAK, "same as ", same, ""), (LEAK, "same as ", near, _NEAR_COPY_NOTE))
     left = np.ones(len(same), dtype=bool)
     held_out = files[len(files) - len(validation.corpus.files) :]
     for kind, like, others, but in (*kinds, (LEAKED_PROMPT, "same prompt as ", prompt, "")):
@@ -211,7 +211,7 @@ def length_findings(corpus: Corpus) -> Iterator[Finding]:
             continue
         means = [_mean_length(corpus, role) for role in roles]
         longer = int(means[1] > means[0])
-        if means[longer] < _MUCH_LONGER * means[1 - longer]:
+        if means[longer] < _MIN_LENGTH_RATIO * means[1 - longer]:
             continue
         names = [ROLE_NAMES[roles[i]] for i in (longer, 1 - longer)]
         yield Finding(
@@ -254,7 +254,7 @@ def _findings(
 
 
 def _advice_on_skipped(kind: str) -> str:
-    if kind in MARKED.values():
+    if kind in MARK_REASONS.values():
         return "the row is skipped, as its mark says"
     remedy = "raise --max-seq-len" if "--max-seq-len" in kind else "fix it or remove it"
     return f"the row is skipped: {remedy}"

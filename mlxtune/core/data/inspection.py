@@ -26,9 +26,9 @@ from mlxtune.core.data.problems import where
 SCHEMA_VERSION = 1
 _MIN_LIMIT = 128
 # In pairs with more pieces than this, the most frequent pieces are not compared, to save time.
-_EXACTLY = 1000
+_MAX_EXACT_PIECES = 1000
 # The fraction of the supervised tokens that may be truncated without a warning.
-_MAX_TRUNCATED = 0.01
+_MAX_TRUNCATED_FRACTION = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ def _marked(pair: ShownPair) -> tuple[ShownExample, ShownExample]:
     one, other = (
         [(piece.text, piece.control) for piece in answer.pieces[start:]] for answer in pair.answers
     )
-    matcher = SequenceMatcher(None, one, other, autojunk=len(one) > _EXACTLY)
+    matcher = SequenceMatcher(None, one, other, autojunk=len(one) > _MAX_EXACT_PIECES)
     blocks = matcher.get_matching_blocks()
     same = (
         {start + block.a + i for block in blocks for i in range(block.size)},
@@ -336,7 +336,7 @@ def truncation_loss(
 
     `enough` is a power of two, or halfway between two powers.
     """
-    most, fraction = 1 - _MAX_TRUNCATED, _supervised_fraction(files, max_seq_len, at)
+    most, fraction = 1 - _MAX_TRUNCATED_FRACTION, _supervised_fraction(files, max_seq_len, at)
     if fraction >= most:
         return None
     longest = max(int(file.arrays.lengths.max(initial=0)) for file in files)

@@ -57,7 +57,7 @@ _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"
 _TEST_CONTENT = "mlxtune asks whether this is shown"
 # Each turn is rendered with all messages before it, so many short turns would take minutes. The
 # maximum number of characters to render in all, and the number to add for each message.
-_MAX_RENDERED, _PER_MESSAGE = 2**27, 64
+_MAX_RENDERED_CHARS, _CHARS_PER_MESSAGE = 2**27, 64
 
 
 class TextRequest(Protocol):
@@ -404,7 +404,7 @@ def _check_cost(messages: Sequence[Message], turns: Sequence[int]) -> None:
     """Raise BadRowError for a conversation whose turns take too long to render one by one."""
     ends = [0, *accumulate(map(_size, messages))]
     cost = sum(ends[turn] + ends[turn + 1] for turn in turns)
-    if cost > _MAX_RENDERED:
+    if cost > _MAX_RENDERED_CHARS:
         raise BadRowError(
             "it has too many turns to render",
             f"{len(messages):,} messages, {cost:,} characters in all: split the conversation",
@@ -413,7 +413,7 @@ def _check_cost(messages: Sequence[Message], turns: Sequence[int]) -> None:
 
 def _size(message: Message) -> int:
     try:
-        return len(str(message.fields)) + _PER_MESSAGE
+        return len(str(message.fields)) + _CHARS_PER_MESSAGE
     except RecursionError as error:
         raise BadRowError("JSON nested too deeply") from error
 

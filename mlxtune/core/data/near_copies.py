@@ -15,20 +15,20 @@ from mlxtune.core.data.encode import Example, Tokenizer
 
 # What is left of a text: words, numbers and symbols. Hyphens and points count within numbers and
 # names, and exclamation marks where they negate; other punctuation does not.
-_KEPT = re.compile(
+_WORD = re.compile(
     r"""\w+(?:\.\w+)*|\.\d\w*|-(?=\s*\.?\d)|!(?=[\w=(])"""
     r"""|[^\w\s.\-!,;:?'"`¡¿‘’‚“”„‹›«»、。「」『』《》،؛؟।]"""
 )
 # What no reader sees, besides format characters (Unicode's Default_Ignorable_Code_Point).
 _IGNORABLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0]")
-_PICTURES = re.compile("[\u2600-\u27bf\u2b50\u2b55\U0001f000-\U0001faff]")
+_EMOJI = re.compile("[\u2600-\u27bf\u2b50\u2b55\U0001f000-\U0001faff]")
 # Marks of Markdown: around a code block, and around words.
 _FENCE = re.compile(r"```[\w+-]*")
 _EMPHASIS = re.compile(
     r"(?<!\S)(?:\*{1,3}|_{1,3})(?=[^\s*_])|(?<=[^\s*_])(?:\*{1,3}|_{1,3})(?![^\s.,;:!?)])"
     r"|(?<!\w)_+(?!\w)"
 )
-_NO_THOUGHT = re.compile(r"<think>\s*</think>")
+_EMPTY_THINKING = re.compile(r"<think>\s*</think>")
 # The number of places in a text at which a JSON object is looked for.
 _MAX_OBJECTS = 100
 _DECODER = json.JSONDecoder()
@@ -50,7 +50,7 @@ def normalize(text: str) -> str:
     """Return the normalised text, which is equal for near copies."""
     text = _folded(text)
     if "<think>" in text:
-        text = _NO_THOUGHT.sub(" ", text)
+        text = _EMPTY_THINKING.sub(" ", text)
     if "`" in text:
         text = _FENCE.sub(" ", text)
     if "{" in text:
@@ -58,8 +58,8 @@ def normalize(text: str) -> str:
     if "*" in text or "_" in text:
         text = _EMPHASIS.sub("", text)
     # Pictures decorate a text that has words, and are the content of others.
-    plain = text if text.isascii() else _PICTURES.sub(" ", text)
-    return " ".join(_KEPT.findall(plain) or _KEPT.findall(text))
+    plain = text if text.isascii() else _EMOJI.sub(" ", text)
+    return " ".join(_WORD.findall(plain) or _WORD.findall(text))
 
 
 def _folded(text: str) -> str:

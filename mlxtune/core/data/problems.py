@@ -110,13 +110,13 @@ _HEAD_BYTES = 8192
 # The first end of a line outside quotation marks; some tools write CR CR LF.
 _LINE_END = re.compile(r'(?:[^"\r\n]|"[^"]*")*(\r+\n|\n|\r)')
 # The last line of a table whose record messages name, and the longest line to count at once.
-_LAST_COUNTED, _MAX_COUNTED = 100_000, 2**26
+_MAX_LINE_NUMBER, _MAX_COUNTED_SIZE = 100_000, 2**26
 # The maximum number of JSON values in a row. Values take some 20 times the memory of their text.
 _MAX_VALUES = 4_000_000
 # The most warnings about rows that are skipped for one reason.
-_WARNED = 2
+_MAX_WARNINGS = 2
 # Reasons to skip a row that its marks ask for.
-MARKED = {
+MARK_REASONS = {
     "row": "a row that is marked not to be learned",
     "turns": "no assistant turn with weight 1",
     "last turn": "the last assistant turn has weight 0",
@@ -125,13 +125,13 @@ MARKED = {
 ERRORS = (DOUBLE_BOS,)
 REMARKS = (ANOTHER_ANSWER, DOUBTFUL_NULLS, UNANSWERED, UNREAD_METADATA)
 # The ends of the kinds of notes on keys, each with the kind that has its advice.
-_UNREAD = {
+_UNREAD_KINDS = {
     " of the template's options is not read": UNREAD_OPTION,
     " is not read": FURTHER_KEYS,
     " is not read as a mark": UNREAD_MARK,
     " is not read as thinking": UNREAD_THINKING,
 }
-_ENDS = tuple(_UNREAD)
+_ENDS = tuple(_UNREAD_KINDS)
 # The most keys that get a finding of their own in a file.
 _MAX_KEYS = 32
 
@@ -153,7 +153,9 @@ def bounded(kind: str, kinds: Collection[str]) -> str:
 
 def advice_on(kind: str) -> str:
     """Return the advice on a kind of note."""
-    return ADVICE[next((unread for end, unread in _UNREAD.items() if kind.endswith(end)), kind)]
+    return ADVICE[
+        next((unread for end, unread in _UNREAD_KINDS.items() if kind.endswith(end)), kind)
+    ]
 
 
 class BadRowError(ValueError):
@@ -213,7 +215,7 @@ class SkippedRows(RowTally):
     def warnings(self) -> Iterator[str]:
         """Yield `path:line: reason` for a few rows of each reason, then how many more there are."""
         for kind, every in self.places.items():
-            first = every[:_WARNED]
+            first = every[:_MAX_WARNINGS]
             for row, detail in first:
                 yield f"{where(self.path, row)}: {BadRowError(kind, detail)}; row skipped"
             if (more := self.counts[kind] - len(first)) > 0:
@@ -346,11 +348,11 @@ def _record_at(path: Path, row: int) -> int | None:
     """
     record, quotes = 0, 0
     with suppress(OSError, EOFError, zlib.error):
-        if row > _LAST_COUNTED or uses_carriage_returns(read_head(path)):
+        if row > _MAX_LINE_NUMBER or uses_carriage_returns(read_head(path)):
             return None
     with suppress(OSError, EOFError, zlib.error), open_data(path) as file:
         for _ in range(row - 1):
-            line = file.readline(_MAX_COUNTED)
+            line = file.readline(_MAX_COUNTED_SIZE)
             quotes += line.count(b'"')
             record += quotes % 2 == 0 and bool(line.strip())
     return None if record == row - 1 else record

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.config.objective_config import REWARDED
+from mlxtune.config.objective_config import REWARD_OBJECTIVES
 from mlxtune.core.data.conversation import (
     ANSWER,
     CHOSEN,
@@ -109,7 +109,9 @@ def read_prompts(
     answer is the last turn, if that is the assistant's. Raises DataError as `read_rows` does.
     """
     unchanged = read_unchanged(path)
-    for row in read_rows(path, skipped, format=format, fields=fields, objective=REWARDED[0]):
+    for row in read_rows(
+        path, skipped, format=format, fields=fields, objective=REWARD_OBJECTIVES[0]
+    ):
         assert isinstance(row, Conversation)
         content = next(content for number, content in unchanged if number == row.row)
         assert isinstance(content, dict)
@@ -192,7 +194,7 @@ def last_answer(example: Example) -> tuple[int, int]:
 
 
 # The roles of answers that a model is asked to give: in a pair, the chosen answer.
-_TO_GIVE = (ANSWER, CHOSEN, DESIRABLE, UNDESIRABLE)
+_ANSWER_ROLES = (ANSWER, CHOSEN, DESIRABLE, UNDESIRABLE)
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def last_turn(row: Sequence[Example], ends: TurnEnds) -> LastTurn | None:
 
     Return None if the turn has no prompt, as in plain text, or its end was truncated.
     """
-    example = [each for each in row if each.role in _TO_GIVE][-1]
+    example = [each for each in row if each.role in _ANSWER_ROLES][-1]
     tokens = example.tokens
     start, end = last_answer(example)
     last = int(tokens[end - 1])

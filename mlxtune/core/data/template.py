@@ -73,7 +73,7 @@ Template = Callable[[Conversation], Rendering]
 PendingRendering = Callable[[], Rendering]
 
 
-_IN_TAGS = re.compile(r"\s*<(?P<tag>\w{1,40})>(?P<text>.*)</(?P=tag)>\s*", re.DOTALL)
+_TAGGED_TEXT = re.compile(r"\s*<(?P<tag>\w{1,40})>(?P<text>.*)</(?P=tag)>\s*", re.DOTALL)
 
 
 def _join(parts: Iterable[tuple[str, bool]]) -> RenderedText:
@@ -93,7 +93,7 @@ def without_own_tags(conversation: Conversation, source: str) -> Conversation:
     """
 
     def inner(message: Message) -> Message:
-        match = _IN_TAGS.fullmatch(message.content) if message.role == "tool" else None
+        match = _TAGGED_TEXT.fullmatch(message.content) if message.role == "tool" else None
         if match is None or f"<{match['tag']}>" not in source:
             return message
         text = match["text"].strip()

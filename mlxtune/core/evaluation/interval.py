@@ -15,7 +15,7 @@ from mlxtune.core.evaluation.outcome import MAX_FRACTION, Difference
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 _TAIL = (1 - CONFIDENCE) / 2
 # The largest number of row indices drawn at the same time, over several resamples.
-_DRAWN_AT_ONCE = 1 << 22
+_MAX_INDICES = 1 << 22
 
 Floats = npt.NDArray[np.float64]
 
@@ -87,7 +87,7 @@ def _tail(rows: int) -> float:
 def _resampled(change: Floats, tokens: npt.NDArray[np.int64], seed: int, resamples: int) -> Floats:
     generator = np.random.default_rng(seed)
     rows = len(change)
-    at_once = max(1, _DRAWN_AT_ONCE // rows)
+    at_once = max(1, _MAX_INDICES // rows)
     parts = []
     for start in range(0, resamples, at_once):
         indices = generator.integers(0, rows, (min(at_once, resamples - start), rows))

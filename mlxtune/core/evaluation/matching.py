@@ -11,7 +11,7 @@ from mlxtune.core.evaluation.outcome import ExactMatch, KeyMatches, Matches, Sam
 from mlxtune.errors import shorten
 
 # Time limit of a pattern search in seconds, and the number of searches that may exceed the limit.
-_SEARCH_SECONDS, _MAX_SLOW = 0.5, 8
+_SEARCH_SECONDS, _MAX_SLOW_SEARCHES = 0.5, 8
 # The maximum number of keys that are counted: others would come from damaged data.
 _MAX_KEYS = 100
 _INVALID = object()
@@ -38,7 +38,7 @@ def matcher(by: str, warn: Callable[[str], None] = lambda problem: None) -> Same
 
     def find(text: str) -> str | None:
         nonlocal slow
-        if slow == _MAX_SLOW:
+        if slow == _MAX_SLOW_SEARCHES:
             return None
         try:
             hit = pattern.search(text, timeout=_SEARCH_SECONDS)
@@ -46,7 +46,7 @@ def matcher(by: str, warn: Callable[[str], None] = lambda problem: None) -> Same
             if not slow:
                 warn(f"--match {shorten(by)} takes too long on some answers, which count as wrong")
             slow += 1
-            if slow == _MAX_SLOW:
+            if slow == _MAX_SLOW_SEARCHES:
                 warn(f"--match {shorten(by)}: the remaining answers are not searched")
             return None
         value: str | None = None if hit is None else hit[min(pattern.groups, 1)]

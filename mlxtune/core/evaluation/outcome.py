@@ -308,7 +308,15 @@ class Evaluation:
 
 
 # Entries that are left out, at any depth, if they are None or empty.
-_OPTIONAL = ("matches", "against", "against_right", "right", "keys", "invalid", "unrewarded")
+_OPTIONAL_ENTRIES = (
+    "matches",
+    "against",
+    "against_right",
+    "right",
+    "keys",
+    "invalid",
+    "unrewarded",
+)
 
 
 def _without_absent(values: Any) -> Any:
@@ -316,7 +324,7 @@ def _without_absent(values: Any) -> Any:
         return {
             name: _without_absent(value)
             for name, value in values.items()
-            if name not in _OPTIONAL or value not in (None, ())
+            if name not in _OPTIONAL_ENTRIES or value not in (None, ())
         }
     return [*map(_without_absent, values)] if isinstance(values, list) else values
 

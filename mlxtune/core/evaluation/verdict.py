@@ -40,7 +40,7 @@ from mlxtune.core.objectives.objective import Objective
 from mlxtune.errors import NonFiniteLossError
 
 # A change below this fraction of the loss hardly matters, however certain it is.
-_HARDLY = 0.01
+_NEGLIGIBLE_FRACTION = 0.01
 # The number of rows to report of each kind: most improved, most worsened, and misjudged.
 _TOP_ROWS = 5
 
@@ -305,7 +305,7 @@ def _with_verdict(evaluation: Evaluation, size: float) -> Evaluation:
 
 def is_negligible(verdict: str, fraction: float) -> bool:
     """Return whether a verdict rests on a negligible relative difference."""
-    return verdict != CANNOT_TELL and abs(fraction) < _HARDLY
+    return verdict != CANNOT_TELL and abs(fraction) < _NEGLIGIBLE_FRACTION
 
 
 def _judge_preferences(

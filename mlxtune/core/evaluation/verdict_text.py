@@ -21,7 +21,7 @@ from mlxtune.core.formatting import pluralize
 # With fewer answers, a percentage says little.
 _MIN_ANSWERS = 10
 # A verdict on two adapters, as a comparison.
-_THAN = {HELPED: "better", HURT: "worse"}
+_COMPARATIVES = {HELPED: "better", HURT: "worse"}
 
 
 def verdict_lines(evaluation: Evaluation) -> list[str]:
@@ -66,7 +66,7 @@ def verdict_words(evaluation: Evaluation) -> str:
     verdict = evaluation.verdict
     if verdict is None or verdict == CANNOT_TELL:
         return verdict or ""
-    word = verdict if evaluation.against is None else _THAN[verdict]
+    word = verdict if evaluation.against is None else _COMPARATIVES[verdict]
     return f"{'hardly ' * evaluation.hardly}{word}"
 
 

@@ -21,7 +21,7 @@ from mlxtune.errors import ModelError, OutputError
 
 # The cache of file hashes by path, with the size, times and inode that each file had.
 FILE = "hashes.json"
-_KEPT = 1000
+_MAX_ENTRIES = 1000
 WEIGHTS = "weights"
 _PARTS = ("layout", WEIGHTS, "vectors")
 # The hashes that fingerprints of earlier versions lack.
@@ -29,7 +29,7 @@ _SAMPLES, _CONFIG = "samples", "config"
 # The number of pieces that are read of each weight, and their bytes.
 _PIECES, _PIECE = 16, 64
 # Keys of config.json that do not decide a model's results, or that quantised copies change.
-_UNDECIDING = re.compile(
+_NEUTRAL_KEYS = re.compile(
     r".*_token_id|_name_or_path|architectures|auto_map|(torch_)?dtype|quantization(_config)?"
     r"|transformers_version|unsloth_.*|use_cache|vision_config"
 )
@@ -160,7 +160,7 @@ def _hashes_of_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, 
     """Return a hash of each value that decides a model's results, by its keys joined by dots."""
     hashes: dict[str, str] = {}
     for name, value in config.items():
-        if value is None or _UNDECIDING.fullmatch(name):
+        if value is None or _NEUTRAL_KEYS.fullmatch(name):
             continue
         if isinstance(value, Mapping):
             hashes |= _hashes_of_config(value, f"{prefix}{name}.")
@@ -194,7 +194,7 @@ def model_hash(folder: Path, cache: Path | None) -> str:
     except OSError as error:
         raise ModelError(f"{folder} cannot be read: {error}") from error
     if cache is not None and new:
-        recent = dict(list((entries | new).items())[-_KEPT:])
+        recent = dict(list((entries | new).items())[-_MAX_ENTRIES:])
         with suppress(OutputError):  # the next run then computes the hashes again
             make_folder(cache)
             write_json(cache / FILE, recent)

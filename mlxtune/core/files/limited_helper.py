@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 OUT_OF_MEMORY = 77  # exit status
-_LOOK_EVERY = 0.5  # seconds
+_POLL_SECONDS = 0.5  # seconds
 _STATM = Path("/proc/self/statm")
 # macOS cannot limit memory, so the parent watches it.
-LIMITS_ITSELF = _STATM.exists()
+HAS_MEMORY_LIMIT = _STATM.exists()
 
 
 def _limit_memory(size: int) -> None:
@@ -33,7 +33,7 @@ def _limit_memory(size: int) -> None:
 def end_with(parent: int) -> None:
     """End this process and its group once its parent has ended, without running any cleanup."""
     while os.getppid() == parent:
-        time.sleep(_LOOK_EVERY)
+        time.sleep(_POLL_SECONDS)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -45,7 +45,7 @@ def main() -> None:
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     functions = runpy.run_path(script)
     prepared = functions["prepare"]()
-    if LIMITS_ITSELF:
+    if HAS_MEMORY_LIMIT:
         _limit_memory(int(memory))
     # Drop what libraries print when memory runs out: the parent reports this fault in one line.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -17,9 +17,9 @@ from mlxtune.errors import MlxTuneError
 # The largest number of bytes of a holder's note that other processes read.
 _MAX_NOTE_BYTES = 64 * 1024
 # Readers hold a lock for an instant to see whether it is free; several may do so together.
-_INSTANT, _TRY_SECONDS = 0.1, 0.01
+_INSTANT_SECONDS, _TRY_SECONDS = 0.1, 0.01
 # Errors of file systems without locks.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_LOCKLESS_ERRORS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 # The locks that guard their folders, by their open files.
@@ -58,7 +58,7 @@ class Lock:
         self,
         path: Path,
         note: Mapping[str, Any] | None = None,
-        seconds: float = _INSTANT,
+        seconds: float = _INSTANT_SECONDS,
         *,
         guards: bool = False,
     ) -> None:
@@ -146,7 +146,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno in _NO_LOCKS:
+        if error.errno in _LOCKLESS_ERRORS:
             raise NoLocksError(error.errno, "its file system has no file locks") from error
         raise
     return True

@@ -18,10 +18,10 @@ from pathlib import Path
 _LITTER = {".DS_Store"}
 # No run nests folders nearly this deeply, and Python removes trees recursively.
 _MAX_LEVELS = 100
-_TOO_DEEP = f"its folders are nested more than {_MAX_LEVELS} levels deep"
+_DEPTH_PROBLEM = f"its folders are nested more than {_MAX_LEVELS} levels deep"
 # As many as Linux follows.
 _MAX_LINKS = 40
-_OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class ForeignFileError(OSError):
@@ -39,7 +39,7 @@ def open_ours(path: Path, flags: int) -> int:
     """
     assert not flags & os.O_TRUNC
     try:
-        descriptor = os.open(path, flags | _OPEN, 0o666)
+        descriptor = os.open(path, flags | _OPEN_FLAGS, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP and path.is_symlink():
             raise ForeignFileError(path, "it is a symbolic link") from error
@@ -179,7 +179,7 @@ def contents(folder: Path) -> dict[str, Path]:
         if not below:
             return dict(sorted(files.items()))
         level = below
-    raise ForeignFileError(folder, _TOO_DEEP)
+    raise ForeignFileError(folder, _DEPTH_PROBLEM)
 
 
 def is_shallow(folder: Path) -> bool:
@@ -221,7 +221,7 @@ def discard(folder: Path, *, ignore_errors: bool = False) -> None:
     if is_folder(folder) and not is_shallow(folder):
         if ignore_errors:
             return
-        raise ForeignFileError(folder, _TOO_DEEP)
+        raise ForeignFileError(folder, _DEPTH_PROBLEM)
     shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 
@@ -246,7 +246,7 @@ def _owner_of_new_files(device: int, folder: Path) -> int:
     del device  # part of the cache's key, as another file system may be mounted on the folder
     path = folder / temporary_name("owner")
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS, 0o600)
     except OSError:
         return os.geteuid()
     try:

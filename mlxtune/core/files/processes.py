@@ -22,11 +22,11 @@ from mlxtune.errors import MlxTuneError
 Process = subprocess.Popen[bytes]
 Stream = int | IO[bytes]
 PIPE = subprocess.PIPE
-_NOWHERE = subprocess.DEVNULL
+_DEVNULL = subprocess.DEVNULL
 _PACKAGE = Path(__file__).resolve().parents[3]
 _POLL_SECONDS = 0.005
 # Seconds between checks of a process's memory, if the process cannot limit it.
-_LOOK_EVERY = 0.2
+_MEMORY_POLL_SECONDS = 0.2
 _PIECE = 2**16
 # The most pieces of messages to pass on after a reply, because a thread may print forever.
 _LAST_PIECES = 64
@@ -58,9 +58,9 @@ class ProcessEndedError(Exception):
 def start(
     command: Sequence[str],
     *,
-    stdin: Stream = _NOWHERE,
-    stdout: Stream = _NOWHERE,
-    stderr: Stream | None = _NOWHERE,
+    stdin: Stream = _DEVNULL,
+    stdout: Stream = _DEVNULL,
+    stderr: Stream | None = _DEVNULL,
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
     new_session: bool = True,
@@ -271,7 +271,9 @@ class LimitedProcess:
         """
         left = max(deadline - time.monotonic(), 0)
         sinks = [self._input] if self._unsent else []
-        ready, writable, _ = select.select(self._readable, sinks, [], min(_LOOK_EVERY, left))
+        ready, writable, _ = select.select(
+            self._readable, sinks, [], min(_MEMORY_POLL_SECONDS, left)
+        )
         if writable:
             self._send()
         if self._messages in ready:
@@ -308,7 +310,7 @@ class LimitedProcess:
 
         Its descendants may keep its output open.
         """
-        if not limited_helper.LIMITS_ITSELF and resident_memory(self.pid) > self._memory:
+        if not limited_helper.HAS_MEMORY_LIMIT and resident_memory(self.pid) > self._memory:
             raise ProcessEndedError("memory")
         if self._process.poll() is not None and not _is_ready(self._output):
             self._pass_on(_LAST_PIECES)

@@ -29,13 +29,13 @@ _PIECE = 2**20
 # At least one byte in this many must be on disk; otherwise a file is almost all holes. Text that
 # APFS, btrfs or ZFS compresses shrinks to about a tenth of its size, and an untrained adapter, half
 # of it zeros, to about half.
-_MIN_STORED = 64
+_MAX_HOLE_RATIO = 64
 # Smaller files take little memory, and some file systems store them without blocks.
-_SMALL = 2**20
+_SMALL_FILE_BYTES = 2**20
 # The limit for files whose kind has none; no such file is this large.
-_ANY = Limits(2**30)
+_DEFAULT_LIMITS = Limits(2**30)
 # The starts of the names of folders in Hugging Face's cache.
-_CACHED = ("models--", "datasets--")
+_CACHE_PREFIXES = ("models--", "datasets--")
 # The largest number of pieces of a file to check; a file with more pieces is not made of holes.
 _MAX_PIECES = 10_000
 
@@ -51,7 +51,7 @@ def target_outside(path: Path, folder: Path) -> Path | None:
     """
     real, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     allowed = [real]
-    if real.parent.name == "snapshots" and real.parents[1].name.startswith(_CACHED):
+    if real.parent.name == "snapshots" and real.parents[1].name.startswith(_CACHE_PREFIXES):
         allowed.append(real.parents[1] / "blobs")
     return None if any(map(target.is_relative_to, allowed)) else target
 
@@ -139,11 +139,11 @@ def check_open(name: str, file: io.BufferedReader) -> None:
     """Apply the checks of `check_stored` to an open file positioned at its start."""
     status = os.fstat(file.fileno())
     size = status.st_size
-    if size < _SMALL or status.st_blocks * 512 * _MIN_STORED >= size:
+    if size < _SMALL_FILE_BYTES or status.st_blocks * 512 * _MAX_HOLE_RATIO >= size:
         return
     # Some network file systems count no blocks, and ZFS none for fresh writes. Such file systems
     # report a file's data and holes, or only its data.
-    if (stored := stored_bytes(file, size)) * _MIN_STORED < size:
+    if (stored := stored_bytes(file, size)) * _MAX_HOLE_RATIO < size:
         raise TooLargeError(f"{name} has {size:,} bytes, but only {stored:,} of them are on disk")
 
 
@@ -157,7 +157,7 @@ def stored_bytes(file: io.BufferedReader, size: int) -> int:
             start = os.lseek(file.fileno(), end, os.SEEK_DATA)
             end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
             stored += end - start
-            if stored * _MIN_STORED >= size:
+            if stored * _MAX_HOLE_RATIO >= size:
                 break
     os.lseek(file.fileno(), 0, os.SEEK_SET)
     return stored
@@ -178,7 +178,7 @@ def check_values(path: Path, limits: Limits) -> None:
     check_count(read_bytes(path, limits), limits, path.name)
 
 
-def read_bytes(path: Path, limits: Limits = _ANY, *, links: bool = True) -> bytes:
+def read_bytes(path: Path, limits: Limits = _DEFAULT_LIMITS, *, links: bool = True) -> bytes:
     """Return the content of a regular file within limits.
 
     Raises ValueError, which names the file, if it is not a regular file, exceeds the limits or,
@@ -192,7 +192,7 @@ def read_bytes(path: Path, limits: Limits = _ANY, *, links: bool = True) -> byte
     return content
 
 
-def read_text(path: Path, limits: Limits = _ANY) -> str:
+def read_text(path: Path, limits: Limits = _DEFAULT_LIMITS) -> str:
     """Return the text of a file in UTF-8 within limits. Raises ValueError or OSError."""
     return read_bytes(path, limits).decode("utf-8")
 

@@ -20,7 +20,7 @@ from mlxtune.core.files.ours import ForeignFileError, discard, private_folder
 # The prefix that identifies a killed process's leftovers.
 PREFIX = ".mlxtune-"
 # The names of temporary folders, with an optional purpose; tempfile adds eight characters.
-_NAMED = re.compile(r"mlxtune-(?:[a-z]+-)?[a-z0-9_]{8}")
+_FOLDER_NAME = re.compile(r"mlxtune-(?:[a-z]+-)?[a-z0-9_]{8}")
 # A folder without changes for this long is removed if no process holds it. A process holds it from
 # the moment after it was made, but older versions of mlxtune held none.
 _ABANDONED_SECONDS = 3600.0
@@ -79,7 +79,7 @@ def _remove_abandoned() -> None:
     """Remove this user's temporary folders that killed processes left, once per process."""
     with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in islice(entries, _MAX_ENTRIES):
-            if _NAMED.fullmatch(entry.name):
+            if _FOLDER_NAME.fullmatch(entry.name):
                 with suppress(OSError):
                     _remove_if_abandoned(Path(entry.path))
 

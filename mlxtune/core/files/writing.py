@@ -20,7 +20,7 @@ from mlxtune.errors import OutputError
 
 # A name as long as the longest name written into a folder, including temporary names.
 _LONG_NAME = "long-name".ljust(64, "-")
-_TEMPORARY = re.compile(r"\.mlxtune-.+\.[0-9a-f]{16}\.tmp")
+_TEMPORARY_NAME = re.compile(r"\.mlxtune-.+\.[0-9a-f]{16}\.tmp")
 # Remedies for an error, in addition to choosing another place.
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space or "),
@@ -29,7 +29,7 @@ _REMEDIES = {
     errno.EFBIG: "allow larger files with ulimit -f or ",
 }
 # The errors of file systems that cannot flush a folder, such as network file systems.
-_NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
+_NO_FLUSH_ERRORS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def beside(target: Path) -> Path:
 
 def is_temporary(path: Path) -> bool:
     """Return whether `beside` made this name: a killed process may have left the file behind."""
-    return _TEMPORARY.fullmatch(path.name) is not None
+    return _TEMPORARY_NAME.fullmatch(path.name) is not None
 
 
 def open_to_append(path: Path) -> BinaryIO:
@@ -169,7 +169,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _NO_FLUSH:
+        if error.errno not in _NO_FLUSH_ERRORS:
             raise
     finally:
         os.close(descriptor)

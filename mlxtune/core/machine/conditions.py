@@ -24,7 +24,7 @@ from mlxtune.core.machine.facts import tool_output
 _MAC_WARN, _MAC_CRITICAL = 2, 4
 # The percentages of the last 10 s in which some programs, and all programs, were stalled on memory.
 # At these values, pressure counts as a warning and as critical. systemd-oomd kills programs at 60.
-_SOME_WARN, _FULL_CRITICAL = 10.0, 20.0
+_SOME_WARN_PERCENT, _FULL_CRITICAL_PERCENT = 10.0, 20.0
 # NSProcessInfo.thermalState, which can be read without root. pmset reports heat for Intel chips
 # only.
 _THERMAL = "ObjC.import('Foundation'); $.NSProcessInfo.processInfo.thermalState"
@@ -32,12 +32,12 @@ _THERMAL_WORDS = {"1": "fair", "2": "serious", "3": "critical"}
 # The lowest plausible temperature limit, in degrees Celsius: lower values are placeholders.
 _MIN_LIMIT = 30.0
 # `cat` ends with its input pipe, which the system closes however this process ends.
-_INHIBIT = (
+_INHIBIT_COMMAND = (
     *("systemd-inhibit", "--what=idle:sleep", "--mode=block"),
     *("--who=mlxtune", "--why=training", "cat"),
 )
 # The percentage of all processors from which other programs disturb a measurement.
-_BUSY, _BUSY_SECONDS = 25.0, 0.5
+_BUSY_PERCENT, _BUSY_SECONDS = 25.0, 0.5
 # Seconds between two readings of the memory pressure, and of conditions that are slow to read.
 _SECONDS, _SLOW_SECONDS = 3.0, 12.0
 
@@ -47,7 +47,7 @@ def busy() -> str | None:
     import psutil
 
     used = psutil.cpu_percent(interval=_BUSY_SECONDS)
-    if used < _BUSY:
+    if used < _BUSY_PERCENT:
         return None
     return (
         f"other programs use {used:.0f}% of the processors, so that times vary and are too long: "
@@ -95,9 +95,13 @@ class Sensors:
         with suppress(OSError):
             text = read_kernel_file(self.pressure_file)
         percentages = dict(re.findall(r"(?m)^(\w+) avg10=([\d.]+)", text))
-        if float(percentages.get("full", 0)) >= _FULL_CRITICAL:
+        if float(percentages.get("full", 0)) >= _FULL_CRITICAL_PERCENT:
             return Pressure.CRITICAL
-        return Pressure.WARN if float(percentages.get("some", 0)) >= _SOME_WARN else Pressure.NORMAL
+        return (
+            Pressure.WARN
+            if float(percentages.get("some", 0)) >= _SOME_WARN_PERCENT
+            else Pressure.NORMAL
+        )
 
     def on_battery(self) -> bool | None:
         """Return whether the machine runs on battery; None if unknown, or if it has no battery."""
@@ -188,7 +192,9 @@ def kept_awake(system: str = platform.system()) -> Iterator[None]:
     The effect ends with this process at the latest. Does nothing if the system has no command for
     this purpose, or refuses.
     """
-    command = ("caffeinate", "-i", "-w", str(os.getpid())) if system == "Darwin" else _INHIBIT
+    command = (
+        ("caffeinate", "-i", "-w", str(os.getpid())) if system == "Darwin" else _INHIBIT_COMMAND
+    )
     process = None
     with suppress(OSError):
         process = processes.start(command, stdin=processes.PIPE)

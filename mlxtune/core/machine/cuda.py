@@ -30,7 +30,7 @@ from mlxtune.errors import ConfigError
 # A header of each package, as an example. Only matmuls of quantised matrices on Hopper include
 # crt/mma.h, by CUDA's mma.h.
 RUNTIME, CRT = "cuda_fp16.h", "crt/mma.h"
-_MISSING = re.compile(r'cannot open source file "([^"]+)"')
+_MISSING_HEADER = re.compile(r'cannot open source file "([^"]+)"')
 # MLX reads this variable when it first needs a kernel (ptx_cache_dir in mlx/backend/cuda).
 VARIABLE = "MLX_PTX_CACHE_DIR"
 # The same folder's problem, for the processes that this one starts.
@@ -76,7 +76,7 @@ def missing_headers() -> dict[str, str]:
 
 def missing_header(text: str) -> str:
     """Return the header that a compiler reports as missing; an example if it names none."""
-    match = _MISSING.search(text)
+    match = _MISSING_HEADER.search(text)
     return match[1] if match else RUNTIME
 
 

@@ -20,7 +20,7 @@ _NO_WATCHDOG = (
     "let the display sleep during training, or set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, a variable "
     "of Apple's driver, in mlxtune's environment"
 )
-_AGAIN = "start mlxtune again, and restart the machine if that fails too"
+_RESTART_REMEDY = "start mlxtune again, and restart the machine if that fails too"
 
 
 class Fault(Enum):
@@ -51,13 +51,13 @@ class Fault(Enum):
     VICTIM = (
         r"Innocent ?Victim|victim of GPU error|SubmissionsIgnored|prior/excessive GPU errors",
         "the GPU dropped a command because of an error in another command",
-        _AGAIN,
+        _RESTART_REMEDY,
     )
     # After this fault, all CUDA calls in the process return the same error.
     LOST = (
         r"the launch timed out and was terminated|uncorrectable ECC error",
         "the GPU no longer serves this process",
-        _AGAIN,
+        _RESTART_REMEDY,
     )
     # `fault_error` names the package.
     MISSING_HEADER = (

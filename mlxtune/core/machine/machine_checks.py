@@ -13,12 +13,12 @@ from mlxtune.core.machine.installation import installs_extra, pip_command
 
 GB = 10**9
 OK, NOTE, PROBLEM = "ok", "note", "problem"
-_SWAP_FRACTION, _LITTLE_MEMORY = 0.1, 0.15
-_FULL, _NEARLY_FULL = GB // 2, 10 * GB
+_SWAP_FRACTION, _LOW_MEMORY_FRACTION = 0.1, 0.15
+_FULL_DISK_BYTES, _LOW_DISK_BYTES = GB // 2, 10 * GB
 # The oldest macOS that MLX's wheels support.
 _OLDEST_MACOS = 14
-_SHOWN = ("mlxtune", "mlx", "mlx-lm", "transformers", "tokenizers", "numpy", "numba")
-_FOR_SPEED = {
+_SHOWN_PACKAGES = ("mlxtune", "mlx", "mlx-lm", "transformers", "tokenizers", "numpy", "numba")
+_SPEED_PACKAGES = {
     "numba": "training on the CPU takes longer",
     "mkl": "without another fast BLAS, training on the CPU takes far longer",
     "threadpoolctl": "training on the CPU takes longer",
@@ -30,7 +30,7 @@ INSTALL_LIBRARY = (
 )
 # A package without files: its headers are checked instead, which may come from another place.
 _HEADERS = "cuda-toolkit"
-_UNWRITABLE = {
+_UNWRITABLE_REMEDIES = {
     "cache": "fix its permissions, or use --cache-dir or --no-cache",
     "kernels": "make that folder yours alone: until then, each command compiles its kernels again",
     "temporary": "set TMPDIR to a writable folder",
@@ -126,13 +126,13 @@ def _packages(m: Machine) -> Iterator[Check]:
     # packages that make training faster.
     wanted = ("", *(_EXTRAS[name] for name in m.libraries if name in _EXTRAS))
     required = {package.name: package for package in m.packages if package.extra in wanted}
-    shown = (required[name] for name in _SHOWN if name in required)
+    shown = (required[name] for name in _SHOWN_PACKAGES if name in required)
     fact = ", ".join(f"{p.name} {p.installed}" for p in shown if p.installed)
     yield Check(OK, "versions", fact or "unknown: mlxtune is imported, but not installed")
     for name, package in required.items():
         if package.serves or name == _HEADERS:
             continue
-        requirement, effect = f"{name}{package.needs}", _FOR_SPEED.get(name)
+        requirement, effect = f"{name}{package.needs}", _SPEED_PACKAGES.get(name)
         fact = f"{package.installed or 'is missing'}, needed: {requirement}"
         fact += f": {effect}" if effect else ""
         stops = package.installed is None and not effect
@@ -207,7 +207,7 @@ def _cuda_headers(m: Machine) -> Iterator[Check]:
 def _memory(m: Machine) -> Iterator[Check]:
     total, available, swap = m.memory.total, m.memory.available, m.memory.swap_used
     if total is not None:
-        little = available is not None and available < _LITTLE_MEMORY * total
+        little = available is not None and available < _LOW_MEMORY_FRACTION * total
         free = "" if available is None else f", {_gb(available)} available"
         remedy = "close other programs before training" if little else ""
         yield _check("memory", f"{_gb(total)}{free}", remedy)
@@ -259,12 +259,14 @@ def _folders(m: Machine) -> Iterator[Check]:
             fact += f": {_gb(folder.size)} stored"
         if folder.free is None or folder.problem:
             fact += f": {folder.problem}"
-            remedy = _UNWRITABLE.get(name, "fix its permissions, or choose another --output")
+            remedy = _UNWRITABLE_REMEDIES.get(
+                name, "fix its permissions, or choose another --output"
+            )
         else:
             fact += f", {_gb(folder.free)} free"
-            if folder.free < _FULL:
+            if folder.free < _FULL_DISK_BYTES:
                 remedy, level = "free space: there is no room for checkpoints", PROBLEM
-            elif folder.free < _NEARLY_FULL:
+            elif folder.free < _LOW_DISK_BYTES:
                 remedy = "free space: a model of 4 billion parameters takes 8 GB"
         yield _check(name, fact, remedy, level)
 

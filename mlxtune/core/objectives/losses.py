@@ -209,4 +209,4 @@ DPO_LOSSES: Mapping[str, Loss] = {
 KTO_LOSSES: Mapping[str, Loss] = {"kto": _kto, "apo_zero_unpaired": _apo_zero_unpaired}
 OTHER_LOSSES: Mapping[str, Loss] = {"orpo": _orpo, "cpo": _cpo, "simpo": _simpo}
 # DPO losses in which a row's loss depends on the other rows of its step.
-ACROSS_ROWS = ("aot", "aot_unpaired")
+CROSS_ROW_LOSSES = ("aot", "aot_unpaired")

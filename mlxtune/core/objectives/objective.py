@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.config.fields import CheckedConfig
-from mlxtune.config.objective_config import LABELED, PAIRED, ObjectiveConfig
+from mlxtune.config.objective_config import LABEL_OBJECTIVES, PAIR_OBJECTIVES, ObjectiveConfig
 from mlxtune.core.data.conversation import (
     CHOSEN,
     DESIRABLE,
@@ -27,7 +27,7 @@ from mlxtune.core.data.conversation import (
 )
 from mlxtune.core.data.encode import Example, predicted_tokens
 from mlxtune.core.objectives.losses import (
-    ACROSS_ROWS,
+    CROSS_ROW_LOSSES,
     DPO_LOSSES,
     KTO_LOSSES,
     OTHER_LOSSES,
@@ -116,21 +116,21 @@ class Objective:
 
     @property
     def has_pairs(self) -> bool:
-        return self.name in PAIRED
+        return self.name in PAIR_OBJECTIVES
 
     @property
     def needs_reference(self) -> bool:
-        return self.name in ("dpo", *LABELED)
+        return self.name in ("dpo", *LABEL_OBJECTIVES)
 
     @property
     def needs_kl(self) -> bool:
         """Whether the loss needs a KL estimate, from prompts paired with other rows' answers."""
-        return self.name in LABELED and self.options.kto_loss == "kto"
+        return self.name in LABEL_OBJECTIVES and self.options.kto_loss == "kto"
 
     @property
     def is_across_rows(self) -> bool:
         """Whether the loss of a row depends on the other rows of its step."""
-        return self.name == "dpo" and self.options.dpo_loss in ACROSS_ROWS
+        return self.name == "dpo" and self.options.dpo_loss in CROSS_ROW_LOSSES
 
     @property
     def description(self) -> str:

@@ -44,9 +44,9 @@ FILE_HASHES = "records"
 WRITTEN_SAMPLES = "samples"
 # The version of this layout; checkpoints of other versions are rejected.
 FORMAT = 1
-_NUMBERED = re.compile("(epoch|step)-[0-9]+")
-_ALWAYS = {ADAPTER, METADATA, METRICS, MANIFEST}
-_FILES = _ALWAYS | {ADAPTER_CONFIG, OPTIMIZER, PARAMETERS}
+_NUMBERED_NAME = re.compile("(epoch|step)-[0-9]+")
+_REQUIRED_FILES = {ADAPTER, METADATA, METRICS, MANIFEST}
+_FILES = _REQUIRED_FILES | {ADAPTER_CONFIG, OPTIMIZER, PARAMETERS}
 
 
 def step_name(step: int) -> str:
@@ -148,7 +148,7 @@ def _check_file(folder: Path, name: str, expected: Any) -> None:
 
 
 def is_named_checkpoint(path: Path) -> bool:
-    return path.name == BEST or _NUMBERED.fullmatch(path.name) is not None
+    return path.name == BEST or _NUMBERED_NAME.fullmatch(path.name) is not None
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -162,8 +162,8 @@ def is_checkpoint(folder: Path) -> bool:
         try:
             files = read_json(folder / MANIFEST, MANIFEST_LIMITS).get("files")
         except ValueError:
-            files = dict.fromkeys(_ALWAYS)  # their sizes and hashes are lost
-            if not all(os.path.lexists(folder / name) for name in _ALWAYS):
+            files = dict.fromkeys(_REQUIRED_FILES)  # their sizes and hashes are lost
+            if not all(os.path.lexists(folder / name) for name in _REQUIRED_FILES):
                 return False
         if not isinstance(files, dict) or ADAPTER not in files:
             return False
@@ -215,7 +215,7 @@ def prune(run: Path, keep: set[Path]) -> None:
     with as_output_error(run, "--checkpoint-dir"):
         check_locked(run)
         for path in run.iterdir():
-            numbered = _NUMBERED.fullmatch(path.name) and path not in keep
+            numbered = _NUMBERED_NAME.fullmatch(path.name) and path not in keep
             # A backup is removed only if its replacement exists.
             backup = path.name.endswith(".old") and (run / path.name[1:-4]).exists()
             if is_temporary(path):

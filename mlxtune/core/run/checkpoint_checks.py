@@ -33,16 +33,16 @@ from mlxtune.core.run.progress import Progress, Record
 from mlxtune.core.run.stored_run import get_mapping, get_str
 
 # Facts that all checkpoints of a run share.
-SHARED = (
+SHARED_FACTS = (
     *("data_hash", "validation_hash", "base_hash", "init_adapter_hash", "model_type", "dtype"),
     *("seed", "lora_rank", "lora_alpha", "targets"),
 )
 # The metadata entry, and the keys of mlx-lm's config, that decide how an adapter is loaded.
-_OWN_CONFIG, _LOADED = "adapter_config", ("rank", "scale", "keys")
+_OWN_CONFIG, _LOADED_KEYS = "adapter_config", ("rank", "scale", "keys")
 # The entries whose values are paths.
 _PATHS = ("path", "model")
 # An evaluation adds up losses in batches that the free memory may decide.
-_CLOSE = 1e-5
+_LOSS_TOLERANCE = 1e-5
 _PIECE = 2**20
 
 
@@ -69,7 +69,7 @@ def check_checkpoint(checkpoint: Checkpoint, newest: Checkpoint) -> str:
     _check_scale(checkpoint)
     if checkpoint.folder != newest.folder:
         name = newest.folder.name
-        both = {key: (metadata.get(key), newest.metadata.get(key)) for key in SHARED}
+        both = {key: (metadata.get(key), newest.metadata.get(key)) for key in SHARED_FACTS}
         check_equal("metadata.json", name, both)
         check_options(metadata, newest, all_options=False)
         check_copy(checkpoint.metrics, newest)
@@ -229,7 +229,7 @@ def _check_configs(adapter: Path, source: Checkpoint, newest: Checkpoint) -> Non
     for kind, config in configs.items():
         kept = expected.get(kind, expected.get(ADAPTER_CONFIG, {}))
         loaded, wanted = (get_mapping(each, "lora_parameters") for each in (config, kept))
-        both = {each: (loaded.get(each), wanted.get(each)) for each in _LOADED}
+        both = {each: (loaded.get(each), wanted.get(each)) for each in _LOADED_KEYS}
         check_equal(f"{adapter.with_name(kind)}", source.folder.name, both if wanted else {})
         if kind not in expected or (kind == ADAPTER_CONFIG and others):
             continue
@@ -322,7 +322,7 @@ def difference(own: Any, other: Any, name: str = "content") -> str | None:
             return f"number of entries in {name}" if name != "content" else "number of entries"
         pairs = [(*both, name) for both in zip(own, other, strict=True)]
     elif isinstance(own, float) and isinstance(other, float | int):
-        return None if math.isclose(own, other, rel_tol=_CLOSE, abs_tol=1e-9) else name
+        return None if math.isclose(own, other, rel_tol=_LOSS_TOLERANCE, abs_tol=1e-9) else name
     elif name in _PATHS and isinstance(own, str) and isinstance(other, str):
         return None if Path(own).name == Path(other).name else name
     else:

@@ -21,7 +21,7 @@ from mlxtune.core.evaluation.verdict import is_negligible, verdict_of
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.formatting import pluralize
 from mlxtune.core.run.checkpoint import FILE_HASHES, METRICS, Checkpoint
-from mlxtune.core.run.checkpoint_checks import SHARED, check_equal, check_options, is_close
+from mlxtune.core.run.checkpoint_checks import SHARED_FACTS, check_equal, check_options, is_close
 from mlxtune.core.run.metrics import SkippedStep, StepRecord, TrainingMetrics
 from mlxtune.core.run.progress import Progress
 from mlxtune.core.run.run_folder import (
@@ -80,7 +80,7 @@ def check_about(run: Path, newest: Checkpoint, *, finished: bool) -> str:
     _check_keys(options, get_mapping(newest.metadata, "config"), "config.")
     check_options(about, newest, all_options=finished)
     model, plan = get_mapping(about, "model"), get_mapping(about, "plan")
-    facts = {each: about.get(each) for each in SHARED[:2]}
+    facts = {each: about.get(each) for each in SHARED_FACTS[:2]}
     facts |= {"model_type": model.get("type"), "dtype": model.get("dtype")}
     if finished:
         facts["total_steps"] = plan.get("steps")

@@ -55,7 +55,7 @@ _KINDS: dict[str, type] = {
 # million lines, nearly all of them that short.
 _SHORT_LINE = 4096
 # Only skipped steps, which name their rows, may have longer lines.
-_LONG_LINE, _KIND_SKIPPED = 65_536, b'"kind": "skipped"'
+_MAX_LINE_BYTES, _KIND_SKIPPED = 65_536, b'"kind": "skipped"'
 # The start of a line that is a step, of which there are up to a million.
 _STEP = b'{"kind": "step"'
 _KIND_OF = {kind: name for name, kind in _KINDS.items()}
@@ -262,7 +262,7 @@ def parse_records(content: bytes) -> Iterator[Record | ValueError]:
 
 def parse_record(line: bytes) -> Record:
     """Parse a line of metrics.jsonl. Raises ValueError; the caller adds the line number."""
-    if len(line) > _LONG_LINE and _KIND_SKIPPED not in line[:_SHORT_LINE]:
+    if len(line) > _MAX_LINE_BYTES and _KIND_SKIPPED not in line[:_SHORT_LINE]:
         raise ValueError("is not a record of a run: it is too long")
     if line.startswith(_STEP) and has_more_values(line, MAX_STEP_VALUES):
         raise ValueError(f"is not a record of a run: it has more than {MAX_STEP_VALUES} values")
@@ -281,19 +281,19 @@ def parse_record(line: bytes) -> Record:
 
 
 # Fields that the machine and its memory decide, and that are not part of the result.
-MEASURED = (
+MEASURED_FIELDS = (
     *("seconds", "epoch_time_ms", "samples_per_sec"),
     *("memory", "micro_batches", "run_tokens", "padding"),
 )
 
 
 def same_except_measurements(some: Iterable[Record], others: Iterable[Record]) -> bool:
-    """Return whether records are equal in all fields that are not in MEASURED."""
+    """Return whether records are equal in all fields that are not in MEASURED_FIELDS."""
     return [_without_measurements(r) for r in some] == [_without_measurements(r) for r in others]
 
 
 def _without_measurements(record: Record) -> dict[str, Any]:
-    return {name: value for name, value in asdict(record).items() if name not in MEASURED}
+    return {name: value for name, value in asdict(record).items() if name not in MEASURED_FIELDS}
 
 
 @dataclass

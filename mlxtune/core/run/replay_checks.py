@@ -23,18 +23,18 @@ from mlxtune.core.run.checkpoint import (
 )
 from mlxtune.core.run.checkpoint_checks import difference, named
 from mlxtune.core.run.metrics import SkippedStep, StepRecord
-from mlxtune.core.run.progress import MEASURED, Record, same_except_measurements
+from mlxtune.core.run.progress import MEASURED_FIELDS, Record, same_except_measurements
 from mlxtune.core.run.run_folder import ABOUT, EVALUATION, EVALUATION_HASH, LEDGER, RESULT
 from mlxtune.core.run.stored_run import get_mapping, read_evaluation, read_ledgers
 
 # Parts of the records that the machine, the place or later options decide.
-_OF_METADATA = (
-    *(*MEASURED, "total_time_ms", "versions", "working_directory", "workers", "extensions"),
+_VARIABLE_METADATA = (
+    *(*MEASURED_FIELDS, "total_time_ms", "versions", "working_directory", "workers", "extensions"),
     *("config", FILE_HASHES, WRITTEN_SAMPLES, "quantized_compute"),
 )
-_OF_RESULT = ("total_time_ms", "peak_memory", "adapter", "sha256", EVALUATION_HASH)
-_OF_ABOUT = ("model", "lora", "template", "lengths", "data_hash", "validation_hash")
-_OF_PLAN = ("steps", "steps_per_epoch", "rows_train", "rows_validation")
+_VARIABLE_RESULT = ("total_time_ms", "peak_memory", "adapter", "sha256", EVALUATION_HASH)
+_COMPARED_ABOUT = ("model", "lora", "template", "lengths", "data_hash", "validation_hash")
+_COMPARED_PLAN = ("steps", "steps_per_epoch", "rows_train", "rows_validation")
 
 
 def check_metrics(own: Sequence[Record], again: Sequence[Record]) -> str | None:
@@ -66,7 +66,7 @@ def check_checkpoint_again(own: Checkpoint, again: Path) -> str | None:
         if (entry := difference(own_config, config)) is not None:
             return f"{ADAPTER_CONFIG} ({entry})"
     kept, computed = own.metadata, read_json(again / METADATA)
-    names = sorted((kept.keys() & computed.keys()) - set(_OF_METADATA))
+    names = sorted((kept.keys() & computed.keys()) - set(_VARIABLE_METADATA))
     parts = [{each: part[each] for each in names} for part in (kept, computed)]
     entry = difference(parts[0], parts[1])
     return None if entry is None else f"{METADATA} ({entry})"
@@ -104,7 +104,7 @@ def _check_about(run: Path, again: Path) -> str:
     own, other = (read_json(each / ABOUT) for each in (run, again))
     for each in (own, other):  # the model may now be in another folder
         each["model"] = {**get_mapping(each, "model"), "path": None}
-    for part, names in ((("plan",), _OF_PLAN), ((), _OF_ABOUT)):
+    for part, names in ((("plan",), _COMPARED_PLAN), ((), _COMPARED_ABOUT)):
         here, there = ((each.get("plan", {}) if part else each) for each in (own, other))
         _same(*({name: each.get(name) for name in names} for each in (here, there)))
     return "its model, data and plan are those of the replay"
@@ -120,7 +120,7 @@ def _check_ledgers(run: Path, again: Path) -> str:
 
 def _check_result(run: Path, again: Path) -> str:
     own, other = (read_json(each / RESULT) for each in (run, again))
-    names = (own.keys() & other.keys()) - set(_OF_RESULT)
+    names = (own.keys() & other.keys()) - set(_VARIABLE_RESULT)
     _same(*({name: each[name] for name in sorted(names)} for each in (own, other)))
     return "training again gives the same"
 

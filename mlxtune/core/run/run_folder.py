@@ -65,8 +65,8 @@ REPORT = "report.html"
 LIVE_ANSWERS = "samples.json"
 # The name of an earlier run's folder. The newest earlier run has the highest number; old versions
 # of mlxtune wrote no number.
-_PREVIOUS = re.compile(r"previous(?:-([1-9]\d{0,8}))?")
-_MOVING = ".previous.moving"
+_PREVIOUS_NAME = re.compile(r"previous(?:-([1-9]\d{0,8}))?")
+_MOVING_NAME = ".previous.moving"
 LOCK = ".mlxtune.lock"
 # A file that asks the process training in the folder to stop after its step, and to save.
 STOP = ".mlxtune.stop"
@@ -79,13 +79,13 @@ SAMPLE_RECORDS = "samples.jsonl.gz"
 # The run's identity with each tracker, and folders in which trackers keep their files.
 TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
-_OF_A_RUN = (
+_RUN_FILES = (
     *(METRICS, ABOUT, LEDGER, TRAINED_ROWS, REFERENCE, REFERENCE_LORA, SAMPLE_RECORDS),
     *(RESULT, EVALUATION, REPORT, PROFILE, LIVE_ANSWERS),
 )
 # TRACKING shows that folders of these names belong to the run, so it is moved last.
 _TRACKERS = (TENSORBOARD, "wandb")
-_FILES = {*_OF_A_RUN, TRACKING, MARK, LOCK, STOP}
+_FILES = {*_RUN_FILES, TRACKING, MARK, LOCK, STOP}
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def check_own(run: Path, *, new: bool = True) -> None:
             if not is_ours(run / MARK):
                 others += [path for path in files if path.name not in (MARK, LOCK)]
             others += [path for path in paths if is_named_checkpoint(path) and _is_strange(path)]
-            moving = run / _MOVING
+            moving = run / _MOVING_NAME
             others += [moving] if os.path.lexists(moving) and not _is_run(moving) else []
     if others:
         names = join_few(sorted({path.name for path in others}))
@@ -298,7 +298,7 @@ def adapters_in(run: Path) -> Iterator[Path]:
 
 def previous_number(name: str) -> int | None:
     """Return an earlier run's number from its folder's name; None for any other name."""
-    match = _PREVIOUS.fullmatch(name)
+    match = _PREVIOUS_NAME.fullmatch(name)
     return int(match[1] or 0) if match else None
 
 
@@ -310,12 +310,12 @@ def archive_previous_run(run: Path) -> Path | None:
     programs are in the way.
     """
     check_own(run)
-    moving = run / _MOVING
+    moving = run / _MOVING_NAME
     make_folder(run)
     with as_output_error(moving):
         paths = sorted(run.iterdir())
         earlier = [path for path in paths if is_named_checkpoint(path)]
-        earlier += [run / name for name in _OF_A_RUN if os.path.lexists(run / name)]
+        earlier += [run / name for name in _RUN_FILES if os.path.lexists(run / name)]
         if os.path.lexists(run / TRACKING):
             names = (*_TRACKERS, TRACKING)
             earlier += [run / name for name in names if os.path.lexists(run / name)]

@@ -32,9 +32,9 @@ from mlxtune.errors import OutputError
 
 CHECKPOINTS = "checkpoints"
 # The files that identify the folder of a run.
-_OWN = {METRICS, ABOUT}
+_RUN_FILES = {METRICS, ABOUT}
 # Large folders that never contain runs.
-_SKIPPED = ("node_modules", "site-packages", "__pycache__", "proc", "sys", "dev")
+_SKIPPED_FOLDERS = ("node_modules", "site-packages", "__pycache__", "proc", "sys", "dev")
 # The largest number in a run's JSON files.
 _MAX_INT = 2**63
 
@@ -87,7 +87,9 @@ def run_folder_at(path: Path) -> Path:
     if (folder / MANIFEST).exists():
         folder = folder.parent
     for candidate in (folder, folder / CHECKPOINTS):
-        if any((candidate / name).is_file() for name in _OWN) or checkpoint_folders(candidate):
+        if any((candidate / name).is_file() for name in _RUN_FILES) or checkpoint_folders(
+            candidate
+        ):
             is_adapter = path.suffix == ".safetensors" and folder == path.parent
             return _run_of(path, candidate) if is_adapter and path.is_file() else candidate
     raise OutputError(f"{path} holds no run: name the folder of a run, or of its adapter")
@@ -121,13 +123,13 @@ def find_runs(folder: Path, depth: int = 6) -> Iterator[Path]:
         return
     if is_folder.keys() & {MANIFEST, "pyvenv.cfg"}:
         return
-    if is_folder.keys() & _OWN:
+    if is_folder.keys() & _RUN_FILES:
         yield folder
         # Below a run's folder, only earlier runs are searched.
         earlier = [name for name in is_folder if previous_number(name) is not None]
         is_folder = {name: is_folder[name] for name in earlier}
     for name in sorted(is_folder):
-        if depth and is_folder[name] and name not in _SKIPPED and not name.startswith("."):
+        if depth and is_folder[name] and name not in _SKIPPED_FOLDERS and not name.startswith("."):
             yield from find_runs(folder / name, depth - 1)
 
 

@@ -46,7 +46,7 @@ EQUAL_REWARDS = (
 Outcome = Literal["good", "uncertain", "bad"]
 _OUTCOMES: dict[str, Outcome] = {HELPED: "good", HURT: "bad", CANNOT_TELL: "uncertain"}
 # The fields that the JSON of a run leaves out.
-_NOT_IN_JSON = (
+_OMITTED_FIELDS = (
     *("problems", "curve", "rows_per_second", "last_val_loss", "best_place", "judged", "changes"),
     *("taught_nothing", "unrewarded_fraction"),
     *("trained_on", "steps_per_epoch"),
@@ -305,7 +305,7 @@ class RunView:
 
     def as_dict(self) -> dict[str, Any]:
         values = asdict(self) | {"data": list(self.data)}
-        for name in _NOT_IN_JSON:
+        for name in _OMITTED_FIELDS:
             del values[name]
         return values | {"headline": self.headline, "problems": list(self.problems)}
 

@@ -21,24 +21,24 @@ _VOCABULARY_BLOCK, _MIN_VOCABULARY_BLOCK, _BLOCK_LOGITS = 4096, 512, 1 << 21
 _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 5, 9, 2
 # The number of copies of a chunk's logits that cross-entropy and its gradient hold, and the number
 # of copies not yet freed when the backward passes of layers begin.
-LOGITS, _IN_FLIGHT = 5, 2
+LOGITS, _UNFREED_LOGITS = 5, 2
 # The number of gradients as wide as a layer's widest product, and the number as wide as its input,
 # that the layer's backward pass holds at the same time.
 GRADIENTS = 3
 # The number of copies of a quantised matrix while it is unpacked.
-_UNPACKED = 2
+_UNPACKED_COPIES = 2
 # The number of copies of its products that a layer keeps in MLX's own graph, and the number of
 # arrays as wide as its input.
 _COPIES, _WIDTHS = 2, 4
 # The number of copies of the experts' inputs and outputs that a layer's backward pass holds.
-_GATHERED = 2
+_GATHERED_COPIES = 2
 # Arrays as wide as a layer's convolution: the number that its backward pass holds, and the number
 # that the layer keeps.
-_MIXED, _MIXED_COPIES = 4, 5
+_CONVOLUTION_ARRAYS, _KEPT_CONVOLUTION_ARRAYS = 4, 5
 # The forward and backward passes of a layer, counted in the graph of Qwen3 with two LoRA matrices
 # and packed examples: kernels; bytes allocated and freed, for each byte that the layer keeps; array
 # entries read, for each entry allocated; and how often each weight is read.
-_KERNELS, _FREED, _READ, _WEIGHTS_READ = 106, 3.5, 2, 2
+_KERNELS, _FREED_PER_KEPT_BYTE, _READS_PER_ENTRY, _READS_PER_WEIGHT = 106, 3.5, 2, 2
 # A batch of an evaluation: the numbers of copies of a layer's outputs, of attention's scores if
 # they are kept, and of a chunk's logits, and the number of kernels in a layer's forward pass.
 _OUTPUTS, _SCORES, _FORWARD_LOGITS, _FORWARD_KERNELS = 4, 2, 5, 35
@@ -59,9 +59,9 @@ def in_flight(shapes: ModelShapes, load: BatchLoad) -> int:
     kept_values = sum(_kept_in_full(shapes, load))
     work = QueuedWork(
         operations=_KERNELS * shapes.layers,
-        allocated=int(_FREED * shapes.itemsize * kept_values),
-        read=int(_READ * (1 + _FREED) * kept_values)
-        + _WEIGHTS_READ * shapes.matmuls * shapes.hidden,
+        allocated=int(_FREED_PER_KEPT_BYTE * shapes.itemsize * kept_values),
+        read=int(_READS_PER_ENTRY * (1 + _FREED_PER_KEPT_BYTE) * kept_values)
+        + _READS_PER_WEIGHT * shapes.matmuls * shapes.hidden,
     )
     return shapes.graphs.in_flight(work)
 
@@ -78,7 +78,7 @@ def head_in_flight(shapes: ModelShapes, execution: MemoryOptions, load: BatchLoa
     else:
         chunks = ceil(shapes.vocab / vocabulary_block(positions))
         allocated = _LINEAR_LOGITS * logits
-    read = _READ * allocated + _WEIGHTS_READ * weights
+    read = _READS_PER_ENTRY * allocated + _READS_PER_WEIGHT * weights
     work = QueuedWork(_HEAD_KERNELS * chunks, shapes.itemsize * allocated, read)
     return shapes.graphs.in_flight(work)
 
@@ -89,7 +89,7 @@ def _kept_in_full(shapes: ModelShapes, load: BatchLoad) -> Entries:
     tokens = load.tokens * (width + shapes.gathered + shapes.mixed)
     tokens += load.padded_tokens * shapes.looped
     # Recurrences keep some of these arrays with examples side by side, padding included.
-    tokens += _MIXED_COPIES * shapes.mixed * (load.padded_tokens - load.tokens)
+    tokens += _KEPT_CONVOLUTION_ARRAYS * shapes.mixed * (load.padded_tokens - load.tokens)
     scores = load.scores if shapes.holds_scores(load) else 0
     return Entries(0, tokens, shapes.scores * scores)
 
@@ -111,8 +111,8 @@ class GraphMemory:
     ) -> Entries:
         """Return the working entries of a layer's backward pass, in addition to kept entries."""
         gradients = GRADIENTS * (shapes.widest_matmul + shapes.hidden)
-        gradients += _GATHERED * shapes.layer_gathered
-        mixed = load.padded_tokens * _MIXED * shapes.layer_mixed
+        gradients += _GATHERED_COPIES * shapes.layer_gathered
+        mixed = load.padded_tokens * _CONVOLUTION_ARRAYS * shapes.layer_mixed
         scores = shapes.layer_scores * load.scores if shapes.holds_scores(load) else 0
         if mixed > scores:
             # The layer has a recurrence, which sees all examples side by side, and no attention.
@@ -121,7 +121,7 @@ class GraphMemory:
         if execution.recompute:
             again = _kept_in_full(shapes.with_layers(1), load)
             tokens, scores = tokens + again.tokens, scores + again.scores
-        fixed = _UNPACKED * max(shapes.unpacked, shapes.largest_cast) + shapes.layer_looped
+        fixed = _UNPACKED_COPIES * max(shapes.unpacked, shapes.largest_cast) + shapes.layer_looped
         return Entries(fixed, tokens, scores)
 
     def unmeasured_entries(
@@ -132,7 +132,7 @@ class GraphMemory:
         logits = held_logits(execution, positions, shapes)
         if execution.separate_head and not self.holds_logits(shapes):
             logits = min(logits, vocabulary_block(positions) * positions)
-        return _IN_FLIGHT * logits
+        return _UNFREED_LOGITS * logits
 
     def head_entries(self, shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad) -> int:
         """Return the number of working entries of the head, in addition to kept entries."""
@@ -181,5 +181,7 @@ class EvaluationMemory:
         if self.graphs is None:
             return 0
         allocated = self.layers * self.itemsize * entries
-        work = QueuedWork(_FORWARD_KERNELS * self.layers, allocated, _READ * self.layers * entries)
+        work = QueuedWork(
+            _FORWARD_KERNELS * self.layers, allocated, _READS_PER_ENTRY * self.layers * entries
+        )
         return self.graphs.in_flight(work)

@@ -13,7 +13,7 @@ _MIN_LAYERS, _MAX_LAYERS = 2, 11
 # The number of queued operations for each MB that an operation allocates on average: the larger the
 # operations, the further the device falls behind the host. Fitted to peaks of training steps on an
 # H200 (docs/measured/h200-memory.json).
-_QUEUED = 225
+_OPERATIONS_PER_MB = 225
 _MB = 1e6
 
 
@@ -43,6 +43,8 @@ class GraphLimits:
         each, read = work.allocated / work.operations, work.read / work.operations
         graph = max(min(self.operations, self.read / max(read, 1)), 1)
         queued = min(
-            max(_MIN_LAYERS * graph, _QUEUED * each / _MB), _MAX_LAYERS * graph, work.operations
+            max(_MIN_LAYERS * graph, _OPERATIONS_PER_MB * each / _MB),
+            _MAX_LAYERS * graph,
+            work.operations,
         )
         return int(queued * each)

@@ -22,21 +22,21 @@ from mlxtune.core.steps.pack import StepLengths
 # peak free if they can.
 MARGIN = 0.15
 # The range of the real peak, relative to an estimate from sizes only.
-ESTIMATE = (0.7, 1.4)
+ESTIMATE_RANGE = (0.7, 1.4)
 # The numbers to try of tokens in a micro-batch, and of supervised positions in a chunk of the head.
 _TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
 _CHUNKS = (256, 64, 16)
 # The factors by which a step takes longer: if layers are recomputed, and (assumed) for each
 # reduction of the head's chunk to a quarter. So plans use smaller chunks only if needed to fit, and
 # prefer them to recomputing layers.
-_RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
+_RECOMPUTE_FACTOR, _CHUNK_FACTOR = 4 / 3, 1.15
 # Never suggest a --max-seq-len below this.
 _MIN_LENGTH = 16
 # The number of bits of a weight with --quantize 4, and the number of weights that share a scale and
 # a bias.
 _BITS, _QUANTIZATION_GROUP = 4, 64
 # The largest number of examples in the sample from which a plan is chosen.
-_MAX_SAMPLED = 256
+_MAX_SAMPLED_EXAMPLES = 256
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ def sample_steps(steps: Iterable[StepLengths]) -> list[StepLengths]:
     selected: list[StepLengths] = []
     count = 0
     for step in steps:
-        selected.append(step if selected else step.only(range(len(step))[:_MAX_SAMPLED]))
+        selected.append(step if selected else step.only(range(len(step))[:_MAX_SAMPLED_EXAMPLES]))
         count += len(step)
-        if count >= _MAX_SAMPLED:
+        if count >= _MAX_SAMPLED_EXAMPLES:
             break
     return selected
 
@@ -164,7 +164,7 @@ def _plans(
                 peak=max(peaks, key=lambda peak: peak.total),
                 limit=limit,
                 estimate=max(estimates),
-                time=time * (_RECOMPUTE if recompute else 1) * _SMALLER_CHUNK**smaller,
+                time=time * (_RECOMPUTE_FACTOR if recompute else 1) * _CHUNK_FACTOR**smaller,
                 # Without data all counts are 0.
                 micro_batches_per_step=len(micro_batches) / max(len(steps), 1),
                 padding_fraction=padding / max(forward, 1),

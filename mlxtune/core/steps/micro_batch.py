@@ -17,7 +17,7 @@ from mlxtune.core.data.encode import Example, forward_tokens
 
 # The number of examples planned together: planning time grows with its square, and planning more
 # examples together gains little.
-AT_ONCE = 256
+BLOCK_EXAMPLES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ def padded_micro_batches(lengths: Sequence[int], max_tokens: int, fixed: int) ->
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     micro_batches: list[MicroBatch] = []
-    for begin in range(0, len(order), AT_ONCE):
-        selected = order[begin : begin + AT_ONCE]
+    for begin in range(0, len(order), BLOCK_EXAMPLES):
+        selected = order[begin : begin + BLOCK_EXAMPLES]
 
         def costs(start: int, selected: Sequence[int] = selected) -> Iterator[int]:
             width = lengths[selected[start]]

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.data.encode import Example, forward_tokens, predicted_tokens
-from mlxtune.core.steps.micro_batch import AT_ONCE, MicroBatch, cheapest_division
+from mlxtune.core.steps.micro_batch import BLOCK_EXAMPLES, MicroBatch, cheapest_division
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 _Ints = npt.NDArray[np.int32]
@@ -137,9 +137,9 @@ def packed_micro_batches(
     counts once. Lengths are rounded after packing. Deterministic for given arguments.
     """
     forward, micro_batches = lengths.forward, list[MicroBatch]()
-    for start in range(0, len(lengths), AT_ONCE):
+    for start in range(0, len(lengths), BLOCK_EXAMPLES):
         selected, shared = (
-            each[start : start + AT_ONCE] for each in (lengths.order, lengths.shared)
+            each[start : start + BLOCK_EXAMPLES] for each in (lengths.order, lengths.shared)
         )
         packer = _SequencePacker([forward[i] for i in selected], shared[1:], max_tokens)
         for sequence in packer.least(fixed):

@@ -9,9 +9,9 @@ import numpy as np
 # The empty space above and below the values, as a fraction of their range.
 _MARGIN = 0.05
 # An axis starts at 0 if the lowest value is below this fraction of the highest.
-_NEAR_ZERO = 0.4
+_ZERO_START_FRACTION = 0.4
 # The narrowest range with ticks: floats below about 1e-308 lose precision.
-_NARROWEST = 1e-300
+_MIN_RANGE = 1e-300
 # Values that span more than this factor are shown on a logarithmic axis.
 _SPANS = 20.0
 
@@ -36,10 +36,10 @@ class Axis:
 def linear_axis(values: Sequence[float], *, from_zero: bool = False) -> Axis:
     """Return a linear axis for finite values; it starts at 0 if that wastes little space."""
     low, high = min(values, default=0.0), max(values, default=1.0)
-    if low >= 0 and (from_zero or low < _NEAR_ZERO * high or not high):
-        return Axis(0.0, max(high * (1 + _MARGIN), _NARROWEST) if high else 1.0)
+    if low >= 0 and (from_zero or low < _ZERO_START_FRACTION * high or not high):
+        return Axis(0.0, max(high * (1 + _MARGIN), _MIN_RANGE) if high else 1.0)
     # Keep nearly equal values close together.
-    margin = max(_MARGIN * (high - low), abs(low) * 1e-3, abs(high) * 1e-3, _NARROWEST)
+    margin = max(_MARGIN * (high - low), abs(low) * 1e-3, abs(high) * 1e-3, _MIN_RANGE)
     return Axis(low - margin, high + margin)
 
 

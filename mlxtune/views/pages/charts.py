@@ -14,7 +14,7 @@ from mlxtune.views.pages.axis import Axis, linear_axis, log_axis, spans_much, ti
 from mlxtune.views.pages.page import render
 
 # The width and height of a plot, in the units of its lines.
-_WIDE, _HIGH = 1000, 500
+_PLOT_WIDTH, _PLOT_HEIGHT = 1000, 500
 # The maximum number of points that are drawn for a curve.
 _POINTS = 1000
 
@@ -144,7 +144,7 @@ def decimate(values: Sequence[float], points: int = _POINTS) -> list[int]:
 
 def _path(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     points = [
-        f"{_WIDE * x_axis.fraction(x):.1f} {_HIGH * (1 - y_axis.fraction(y)):.1f}"
+        f"{_PLOT_WIDTH * x_axis.fraction(x):.1f} {_PLOT_HEIGHT * (1 - y_axis.fraction(y)):.1f}"
         for x, y in zip(series.x, series.y, strict=True)
     ]
     if len(points) == 1:

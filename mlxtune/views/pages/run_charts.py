@@ -19,11 +19,12 @@ from mlxtune.views.pages.charts import Chart, Series
 
 # The numbers of colours and of dash patterns for runs: more runs repeat the colours with dashes.
 COLORS, _DASHES = 8, 3
-# A level is drawn if the highest value is between _NEAR times and 1 / _NEAR² times the level.
-_NEAR = 0.4
+# A level is drawn if the highest value is between this and the inverse of its square times the
+# level.
+_LEVEL_RATIO = 0.4
 _MAX_EPOCHS = 24
 # On a logarithmic scale, values below this fraction of the lowest curve's highest are left out.
-_IN_SIGHT = 0.01
+_MIN_VISIBLE_FRACTION = 0.01
 _WITHOUT_REWARD = "completions/without_reward"
 _LOSS_UNIT = "nats per supervised token"
 
@@ -245,7 +246,7 @@ def _highest(values: Sequence[float]) -> float:
 
 def _within_sight(curves: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return curves for a logarithmic scale without values near zero, which would stretch it."""
-    least = _IN_SIGHT * min(filter(None, map(_highest, curves)))
+    least = _MIN_VISIBLE_FRACTION * min(filter(None, map(_highest, curves)))
     return [[value if value >= least else math.nan for value in curve] for curve in curves]
 
 
@@ -320,7 +321,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 def _level_near(values: Sequence[float], level: float | None, name: str) -> dict[str, float]:
     highest = max((value for value in values if math.isfinite(value)), default=0.0)
-    if not level or not _NEAR * level <= highest <= level / _NEAR**2:
+    if not level or not _LEVEL_RATIO * level <= highest <= level / _LEVEL_RATIO**2:
         return {}
     return {name: level}
 

@@ -31,7 +31,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.formatting import byte_size
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
-from mlxtune.core.steps.memory_plan import ESTIMATE, least, predict, remedies
+from mlxtune.core.steps.memory_plan import ESTIMATE_RANGE, least, predict, remedies
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
 from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import ModelError
@@ -142,7 +142,7 @@ def check_peak(
     """Check a step's predicted peaks against its measured peak, on an opened model."""
     case = case_of(base, config, how, step)
     estimated, corrected = case.estimated / case.measured, case.corrected / case.measured
-    assert ESTIMATE[0] <= estimated <= ESTIMATE[1]
+    assert ESTIMATE_RANGE[0] <= estimated <= ESTIMATE_RANGE[1]
     assert 0.95 <= corrected <= 1.25
 
 

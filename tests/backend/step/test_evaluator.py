@@ -29,7 +29,7 @@ from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
-from mlxtune.core.steps.micro_batch import AT_ONCE
+from mlxtune.core.steps.micro_batch import BLOCK_EXAMPLES
 from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import MemoryLimitError
 from tests.backend.conftest import random_examples
@@ -413,7 +413,7 @@ def test_prompts_of_many_pairs_run_once_for_any_answers(
     """Short answers to long prompts are not sorted next to long answers to short prompts."""
     rng = np.random.default_rng(3)
     examples, needed = [], 0
-    for row in range(AT_ONCE):
+    for row in range(BLOCK_EXAMPLES):
         prompt = rng.integers(3, 300, 4 + row % 9)
         needed += len(prompt)
         for length in (2, 3 + row % 23):

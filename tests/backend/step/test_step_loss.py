@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.config.objective_config import LABELED, PAIRED
+from mlxtune.config.objective_config import LABEL_OBJECTIVES, PAIR_OBJECTIVES
 from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, MISMATCHED, REJECTED
 from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.objective import Objective
@@ -184,7 +184,7 @@ def test_first_step_finds_a_reference_of_another_model() -> None:
     assert made.train_batch(right, step=1).metrics["rewards/chosen"] == pytest.approx(0, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["sft", *PAIRED, *LABELED])
+@pytest.mark.parametrize("name", ["sft", *PAIR_OBJECTIVES, *LABEL_OBJECTIVES])
 def test_steps_of_all_objectives_but_sft_have_metrics(name: str) -> None:
     """Records tell a loss of tokens from a loss of rows by the metrics."""
     objective = objective_of(name)

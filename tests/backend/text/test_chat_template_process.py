@@ -311,7 +311,7 @@ def test_memory_is_watched_where_the_system_does_not_limit_it(
     assert render(process, "a") == (TEXT, "a")
     # Set a limit below the helper's present memory.
     monkeypatch.setattr(process._helper, "_memory", 2**20)
-    monkeypatch.setattr(limited_helper, "LIMITS_ITSELF", False)
+    monkeypatch.setattr(limited_helper, "HAS_MEMORY_LIMIT", False)
     with pytest.raises(HarmfulTemplateError, match="produces more text or values"):
         render(process, LOOP)
 

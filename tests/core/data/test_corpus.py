@@ -82,7 +82,7 @@ FILES = st.lists(
 def test_corpus_holds_what_lists_of_rows_would_hold(
     files: list[list[PlainRow]], limit: int | None, mapped: bool, at_once: int
 ) -> None:
-    with mock.patch.object(encoded_file, "_AT_ONCE", at_once):
+    with mock.patch.object(encoded_file, "_BLOCK_TOKENS", at_once):
         check_corpus(files, limit, mapped)
 
 

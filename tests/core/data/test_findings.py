@@ -252,7 +252,7 @@ def test_skipped_rows_are_findings_by_reason() -> None:
 
 
 def test_row_that_its_mark_hides_needs_no_remedy() -> None:
-    for kind in problems.MARKED.values():
+    for kind in problems.MARK_REASONS.values():
         file = encoded("a.jsonl", [1])
         file.skipped.add(1, BadRowError(kind))
         (finding,) = findings.skip_findings([file])

@@ -102,7 +102,7 @@ def test_header_longer_than_the_file_is_refused(tmp_path: Path, length: int) -> 
 def test_header_above_the_size_limit_is_refused_before_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_files, "HEADER", Limits(100))
+    monkeypatch.setattr(tensor_files, "HEADER_LIMITS", Limits(100))
     path = write(tmp_path / "a", {"a": A, "b": B}, length=101, data=100)
     with pytest.raises(ValueError, match="the header of a is too large: 101 bytes, more than 100"):
         read_header(path)

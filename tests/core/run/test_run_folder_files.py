@@ -40,7 +40,7 @@ def test_run_writes_only_the_documented_files(train: Cli, output: Path) -> None:
 
 
 def test_every_file_that_a_later_run_moves_is_documented() -> None:
-    moved = {f"checkpoints/{name}" for name in run_folder._OF_A_RUN}
+    moved = {f"checkpoints/{name}" for name in run_folder._RUN_FILES}
     assert {path for path in moved if entry_of(path) is None} == set()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxtune.config.data_config import ROW_NAMES
 from mlxtune.core.data.problems import BadRowError, json_type
-from mlxtune.core.data.sources.conversions import ANSWERS, ASKS, BESIDE, JsonObject
+from mlxtune.core.data.sources.conversions import ANSWER_KEYS, CONTEXT_KEYS, PROMPT_KEYS, JsonObject
 from mlxtune.core.data.sources.formats import (
     FORMATS,
     PAIRS,
@@ -68,13 +68,13 @@ def _advice(content: JsonObject, formats: Mapping[str, Format], *, is_table: boo
         return layout
     if inner := _inner(content, formats):
         return inner
-    named = {letters(key).rstrip("s") for key in content} & {*ASKS, *ANSWERS, *ROW_NAMES}
+    named = {letters(key).rstrip("s") for key in content} & {*PROMPT_KEYS, *ANSWER_KEYS, *ROW_NAMES}
     if options := preference_options(content, formats):
         return options
     if content and not named and any(map(_looks_like_a_value, content)):
         return "if these are the values of a row, write a line of column names above it"
     for key, value in content.items():
-        if (name := letters(key).rstrip("s")) in ANSWERS and not isinstance(value, str | None):
+        if (name := letters(key).rstrip("s")) in ANSWER_KEYS and not isinstance(value, str | None):
             return f"{shorten(key)} is {json_type(value)}: write the answer as text under '{name}'"
     if formats is FORMATS and (keys := _prompt_and_answer(content)) is not None:
         use = f"use {field_option('prompt', keys[0])} {field_option('completion', keys[1])}"
@@ -144,13 +144,14 @@ def _prompt_and_answer(content: JsonObject) -> tuple[str, str] | None:
     if not texts.keys().isdisjoint(ROW_NAMES):
         return None
     asks, answers = (
-        [key for key in texts if letters(key).rstrip("s") in names] for names in (ASKS, ANSWERS)
+        [key for key in texts if letters(key).rstrip("s") in names]
+        for names in (PROMPT_KEYS, ANSWER_KEYS)
     )
     if len(asks) == len(answers) == 1:
         return asks[0], answers[0]
     if len(content) > 2:
         texts = {key: value for key, value in texts.items() if " " in value.strip()}
-    if len(texts) != 2 or letters([*texts][1]) in (*BESIDE, *ASKS):
+    if len(texts) != 2 or letters([*texts][1]) in (*CONTEXT_KEYS, *PROMPT_KEYS):
         return None
     prompt, completion = texts
     return prompt, completion

@@ -26,7 +26,7 @@ from mlxtune.core.data.conversation import (
     Document,
     Pair,
 )
-from mlxtune.core.data.problems import MARKED, BadRowError, json_text, json_type, parse_json
+from mlxtune.core.data.problems import MARK_REASONS, BadRowError, json_text, json_type, parse_json
 from mlxtune.core.data.sources.keys import field_option, is_mark
 from mlxtune.core.data.sources.messages import (
     ROLES,
@@ -40,9 +40,9 @@ from mlxtune.core.data.sources.tool_calls import parse_tools
 
 JsonObject = Mapping[str, Any]
 # Other tools' keys for a prompt, for an answer, and for texts that belong to a prompt.
-ASKS = ("instruction", "question", "query", "prompt", "input")
-ANSWERS = ("output", "response", "answer", "completion")
-BESIDE = ("context", "passage", "document", "choices")
+PROMPT_KEYS = ("instruction", "question", "query", "prompt", "input")
+ANSWER_KEYS = ("output", "response", "answer", "completion")
+CONTEXT_KEYS = ("context", "passage", "document", "choices")
 # Converts an entry of a conversation to a message; the text names the entry's place in errors.
 ToMessage = Callable[[Any, str], Any]
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
@@ -236,7 +236,7 @@ def labeled(content: JsonObject, label: Any, conversation: Conversation) -> Conv
     for i in answers[:-1]:
         messages[i] = replace(messages[i], trained=False)
     if not messages[answers[-1]].trained:
-        raise BadRowError(MARKED["last turn"])
+        raise BadRowError(MARK_REASONS["last turn"])
     role = DESIRABLE if label else UNDESIRABLE
     return replace(conversation, messages=tuple(messages), role=role)
 

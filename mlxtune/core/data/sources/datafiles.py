@@ -20,7 +20,7 @@ TEXT_ENDINGS = (".txt", ".md", ".markdown")
 
 # The suffixes of files in a data folder: mlx-lm's .jsonl, and the suffixes of other formats.
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *TABLE_ENDINGS)
-TO_PARQUET = "load it in Python, and save each split with its to_parquet()"
+PARQUET_REMEDY = "load it in Python, and save each split with its to_parquet()"
 # The names of validation files, and of validation splits on the hub.
 VALIDATION = ("validation", "valid", "val", "dev")
 # ChatGPT's export is a folder or an archive with this file; long exports have several.
@@ -28,7 +28,7 @@ CHATGPT_FILE = re.compile(r"conversations(-\d{1,6})?\.json")
 # The most names of a folder to compare with a missing one, and the most text files to read from it.
 _MAX_NAMES, _MAX_TEXTS = 10_000, 1000
 # The most bytes of a text file that may hold only white space.
-_BLANK = 4096
+_MAX_BLANK_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +163,13 @@ def _text_files(folder: Path) -> Iterator[Path]:
 
 def _is_blank(path: Path) -> bool:
     """Return whether a small file of plain text holds only white space."""
-    if not path.name.lower().endswith(TEXT_ENDINGS) or _stat(path, "--data").st_size > _BLANK:
+    if (
+        not path.name.lower().endswith(TEXT_ENDINGS)
+        or _stat(path, "--data").st_size > _MAX_BLANK_BYTES
+    ):
         return False
     with reading(path):
-        return not read_start(path, _BLANK).removeprefix(UTF8_BOM).strip()
+        return not read_start(path, _MAX_BLANK_BYTES).removeprefix(UTF8_BOM).strip()
 
 
 def needs(path: Path) -> str:
@@ -183,7 +186,7 @@ def _why_no_files(folder: Path, *, texts: bool) -> str:
         names = sorted(path.name for path in folder.iterdir())[:_MAX_NAMES]
         inner = [folder / name for name in names if (folder / name).is_dir()]
     if "dataset_dict.json" in names or "state.json" in names:
-        return f"is a data set of save_to_disk: {TO_PARQUET}"
+        return f"is a data set of save_to_disk: {PARQUET_REMEDY}"
     problem = "has no file to train on"
     for each in inner:
         if not each.name.startswith(".") and not each.is_symlink():

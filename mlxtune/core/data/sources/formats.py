@@ -17,7 +17,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mlxtune.config.objective_config import LABELED, PAIRED, REWARDED, is_rewarded
+from mlxtune.config.objective_config import (
+    LABEL_OBJECTIVES,
+    PAIR_OBJECTIVES,
+    REWARD_OBJECTIVES,
+    is_rewarded,
+)
 from mlxtune.core.data.conversation import Conversation, Document, Pair, Row
 from mlxtune.core.data.problems import CLASS_LABEL, BadRowError
 from mlxtune.core.data.sources.conversions import (
@@ -45,8 +50,8 @@ from mlxtune.core.data.sources.messages import (
 )
 from mlxtune.core.data.sources.notes import unread_keys
 from mlxtune.core.data.sources.services import (
+    CHATGPT_KEYS,
     GEMINI_SYSTEM,
-    OF_CHATGPT,
     from_chatgpt,
     from_gemini,
 )
@@ -139,7 +144,13 @@ def formats_of(objective: str) -> Mapping[str, Format]:
     """Return the formats of the rows that an objective accepts, by name."""
     if is_rewarded(objective):
         return PROMPTS
-    return PAIRS if objective in PAIRED else LABELS if objective in LABELED else FORMATS
+    return (
+        PAIRS
+        if objective in PAIR_OBJECTIVES
+        else LABELS
+        if objective in LABEL_OBJECTIVES
+        else FORMATS
+    )
 
 
 def recognize(content: JsonObject, formats: Mapping[str, Format] | None = None) -> str | None:
@@ -168,7 +179,7 @@ def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
 def check_kind(content: JsonObject, objective: str) -> None:
     """Raise BadRowError for a row that belongs to another objective."""
     kind = preference_kind(content)
-    if objective in ("sft", *REWARDED):
+    if objective in ("sft", *REWARD_OBJECTIVES):
         if kind == "pair":
             raise BadRowError("a preference pair", f"{_PAIR}: use --objective dpo")
         if (key := pair_keys(content).get("rejected")) is not None:
@@ -181,16 +192,16 @@ def check_kind(content: JsonObject, objective: str) -> None:
             if label.strip() in ("0", "0.0"):
                 use += ", or --field label= if it is a class"
             raise BadRowError("an answer labelled as bad", f"'label' is {label}: {use}")
-    elif objective in PAIRED and kind == "labelled":
+    elif objective in PAIR_OBJECTIVES and kind == "labelled":
         raise BadRowError("an answer with a label, not a pair", "use --objective kto")
-    elif objective in LABELED and kind == "pair":
+    elif objective in LABEL_OBJECTIVES and kind == "pair":
         raise BadRowError(
             "a preference pair",
             f"{_PAIR}: use --objective dpo, or make two rows of it, each with its answer as "
             "'completion' and 'label' true or false",
         )
     elif kind is None and (name := recognize(content)) and content.get("label") is None:
-        add = f"add {_PAIR if objective in PAIRED else 'a label'}"
+        add = f"add {_PAIR if objective in PAIR_OBJECTIVES else 'a label'}"
         add = preference_options(content, formats_of(objective)) or add
         raise BadRowError(
             "an answer without a preference", f"{name} format: {add}, or use --objective sft"
@@ -228,7 +239,7 @@ FORMATS: Mapping[str, Format] = {
     "prompt": Format(("prompt", "completion"), from_prompt),
     "alpaca": Format(("instruction", "output"), from_alpaca, (*_OPTIONAL, "input", "history")),
     "text": Format(("text",), from_text, ()),
-    "chatgpt": Format(("mapping", "current_node"), from_chatgpt, (*_OPTIONAL, *OF_CHATGPT)),
+    "chatgpt": Format(("mapping", "current_node"), from_chatgpt, (*_OPTIONAL, *CHATGPT_KEYS)),
     "gemini": Format(("contents",), from_gemini, (*_OPTIONAL, *GEMINI_SYSTEM)),
 }
 # The formats of prompts, whose last answer, if any, is what a sampled answer is compared with.

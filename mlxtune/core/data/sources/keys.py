@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from mlxtune.core.data.problems import (
-    MARKED,
+    MARK_REASONS,
     UNREAD_METADATA,
     BadRowError,
     json_text,
@@ -174,7 +174,7 @@ def check_row_is_learned(marks: Mapping[str, Any]) -> None:
         if name in _AMBIGUOUS and verdict is not None:
             raise BadRowError(f"{shorten(key)} of a row is ambiguous", "write 'weight'")
         if verdict is (name in _MASKED) and name in _LEARNED | _MASKED:
-            raise BadRowError(MARKED["row"], f"{shorten(key)}: {json_text(value)}")
+            raise BadRowError(MARK_REASONS["row"], f"{shorten(key)}: {json_text(value)}")
 
 
 @lru_cache(4096)

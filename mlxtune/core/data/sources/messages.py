@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from mlxtune.core.data.conversation import Conversation, Message
-from mlxtune.core.data.problems import MARKED, BadRowError, json_type
+from mlxtune.core.data.problems import MARK_REASONS, BadRowError, json_type
 from mlxtune.core.data.sources.keys import (
     EMPTY,
     MEDIA,
@@ -36,18 +36,18 @@ from mlxtune.errors import shorten
 
 ROLES = ("system", "user", "assistant", "tool")
 # The roles of agents' formats, without punctuation, whose content is a call or the result of one.
-_CALLING = frozenset(["functioncall", "functioncalls", "toolcall", "toolcalls"])
-_RESULTS = (
+_CALL_ROLES = frozenset(["functioncall", "functioncalls", "toolcall", "toolcalls"])
+_RESULT_ROLES = (
     *("observation", "functionresponse", "toolresponse", "functionresult", "toolresult"),
     *("toolresults", "functionoutput", "tooloutput", "ipython"),
 )
 # OpenAI's newer and older names, and Gemini's; few templates know them.
 _SAME_ROLES = {
     **{"developer": "system", "function": "tool", "model": "assistant"},
-    **dict.fromkeys(_CALLING, "assistant"),
-    **dict.fromkeys(_RESULTS, "tool"),
+    **dict.fromkeys(_CALL_ROLES, "assistant"),
+    **dict.fromkeys(_RESULT_ROLES, "tool"),
 }
-_NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
+_MEDIA_TYPES = ("image", "input_image", "audio", "input_audio", "video")
 # The names of roles in ShareGPT's files.
 SHAREGPT_ROLES = {
     name: role
@@ -64,7 +64,7 @@ _READ_ROLES = (
     *("observation", "tool_response"),
 )
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
-_OF_PART = {"type", "text"}
+_PART_KEYS = {"type", "text"}
 # Keys whose text is never the content of the message.
 _NO_CONTENT = {"role", "name", "id", "type", "tool_calls", "tool_call_id", "refusal"}
 # The parts of Claude's messages that are not text, and where to write them.
@@ -108,7 +108,7 @@ def parse_messages(messages: Any) -> tuple[Message, ...]:
     parsed = _in_order_of_calls([_parse_message(where, message) for where, message in turns])
     if not any(message.role == "assistant" and message.trained for message in parsed):
         untrained = any(message.role == "assistant" for message in parsed)
-        raise BadRowError(MARKED["turns"] if untrained else "no assistant turn")
+        raise BadRowError(MARK_REASONS["turns"] if untrained else "no assistant turn")
     return parsed
 
 
@@ -211,7 +211,7 @@ def _is_empty_system(message: Any) -> bool:
 def _calls_alone(message: Mapping[str, Any]) -> bool:
     """Return whether the content of a message is a call, as its role says."""
     role = message.get("role")
-    return isinstance(role, str) and letters(role) in _CALLING
+    return isinstance(role, str) and letters(role) in _CALL_ROLES
 
 
 def _parse_message(where: str, message: Any) -> Message:
@@ -227,7 +227,7 @@ def _parse_message(where: str, message: Any) -> Message:
     fields["role"], removed = role, set()
     if isinstance(content := fields.get("content"), list):
         parts = [part for part in content if isinstance(part, dict)]
-        removed = {k for part in parts for k, v in part.items() if v not in EMPTY} - _OF_PART
+        removed = {k for part in parts for k, v in part.items() if v not in EMPTY} - _PART_KEYS
         # mlx_lm.server joins text parts the same way.
         content = fields["content"] = _joined(content, where)
     if role == "assistant":
@@ -312,7 +312,7 @@ def several_texts(texts: list[Any], where: str) -> BadRowError:
 
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind.startswith(_NO_TEXT):
+    if isinstance(kind, str) and kind.startswith(_MEDIA_TYPES):
         raise BadRowError(MEDIA, f"{where}: {shorten(kind)}")
     if isinstance(part, dict):
         check_is_text(part, where)
@@ -409,5 +409,5 @@ def supervised_turns(conversation: Conversation, turns: str) -> list[int]:
     selected = [i for i, message in enumerate(messages) if message.role == "assistant"]
     selected = [i for i in (selected if turns == "all" else selected[-1:]) if messages[i].trained]
     if not selected:
-        raise BadRowError(MARKED["last turn"])
+        raise BadRowError(MARK_REASONS["last turn"])
     return selected

@@ -49,19 +49,19 @@ from mlxtune.core.data.sources.messages import call_ids, result_id, thinking_and
 from mlxtune.errors import shorten
 
 # The beginnings of refusals, in lower case and with straight apostrophes.
-_CANNOT = r"[^.!?]{0,100}\b(?:cannot|can't|unable|not able|don't|do not|have no|not capable)\b"
-_REFUSES = re.compile(
+_INABILITY = r"[^.!?]{0,100}\b(?:cannot|can't|unable|not able|don't|do not|have no|not capable)\b"
+_REFUSAL = re.compile(
     "|".join(
         (
-            rf"(?:as an ai|as a (?:large )?language model)\b{_CANNOT}",
-            rf"i(?:'m| am) (?:just |only )?an ai\b{_CANNOT}",
+            rf"(?:as an ai|as a (?:large )?language model)\b{_INABILITY}",
+            rf"i(?:'m| am) (?:just |only )?an ai\b{_INABILITY}",
             r"(?:i(?:'m| am) sorry, but |sorry, )i (?:cannot|can't|am unable|am not able)",
             r"i(?:'m| am) (?:unable|not able) to (?:assist|help|fulfill|comply|provide)",
             r"i (?:cannot|can't) (?:assist|help|fulfill|comply|provide|engage)",
         )
     )
 )
-_BEGINNING = 200
+_OPENING_CHARS = 200
 # UTF-8 that was read as Windows-1252: the first bytes of é, of quotes and dashes, of emoji, and
 # of signs between U+00A0 and U+00BF.
 _MOJIBAKE = re.compile(
@@ -79,16 +79,16 @@ _TURN = re.compile(
 )
 # Tags of thinking that few templates write: <reasoning>, [THINK], <|begin_of_thought|>, ◁think▷.
 _THOUGHT = r"[\w:]{0,20}(?:think|thought|reasoning|reflection|scratchpad|rationale)[\w:]{0,20}"
-_TAGGED = re.compile(
+_TAGGED_THINKING = re.compile(
     rf"\s*(?!<think>)([<\[◁]\|?{_THOUGHT}\|?[>\]▷])(?=.*[<\[◁][|/]*{_THOUGHT}\|?[>\]▷])",
     re.IGNORECASE | re.DOTALL,
 )
 # What pandas, Python, SQL and spreadsheets write for a cell without a value.
 _EMPTY_VALUES = ("nan", "NaN", "None", "NULL", "<NA>", "N/A", "#N/A")
 _REPLACEMENT = "\ufffd"
-_AROUND = 12
+_CONTEXT_CHARS = 12
 # Longer control tokens do not occur in files.
-_MAX_WRITTEN = 1000
+_MAX_CONTROL_TOKEN_CHARS = 1000
 
 
 def notes_on(row: Conversation | Document, text: str) -> Iterator[Note]:
@@ -118,9 +118,9 @@ def notes_on(row: Conversation | Document, text: str) -> Iterator[Note]:
 
 
 def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[Note]:
-    beginning = message.content[:_BEGINNING].replace("\u2019", "'").lower()
+    beginning = message.content[:_OPENING_CHARS].replace("\u2019", "'").lower()
     good = message.trained and row.role != UNDESIRABLE
-    if good and (match := _REFUSES.search(beginning)):
+    if good and (match := _REFUSAL.search(beginning)):
         yield REFUSAL, f"{where}: {_around(message.content, match.start())}"
     if good and message.content.strip() in _EMPTY_VALUES:
         yield EMPTY_VALUE, f"{where}: {message.content.strip()}"
@@ -141,7 +141,7 @@ def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[Note
 
 def _thinking_tag(message: Message) -> str:
     """Return the rare tag that opens an answer's thinking, or empty text."""
-    match = _TAGGED.match(message.content) if message.role == "assistant" else None
+    match = _TAGGED_THINKING.match(message.content) if message.role == "assistant" else None
     return match[1] if match else ""
 
 
@@ -154,8 +154,8 @@ def _is_declared(row: Conversation, name: str) -> bool:
 
 def _around(text: str, start: int) -> str:
     """Return the characters of `text` around `start`, up to the next NUL each way, quoted."""
-    before = text[max(start - _AROUND, 0) : start].rpartition("\0")[2]
-    return shorten(before + text[start : start + 2 * _AROUND].partition("\0")[0])
+    before = text[max(start - _CONTEXT_CHARS, 0) : start].rpartition("\0")[2]
+    return shorten(before + text[start : start + 2 * _CONTEXT_CHARS].partition("\0")[0])
 
 
 def unread_keys(
@@ -223,7 +223,9 @@ class ControlTokens:
         # If one token starts with another, only the shorter is kept. So a text can start with at
         # most one of the remaining tokens, which comes right before the text in sorted order.
         self._tokens: list[str] = []
-        for token in sorted({token for token in tokens if 0 < len(token) <= _MAX_WRITTEN}):
+        for token in sorted(
+            {token for token in tokens if 0 < len(token) <= _MAX_CONTROL_TOKEN_CHARS}
+        ):
             if not self._tokens or not token.startswith(self._tokens[-1]):
                 self._tokens.append(token)
         starts = sorted({token[:2] for token in self._tokens})

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # The keys whose values templates write as JSON.
-_WRITTEN = frozenset(["arguments", "args", "tools", "functions"])
+_JSON_KEYS = frozenset(["arguments", "args", "tools", "functions"])
 
 
 def without_nulls(row: Mapping[str, Any], *, from_arrow: bool = False) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def without_nulls(row: Mapping[str, Any], *, from_arrow: bool = False) -> dict[s
     """
     keeps = not from_arrow and writes_nulls(row) and not (_is_even(row) and _is_filled(row))
     return {
-        key: None if _is_null(value) else _present(value, keeps, keeps and key in _WRITTEN)
+        key: None if _is_null(value) else _present(value, keeps, keeps and key in _JSON_KEYS)
         for key, value in row.items()
     }
 
@@ -54,7 +54,7 @@ def _present(value: Any, keeps: bool, written: bool) -> Any:
     if isinstance(value, dict):
         is_absent = _is_nan if written else _is_null
         return {
-            key: _present(item, keeps, written or (keeps and key in _WRITTEN))
+            key: _present(item, keeps, written or (keeps and key in _JSON_KEYS))
             for key, item in value.items()
             if not is_absent(item)
         }
@@ -99,4 +99,4 @@ def _objects(value: Any, written: bool = False) -> Iterator[tuple[list[dict[str,
     for each in objects:
         for key, item in each.items():
             if isinstance(item, dict | list):
-                yield from _objects(item, written or key in _WRITTEN)
+                yield from _objects(item, written or key in _JSON_KEYS)

@@ -23,9 +23,9 @@ from mlxtune.core.data.problems import (
 )
 from mlxtune.core.data.sources.advice import missing_keys
 from mlxtune.core.data.sources.conversions import (
-    ANSWERS,
-    ASKS,
-    BESIDE,
+    ANSWER_KEYS,
+    CONTEXT_KEYS,
+    PROMPT_KEYS,
     JsonObject,
     parsed_list,
 )
@@ -43,11 +43,11 @@ from mlxtune.core.data.sources.messages import ROLES, SHAREGPT_ROLES, role_of
 from mlxtune.core.data.sources.nulls import may_be_filled
 from mlxtune.core.data.sources.rows import has_nulls, read_objects
 from mlxtune.core.data.sources.services import CLAUDE, as_sharegpt
-from mlxtune.core.data.sources.text_rows import WRITE_ROWS
+from mlxtune.core.data.sources.text_rows import ROWS_REMEDY
 from mlxtune.errors import DataError, shorten
 
 # This many bad rows, if they exceed this fraction of all rows, mean a wrong file or format.
-_MANY, _MAX_BAD = 100_000, 0.99
+_MIN_BAD_ROWS, _MAX_BAD_FRACTION = 100_000, 0.99
 _LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 _TOOLS = ("tools", "functions")
 _SLACK_TIME = re.compile(r"\d{10}\.\d{6}")
@@ -83,7 +83,7 @@ def read_rows(
             if format == "auto" and "text" not in fields and _is_of_slack(content):
                 raise DataError(
                     f"{shown(path)} is an export of Slack, which does not say who answers whom: "
-                    f"{WRITE_ROWS}, or use --format text to train on each message alone"
+                    f"{ROWS_REMEDY}, or use --format text to train on each message alone"
                 )
             absent = {n: key for n, key in absent.items() if not _has_key(content, n, key)}
             renamed = _in_our_keys(content, fields, objective, name)
@@ -113,7 +113,7 @@ def read_rows(
             skipped.add(row, problem)
             bad += 1
             bare += isinstance(content, dict) and _is_message(content)
-            if bad % _MANY == 0 and bad > _MAX_BAD * (bad + good):
+            if bad % _MIN_BAD_ROWS == 0 and bad > _MAX_BAD_FRACTION * (bad + good):
                 raise DataError(
                     f"{shown(path)}: {bad:,} of its first {bad + good:,} rows cannot be used; "
                     f"the first: {skipped.first()}"
@@ -252,7 +252,8 @@ def _with_our_keys(
     if recognize(content, formats) is not None:
         return content
     prompts, answers, contexts = (
-        [key for key in keys if content.get(key) is not None] for keys in (ASKS, ANSWERS, BESIDE)
+        [key for key in keys if content.get(key) is not None]
+        for keys in (PROMPT_KEYS, ANSWER_KEYS, CONTEXT_KEYS)
     )
     if not prompts or not answers:
         return content
@@ -282,12 +283,14 @@ def _with_prompt(content: JsonObject) -> JsonObject:
 
     Raises BadRowError for further text whose place is unknown.
     """
-    candidates = [key for key in ASKS if isinstance(text := content.get(key), str) and text.strip()]
+    candidates = [
+        key for key in PROMPT_KEYS if isinstance(text := content.get(key), str) and text.strip()
+    ]
     if not candidates or not all(
         isinstance(content.get(key), str) for key in ("chosen", "rejected")
     ):
         return content
-    others = [key for key in BESIDE if content.get(key)]
+    others = [key for key in CONTEXT_KEYS if content.get(key)]
     if others or len(candidates) > 2 or (len(candidates) == 2 and candidates[1] != "input"):
         keys = list(map(repr, (*candidates, *others)))
         both = f"{keys[0]} alone, or all together"
@@ -351,7 +354,7 @@ def _with_named_list(content: JsonObject) -> JsonObject:
         return content
     ((key, first),) = lists.items()
     name = "messages" if role_of(first) is not None else "conversations"
-    others = {*_LISTS, *ASKS, *ANSWERS} - {"messages"}
+    others = {*_LISTS, *PROMPT_KEYS, *ANSWER_KEYS} - {"messages"}
     is_known = key in (name, *others) or (key != "messages" and recognize(content) is not None)
     if is_known or any(content.get(other) for other in others):
         return content
@@ -369,7 +372,7 @@ def _as_pair(content: JsonObject) -> JsonObject:
             if isinstance(rejected, list) and rejected[:1] == turns[:1]:
                 return {**rest, "chosen": turns}
             return {**rest, key: turns[:-1], "chosen": turns[-1:]}
-    answers = [key for key in ANSWERS if content.get(key) is not None]
+    answers = [key for key in ANSWER_KEYS if content.get(key) is not None]
     return _rename(content, {"chosen": answers[0]}) if len(answers) == 1 else content
 
 

@@ -33,7 +33,7 @@ from mlxtune.core.data.problems import (
     read_head,
 )
 from mlxtune.core.data.sources import parquet_helper
-from mlxtune.core.data.sources.datafiles import CHATGPT_FILE, TO_PARQUET, needs, reading
+from mlxtune.core.data.sources.datafiles import CHATGPT_FILE, PARQUET_REMEDY, needs, reading
 from mlxtune.core.data.sources.nulls import without_nulls
 from mlxtune.core.data.sources.text_rows import (
     NumberedRow,
@@ -55,7 +55,7 @@ _MAX_ROWLESS = 1_000_000
 # The number of unpacked bytes that any file may have, and the additional number for each packed
 # byte. Files whose rows share one long system prompt, the most repetitive files that people train
 # on, unpack to some 100 times their size.
-_ALWAYS, _PER_BYTE = 2**24, 200
+_BASE_BYTES, _MAX_RATIO = 2**24, 200
 # The maximum number of bytes that one byte of gzip can unpack to.
 _MAX_GZIP_RATIO = 1032
 _PIECE = 2**20
@@ -64,27 +64,27 @@ _PARQUET_MEMORY, _MAX_ROW = 2**30, 2**26
 # The record at the end of an archive, the length of all records there without a comment, and the
 # longest list of files.
 _ZIP_END, _ZIP_END_BYTES, _MAX_ZIP_LIST = b"PK\x05\x06", 98, 2**24
-_EXPORT = (
+_EXPORT_REMEDY = (
     "save it as CSV: in Excel, File > Save As > CSV UTF-8; in Numbers, File > Export To > CSV; in "
     "LibreOffice or Google Sheets likewise"
 )
 # Files of other kinds by their first bytes, in lower case, each with the remedy.
 _OTHER_KINDS = {
-    b"\xd0\xcf\x11\xe0": f"is an Excel file: {_EXPORT}",
+    b"\xd0\xcf\x11\xe0": f"is an Excel file: {_EXPORT_REMEDY}",
     b"bzh": "is packed by bzip2: unpack it with bunzip2",
     b"\xfd7zxz\0": "is packed by xz: unpack it with unxz",
     b"(\xb5/\xfd": "is packed by zstd: unpack it with unzstd",
     b"7z\xbc\xaf": "is a 7z archive: unpack it, and name a file in it",
     b"rar!": "is a RAR archive: unpack it, and name a file in it",
     b"%pdf-": "is a PDF: save its text as .txt",
-    b"\xff\xff\xff\xff": f"is an Arrow file: {TO_PARQUET}",
-    b"arrow1": f"is an Arrow file: {TO_PARQUET}",
+    b"\xff\xff\xff\xff": f"is an Arrow file: {PARQUET_REMEDY}",
+    b"arrow1": f"is an Arrow file: {PARQUET_REMEDY}",
     b"sqlite format 3": "is a database: export a table as CSV",
     b"<!doctype html": "is a web page: download the data itself",
     b"<html": "is a web page: download the data itself",
     b"<?xml": "is XML: write JSON lines, one object per row",
 }
-_TAR, _TAR_AT = b"ustar", 257
+_TAR_MAGIC, _TAR_OFFSET = b"ustar", 257
 # The names of parts of spreadsheets and of text documents, which are zip archives.
 _SHEETS = (b"xl/", b"opendocument.spreadsheet", b"Index/Document.iwa")
 _DOCUMENTS = (b"word/", b"opendocument.text")
@@ -170,11 +170,11 @@ def _other_kind(path: Path, head: bytes) -> str | None:
     if head.startswith(ZIP):
         named = path.name.lower().endswith((".xlsx", ".ods", ".numbers"))
         if named or any(part in head for part in _SHEETS):
-            return f"is a spreadsheet: {_EXPORT}"
+            return f"is a spreadsheet: {_EXPORT_REMEDY}"
         if any(part in head for part in _DOCUMENTS):
             return "is a text document: save it as .txt"
         return "is an archive: unpack it, and name a file in it"
-    if head[_TAR_AT:].startswith(_TAR):
+    if head[_TAR_OFFSET:].startswith(_TAR_MAGIC):
         return "is a tar archive: unpack it, and name a file in it"
     if path.name.lower().endswith((".yaml", ".yml")):
         return "is YAML: write JSON lines, one object per row"
@@ -329,7 +329,7 @@ def _archive_rows(path: Path) -> Iterator[NumberedRow]:
 
 
 def _most_bytes(size: int) -> int:
-    return _ALWAYS + _PER_BYTE * size
+    return _BASE_BYTES + _MAX_RATIO * size
 
 
 def _expands(path: Path, size: int) -> DataError:

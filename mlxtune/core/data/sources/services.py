@@ -10,7 +10,7 @@ from mlxtune.core.data.sources.messages import parse_conversation
 from mlxtune.core.data.sources.tool_calls import parse_tools
 
 # What a ChatGPT export has beside a conversation's messages.
-OF_CHATGPT = (
+CHATGPT_KEYS = (
     *("title", "create_time", "update_time", "moderation_results", "plugin_ids", "voice"),
     *("conversation_id", "conversation_template_id", "conversation_origin", "safe_urls"),
     *("gizmo_id", "gizmo_type", "is_archived", "is_starred", "blocked_urls", "async_status"),
@@ -19,13 +19,13 @@ OF_CHATGPT = (
     *("is_study_mode", "atlas_mode_enabled", "pinned_time"),
 )
 # The keys of a message of a ChatGPT export, and the messages that are not turns.
-_OF_NODE = (
+_NODE_KEYS = (
     *("id", "author", "create_time", "update_time", "content", "status", "end_turn", "weight"),
     *("metadata", "recipient", "channel"),
 )
 # Far more than anybody writes in one conversation; each takes kilobytes once it is read.
 _MAX_TURNS = 20_000
-_ASIDE = ("thoughts", "reasoning_recap", "user_editable_context", "model_editable_context")
+_ASIDE_TYPES = ("thoughts", "reasoning_recap", "user_editable_context", "model_editable_context")
 
 
 def from_chatgpt(row: int, content: JsonObject) -> Conversation:
@@ -55,7 +55,7 @@ def _from_node(message: JsonObject) -> JsonObject | None:
     )
     hidden = about.get("is_visually_hidden_from_conversation")
     parts = body.get("parts")
-    if hidden or parts == [""] or body.get("content_type") in _ASIDE:
+    if hidden or parts == [""] or body.get("content_type") in _ASIDE_TYPES:
         return None
     if author.get("role") == "tool" or message.get("recipient") not in (None, "all"):
         raise BadRowError("a ChatGPT conversation with tools", "its export does not declare them")
@@ -66,14 +66,14 @@ def _from_node(message: JsonObject) -> JsonObject | None:
             else {"type": "text", "text": part}
             for part in parts
         ]
-    other = {key: value for key, value in message.items() if key not in _OF_NODE}
+    other = {key: value for key, value in message.items() if key not in _NODE_KEYS}
     weight = message.get("weight") if author.get("role") == "assistant" else None
     return other | {"role": author.get("role"), "content": parts, "weight": weight}
 
 
 # What an export of Claude has beside a conversation's messages, and beside a message's parts.
-_OF_CLAUDE = ("uuid", "name", "summary", "created_at", "updated_at", "account", "chat_messages")
-_OF_TURN = (
+_CLAUDE_KEYS = ("uuid", "name", "summary", "created_at", "updated_at", "account", "chat_messages")
+_TURN_KEYS = (
     *("uuid", "sender", "text", "content", "created_at", "updated_at", "parent_message_uuid"),
     *("index", "truncated"),
 )
@@ -92,7 +92,7 @@ def as_sharegpt(content: JsonObject) -> JsonObject:
         _from_claude(each, f"message {number}") if isinstance(each, dict) else each
         for number, each in enumerate(messages, start=1)
     ]
-    others = {key: value for key, value in content.items() if key not in _OF_CLAUDE}
+    others = {key: value for key, value in content.items() if key not in _CLAUDE_KEYS}
     return others | {"conversations": turns}
 
 
@@ -110,7 +110,7 @@ def _from_claude(message: JsonObject, where: str) -> JsonObject:
         else:
             text = {"type": kind, "text": part.get("text")} if isinstance(part, dict) else part
             content += [text]
-    others = {key: value for key, value in message.items() if key not in _OF_TURN}
+    others = {key: value for key, value in message.items() if key not in _TURN_KEYS}
     thinking = {"reasoning_content": "".join(thoughts)} if thoughts else {}
     return others | thinking | {"from": message.get("sender"), "value": content}
 

@@ -31,13 +31,13 @@ _MAX_COLUMNS, _MAX_TEXT = 1_000_000, 1 << 26
 # Encodings of text that is neither UTF-8 nor UTF-16: a guess, of which users are warned.
 GUESSED_ENCODINGS = ("cp1252", "mac_roman")
 _DELIMITERS = ",;\t|"
-_NAMED = re.compile(r'"?sep=([^\w\s"]|\t)"?\r?\n')
+_SEPARATOR_LINE = re.compile(r'"?sep=([^\w\s"]|\t)"?\r?\n')
 _JSON_START = re.compile(rb"\s*(\{|\[\s*[\[{\]\"])")
 # A line of a chat that WhatsApp exports, on iOS and on Android.
 _WHATSAPP = re.compile(
     rb"\[?\d{1,4}[./-]\d{1,2}[./-]\d{1,4},? \d{1,2}[:.]\d\d[^\n]{0,20}?(\] | - )[^\n]*"
 )
-WRITE_ROWS = 'write JSON lines, such as {"text": "…"} or {"messages": […]}'
+ROWS_REMEDY = 'write JSON lines, such as {"text": "…"} or {"messages": […]}'
 _HEADING = re.compile(r" {0,3}#{1,6}([ \t]|$)")
 _FENCE = re.compile(r" {0,3}(```|~~~)")
 # The number of a row, and its object or the reason why it has none.
@@ -178,7 +178,7 @@ def _table_header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        if number == 1 and (named := _NAMED.fullmatch(line)):
+        if number == 1 and (named := _SEPARATOR_LINE.fullmatch(line)):
             delimiters = named[1]
             continue
         # Counted before the line is split, since each cell takes far more memory than its text.
@@ -231,10 +231,10 @@ def _refusal(path: Path, head: bytes) -> DataError:
     """Return the error for plain text under a format that needs rows."""
     if _WHATSAPP.match(head.removeprefix(UTF8_BOM).removeprefix(b"\xe2\x80\x8e")):
         return DataError(
-            f"{path} is a chat of WhatsApp, which does not say who answers whom: {WRITE_ROWS}"
+            f"{path} is a chat of WhatsApp, which does not say who answers whom: {ROWS_REMEDY}"
         )
     return DataError(
-        f"{path} is plain text: {WRITE_ROWS}, or use --format text to train on it as it is"
+        f"{path} is plain text: {ROWS_REMEDY}, or use --format text to train on it as it is"
     )
 
 

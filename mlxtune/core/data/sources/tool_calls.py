@@ -12,7 +12,7 @@ from mlxtune.core.data.problems import BadRowError, json_type, parse_json
 
 # Text with a number that may be longer or larger than a float.
 _LONG_NUMBER = re.compile(r"[\d.]{17}|\d[eE][+-]?\d{3}")
-_OF_BARE_CALL = {"name", "id", "type"}
+_BARE_CALL_KEYS = {"name", "id", "type"}
 
 
 def parse_tools(tools: Any) -> tuple[dict[str, Any], ...]:
@@ -63,7 +63,7 @@ def plain_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     nested = isinstance(call.get("function"), dict)
     function = call["function"] if nested else call
     # A call without arguments has none, unless they are under another key.
-    bare = function.keys() <= _OF_BARE_CALL
+    bare = function.keys() <= _BARE_CALL_KEYS
     arguments = "{}" if bare else function.get("arguments")
     if isinstance(arguments, dict):
         check_numbers(arguments, where)

@@ -291,7 +291,7 @@ def test_foreign_or_oversized_archive_is_refused(
     with pytest.raises(DataError, match=r"is a damaged zip file|is an archive"):
         read(path)
 
-    monkeypatch.setattr(rows, "_ALWAYS", 0)
+    monkeypatch.setattr(rows, "_BASE_BYTES", 0)
     bomb = archive(tmp_path, {"conversations.json": b"[" + b" " * 2**20 + b"]"})
     with pytest.raises(DataError, match="unpacks from"):
         read(bomb)
