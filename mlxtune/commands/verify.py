@@ -203,7 +203,7 @@ class _Replay:
         records = Progress.from_jsonl(newest.metrics)
         whole = False
         if finished:
-            written = Progress.from_jsonl(read_own(newest.folder.parent / METRICS))
+            written = Progress.from_jsonl(read_own(newest.run / METRICS))
             # If the run was extended afterwards, no checkpoint has its last options.
             whole = written.step <= newest.metadata.get("total_steps", 0)
             records = written if whole else records
@@ -267,7 +267,7 @@ def _interrupts() -> Iterator[None]:
 
 def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
     """Train again from the first checkpoint to the newest, or to the end of a finished run."""
-    newest, run = good[0], good[0].folder.parent
+    newest, run = good[0], good[0].run
     try:
         replay = _Replay.of(good, finished=result.finished)
     except (OSError, ValueError) as problem:
@@ -353,7 +353,7 @@ def _check_earlier(
 
 
 def _copy_state(run: Path, first: Checkpoint, again: Path) -> None:
-    """Copy what a run needs that continues from its first checkpoint."""
+    """Copy the files that a replay from a run's first checkpoint reads or adds to in its folder."""
     make_folder(again)
     with suppress(OSError):  # training reports the error
         copy_file(run / REFERENCE, again / REFERENCE)
@@ -396,7 +396,7 @@ def _compare(
         problem = f"{start}: the same bytes, but not at {join_few(between)}"
     result.add("replay", problem, f"{start}: the same bytes")
     if replay.whole and problem is None:
-        for name, check in checks_of_files(newest.folder.parent, again):
+        for name, check in checks_of_files(newest.run, again):
             result.attempt(f"{name} again", check)
 
 

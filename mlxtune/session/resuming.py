@@ -81,7 +81,10 @@ def find_run(
     check_names(TrainConfig, changes)
     find = partial(_find_point, folder, changes)
     run, point = from_worker_0(find) if launched_several() else find()
-    return ResolvedOptions.recorded(run_config(run, point.checkpoint, changes)), point
+    config = run_config(run, point.checkpoint, changes)
+    if "output" not in changes:
+        _check_output(run, config)
+    return ResolvedOptions.recorded(config), point
 
 
 def _find_point(folder: str, changes: Mapping[str, Any]) -> tuple[Path, ResumePoint]:
@@ -176,16 +179,34 @@ def run_config(run: Path, checkpoint: Checkpoint, changes: Mapping[str, Any]) ->
         TrainConfig(**stored)
     except ConfigError as error:
         raise ConfigError([f"{metadata_path}: {'; '.join(error.problems)}"]) from error
-    config = TrainConfig(**stored | dict(changes))
+    return _in_folder(run, TrainConfig(**stored | dict(changes)), changes)
+
+
+def _check_output(run: Path, config: TrainConfig) -> None:
+    """Raise ConfigError if a run's own options would write its adapter outside its folder."""
     output = config.output_path.resolve()
     own_folders = (run.resolve(), run.parent.resolve())
-    if "output" not in changes and not any(
-        same_place(output.parent, own_folder) for own_folder in own_folders
-    ):
+    if not any(same_place(output.parent, own_folder) for own_folder in own_folders):
         raise ConfigError(
             [f"--output: the run writes to {output}, outside its own folder: pass --output again"]
         )
-    return config
+
+
+def _in_folder(run: Path, config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
+    """Return the options of a run that stays in its folder, where its checkpoints and records are.
+
+    Another --output moves only the adapter. Raises ConfigError for another --checkpoint-dir.
+    """
+    if same_place(config.checkpoint_path, run):
+        return config
+    if (other := changes.get("checkpoint_dir")) is not None:
+        raise ConfigError(
+            [
+                f"--checkpoint-dir {shorten(str(other))}: a run resumes in its own folder: leave "
+                f"it out, or copy {run} there and resume the copy"
+            ]
+        )
+    return dataclasses.replace(config, checkpoint_dir=str(run))
 
 
 def _difference(name: str, value: Any, stored: Any) -> str | None:
@@ -281,15 +302,16 @@ def _check_fact(
     now: Any,
     changes: Callable[[Path], Iterable[str]] = lambda run: (),
 ) -> None:
-    before, checkpoint = resume.checkpoint.metadata.get(name), resume.checkpoint.folder
+    checkpoint = resume.checkpoint
+    before = checkpoint.metadata.get(name)
     error, problem = _SHARED_FACTS[name]
     if before != now:
         raise error(
             problem.format(
                 now=now,
                 before=before,
-                rows="".join(f"; {each}" for each in changes(checkpoint.parent)),
-                checkpoint=shlex.quote(str(checkpoint)),
+                rows="".join(f"; {each}" for each in changes(checkpoint.run)),
+                checkpoint=shlex.quote(str(checkpoint.folder)),
             )
         )
 

@@ -113,7 +113,7 @@ class RewardSession:
             checkpoint = session.resume.checkpoint
             hashes = get_mapping(checkpoint.metadata, FILE_HASHES)
             pipeline.load_reference_lora(
-                checkpoint.folder.parent / REFERENCE_LORA, hashes.get(REFERENCE_LORA)
+                checkpoint.run / REFERENCE_LORA, hashes.get(REFERENCE_LORA)
             )
         return Rollouts(
             self._config,

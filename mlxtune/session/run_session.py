@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +62,8 @@ def check_paths(session: RunSession) -> None:
     Raises DataError or OutputError.
     """
     config, output = session.config, session.config.output_path
+    if session.resume is not None:
+        _check_resumed(config.checkpoint_path)
     if output.name == ADAPTER_CONFIG:
         raise OutputError(
             f"{output} would be overwritten with the adapter's config: choose another --output"
@@ -77,6 +80,16 @@ def check_paths(session: RunSession) -> None:
     check_writable(config.checkpoint_path, "--checkpoint-dir")
     if session.resume is None and not config.overwrite:
         check_known(output, run_folder.adapters_in(config.checkpoint_path))
+
+
+def _check_resumed(run: Path) -> None:
+    """Raise OutputError if a resumed run cannot stay in its folder, as with another user's run."""
+    try:
+        check_writable(run, "--checkpoint-dir")
+        run_folder.check_own(run, new=False)
+    except OutputError as error:
+        problem, _, _ = error.with_flags.rpartition(": ")
+        raise OutputError(f"{problem}: copy the run's folder, and resume the copy") from error
 
 
 def check_initial_adapter(session: RunSession) -> None:
@@ -125,8 +138,7 @@ def lock_folder(session: RunSession, cleanup: ExitStack) -> None:
 def trained_before(session: RunSession) -> npt.NDArray[np.uint64]:
     """Return the identities of the rows that the adapter was already trained on."""
     if session.resume is not None:
-        # With another --output, the record is in the folder of the run that is resumed.
-        run = session.resume.checkpoint.folder.parent
+        run = session.resume.checkpoint.run
         return trained_rows.read_trained_rows(run, session.console.warn)
     if session.initial is None:
         return trained_rows.NO_ROWS

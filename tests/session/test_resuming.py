@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import signal
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ import pytest
 
 from mlxtune import ConfigError, TrainConfig, TrainingInterrupted, resume
 from mlxtune import train as run_training
-from tests.command import ROWS, Cli, Outcome, finish, read_until, start
+from mlxtune.commands.verify import verify
+from tests.command import ROWS, Cli, Outcome, files_in, finish, read_until, start
 from tests.models import sums, write_chat, write_model
+from tests.slow import slow
 
 OPTIONS = ("--epochs", "3", "--lr", "1e-2", "--targets", "all", "--dropout", "0.1")
 _TIMES = (
@@ -190,13 +194,87 @@ def test_options_without_effect_on_the_result_are_accepted(
     assert len(list(stopped.glob("step-*")) + list(stopped.glob("epoch-*"))) == 1
 
 
-def test_moved_run_keeps_its_record_of_trained_rows(
-    cli: Cli, stopped: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "options",
+    [
+        # The best validation is before the stop.
+        {"lr": 30.0, "schedule": "constant", "val_steps": 1, "max_steps": 3},
+        {"objective": "dpo", "no_cache": True, "lr": 3e-3, "max_steps": 3},
+        # The run stops within a rollout.
+        slow(
+            {"objective": "grpo", "updates": 2, "kl": 0.1, "lr": 3e-2, "max_steps": 4}
+            | {"max_new_tokens": 9, "group_size": 4, "batch_size": 2}
+        ),
+    ],
+)
+def test_resumed_run_stays_in_its_folder_if_its_adapter_is_written_elsewhere(
+    model: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    record = stopped / "trained_rows.bin"
-    before = record.read_bytes()
-    assert cli("train", "--resume", stopped, "--output", tmp_path / "new", "--quiet").err == ""
-    assert (tmp_path / "new" / "checkpoints" / record.name).read_bytes() == before
+    rows: list[Any] = sums(ROWS)
+    if "objective" in options:
+        rows = [
+            {"prompt": question, "chosen": answer, "rejected": "No idea."}
+            for (_, question), (_, answer) in rows
+        ]
+    more: dict[str, Any] = {}
+    if "updates" in options:
+        reward = tmp_path / "low.py"
+        reward.write_text(
+            "def reward(prompt, completion, row): return sum(map(str.isascii, completion)) / 9"
+        )
+        # A copy of the run chooses no code to run.
+        more = {"reward": (str(reward),)}
+    config = run_config(model, write_chat(tmp_path / "chat.jsonl", rows), tmp_path / "run")
+    with pytest.raises(TrainingInterrupted):
+        run_training(replace(config, dropout=0.0, **options, **more), stop_after=1)
+    run, in_place, elsewhere = (tmp_path / name for name in ("run", "in place", "elsewhere"))
+    shutil.copytree(run, in_place)
+    expected = resume(in_place, **more).adapter
+    assert expected is not None
+
+    with pytest.raises(ConfigError, match="a run resumes in its own folder: leave it out, or copy"):
+        resume(run, output=elsewhere, checkpoint_dir=elsewhere / "checkpoints", **more)
+    assert not elsewhere.exists()
+    for given in ({}, {"checkpoint_dir": run / "checkpoints"}):
+        result = resume(run, output=elsewhere, **given, **more)
+        assert result.checkpoint_dir == run / "checkpoints"
+        assert files_in(elsewhere) == ["adapter_config.json", expected.name]
+        assert (elsewhere / expected.name).read_bytes() == expected.read_bytes()
+        assert files_in(run / "checkpoints") == files_in(expected.parent / "checkpoints")
+        assert verify(run).ok
+        with pytest.raises(ConfigError, match="outside its own folder: pass --output again"):
+            resume(run, **more)
+        shutil.rmtree(elsewhere)
+
+
+@pytest.mark.parametrize("place", [(), ("--output", "elsewhere")])
+@pytest.mark.parametrize("fault", ["a hard link", "read-only"])
+def test_run_in_a_folder_that_is_not_ours_is_resumed_in_a_copy(
+    cli: Cli,
+    stopped: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: tuple[str, ...],
+    fault: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy = tmp_path / "copy"
+    shutil.copytree(stopped, copy / "checkpoints")
+    if fault == "read-only":
+
+        def refuse(*_: object, **__: object) -> None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+        why = f"{stopped} cannot be written: Permission denied"
+        monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+    else:
+        why = f"{stopped} holds run.json, not written by mlxtune"
+        os.link(stopped / "run.json", tmp_path / "another name")
+    error = cli("train", "--resume", stopped, *place).error
+    assert error == f"{why}: copy the run's folder, and resume the copy"
+    assert not (tmp_path / "elsewhere").exists()
+    monkeypatch.undo()
+    assert cli("train", "--resume", copy, "--quiet").code == 0
 
 
 def test_other_data_is_an_error_but_moved_data_is_accepted(

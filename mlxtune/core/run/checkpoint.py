@@ -67,6 +67,11 @@ class Checkpoint:
     metadata: Mapping[str, Any]
 
     @property
+    def run(self) -> Path:
+        """The folder of the run, which holds its checkpoints and records."""
+        return self.folder.parent
+
+    @property
     def step(self) -> int:
         return int(self.metadata["step"])
 
