@@ -67,6 +67,11 @@ class LoraConfig(CheckedConfig):
     )
     weight_decay: float = TRAINING.option(0.01, "AdamW weight decay.", RESULT, at_least=0)
 
+    @property
+    def is_pissa(self) -> bool:
+        """Whether the matrices start from the weights' singular vectors (PiSSA)."""
+        return self.init == "pissa" or pissa_iterations(self.init) is not None
+
     def contradictions(self) -> Iterator[str]:
         try:
             target_ranks(self.target_rank)
@@ -75,12 +80,12 @@ class LoraConfig(CheckedConfig):
         if problem := init_problem(self.init):
             yield problem
             return
-        if self.init != "lora" and self.dora:
+        if self.is_pissa and self.dora:
             yield (
                 f"--init {self.init} changes the weights whose row norms --dora trains: "
                 "leave one of them out"
             )
-        if self.init != "lora" and self.init_adapter is not None:
+        if self.is_pissa and self.init_adapter is not None:
             yield (
                 f"--init {self.init} starts from the weights, --init-adapter from an adapter: "
                 "leave one of them out"

@@ -265,7 +265,7 @@ class TrainConfig(_LoopConfig, LoraConfig, RewardedConfig, StepConfig):
     def _tensor_problems(self) -> Iterator[str]:
         others = {
             "--dora": self.dora,
-            f"--init {self.init}": self.init != "lora",
+            f"--init {self.init}": self.is_pissa,
             "--quantize nf4": self.quantize == "nf4",
             "--objective grpo": self.is_rewarded,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.config.lora_config import (
+    LoraConfig,
     alpha_of,
     init_problem,
     pattern_of,
@@ -17,6 +19,7 @@ from mlxtune.config.lora_config import (
     target_ranks,
 )
 from mlxtune.errors import ConfigError
+from tests.sources import PACKAGE, nodes_of
 
 
 def test_ranks_keep_their_order() -> None:
@@ -66,3 +69,18 @@ def test_beginnings() -> None:
     assert (pissa_iterations("pissa_niter_16"), pissa_iterations("pissa")) == (16, None)
     for wrong in ("", "dora", "pissa_niter_0", "pissa_niter_", "pissa_niter_1000", "xpissa"):
         assert "must be lora, pissa or pissa_niter_N" in str(init_problem(wrong))
+
+
+def test_only_one_property_tells_pissa_from_other_initial_values() -> None:
+    found = {init: LoraConfig(init=init).is_pissa for init in ("lora", "pissa", "pissa_niter_4")}
+    assert found == {"lora": False, "pissa": True, "pissa_niter_4": True}
+    # A comparison elsewhere, such as with "lora", would make every further initialisation PiSSA.
+    compared = [
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        for node in nodes_of(path)
+        if isinstance(node, ast.Compare)
+        for each in (node.left, *node.comparators)
+        if isinstance(each, ast.Attribute) and each.attr == "init"
+    ]
+    assert compared == ["lora_config.py"]

@@ -42,7 +42,7 @@ def initialize(
     for module in modules.values():
         if isinstance(module, DoRALinear):
             module.compute_magnitudes()
-    if config.init != "lora":
+    if config.is_pissa:
         init_pissa(modules, config.init, config.seed)
     if config.init_adapter is None:
         return None

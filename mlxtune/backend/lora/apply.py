@@ -118,7 +118,7 @@ class LoRASummary:
         extras = [
             *self._mixed(),
             "DoRA" if config.dora else "",
-            f"initialised by {config.init}" if config.init != "lora" else "",
+            f"initialised by {config.init}" if config.is_pissa else "",
             f"starting from {config.init_adapter}" if config.init_adapter is not None else "",
             f"B learns {config.lr_ratio:g} times as fast as A" if config.lr_ratio != 1 else "",
         ]
@@ -184,7 +184,7 @@ def summarize(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
     num_layers = config.num_layers or len(model.layers)
     # A is (in, rank), or (experts, rank, in) for experts. An adapter file also contains PiSSA's
     # factors.
-    factor = 2 if config.init != "lora" else 1
+    factor = 2 if config.is_pissa else 1
     modules = adapted_modules(model)
     written = {(factor * m.lora_a.shape[1], m.scale) for m in modules.values()}
     rank, scale = max(written)
@@ -199,7 +199,7 @@ def summarize(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
         dropout_keys=dropout_keys,
         scale=scale,
         written_rank=rank,
-        trained_as_written=len(written) == 1 and config.init == "lora",
+        trained_as_written=len(written) == 1 and not config.is_pissa,
         replicated=frozenset(
             name for name, m in modules.items() if not isinstance(m.linear, ShardedLinear)
         ),
@@ -257,7 +257,7 @@ def lora_layer(
         dropout_keys=dropout_keys,
         salt=hash_of(f"dropout/{name}", 4),
     )
-    if config.init != "lora":
+    if config.is_pissa:
         # Placeholders of the right shape until the factors are computed or read.
         layer.principal = PrincipalFactors(mx.zeros_like(layer.lora_a), layer.lora_b)
     return layer

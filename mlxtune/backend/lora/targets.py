@@ -91,7 +91,7 @@ def rank_of(name: str, config: InstructConfig) -> int:
 
 def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> None:
     """Raise ModelError if an option does not work with a projection."""
-    if isinstance(module, ShardedLinear) and (config.dora or config.init != "lora"):
+    if isinstance(module, ShardedLinear) and (config.dora or config.is_pissa):
         option = "--dora" if config.dora else f"--init {config.init}"
         raise ModelError(f"{option} does not work with --parallel tensor: leave one of them out")
     if hasattr(module, "sharded_in_place"):
@@ -103,14 +103,14 @@ def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> Non
         options = {
             "--dropout": config.dropout > 0,
             "--dora": config.dora,
-            f"--init {config.init}": config.init != "lora",
+            f"--init {config.init}": config.is_pissa,
         }
         if refused := [option for option, is_set in options.items() if is_set]:
             raise ModelError(
                 f"{refused[0]} does not work on the experts of {name}: "
                 "leave it out, or name other --targets"
             )
-    elif config.init != "lora" and (rank := rank_of(name, config)) > min(dimensions(module)):
+    elif config.is_pissa and (rank := rank_of(name, config)) > min(dimensions(module)):
         raise ModelError(
             f"--init pissa: {name} has only {min(dimensions(module))} singular vectors, fewer than "
             f"its rank of {rank}: lower the rank with --rank or --target-rank"

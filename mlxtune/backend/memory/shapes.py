@@ -80,7 +80,7 @@ def _weights(
     largest = max(parameters, key=lambda value: value.size)
     return {
         # PiSSA keeps and subtracts its initial factors, which are as large as LoRA's.
-        "weights": stored if config.init == "lora" else stored + 4 * trained,
+        "weights": stored + (4 * trained if config.is_pissa else 0),
         "stored_itemsize": 0 if base.quantization else largest.itemsize,
         "trainable": trained,
         "scaled": scaled,

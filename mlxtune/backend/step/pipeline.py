@@ -295,7 +295,7 @@ class InstructPipeline:
         named = ("base_hash", "dtype", "quantized_compute")
         used = ("prompt", "objective", "reading", "trained_rows")
         lora: dict[str, Any] = {}
-        if self.config.init != "lora":
+        if self.config.is_pissa:
             # PiSSA's reference equals the base except for rounding, which depends on rank and
             # targets. The number of epochs is left out, because it may change later.
             lora = dataclasses.asdict(self.config) | {"epochs": None}
