@@ -20,7 +20,14 @@ from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.formatting import pluralize
 from mlxtune.core.objectives.policy import MAX_REWARD, advantages_of, deviation
 from mlxtune.core.run.checkpoint import METRICS, WRITTEN_SAMPLES, Checkpoint
-from mlxtune.core.run.metrics import StepRecord
+from mlxtune.core.run.metrics import (
+    CLIPPED_RATIO,
+    MEAN_LENGTH,
+    REWARD,
+    WITHOUT_GRADIENT,
+    WITHOUT_REWARD,
+    StepRecord,
+)
 from mlxtune.core.run.progress import Progress
 from mlxtune.core.run.run_folder import LEDGER, SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_in, read_members
@@ -45,7 +52,7 @@ def step_metrics(groups: Sequence[GroupRecord]) -> dict[str, float]:
     """Return the metrics of a step that its samples alone decide."""
     without = list(map(without_gradient, groups))
     samples = [sample for group in groups for sample in group.samples]
-    return {**sample_metrics(samples), "frac_reward_zero_std": fmean(without)}
+    return {**sample_metrics(samples), WITHOUT_GRADIENT: fmean(without)}
 
 
 def sample_metrics(samples: Sequence[SampleRecord]) -> dict[str, float]:
@@ -57,11 +64,11 @@ def sample_metrics(samples: Sequence[SampleRecord]) -> dict[str, float]:
         if numbers := [value for value in each if value is not None]:
             metrics[f"{name}/mean"], metrics[f"{name}/std"] = fmean(numbers), deviation(numbers)
     if totals:
-        metrics |= {"reward": fmean(totals), "reward_std": deviation(totals)}
+        metrics |= {REWARD: fmean(totals), "reward_std": deviation(totals)}
     return metrics | {
-        "completions/mean_length": fmean(len(sample.tokens) for sample in samples),
-        "completions/clipped_ratio": fmean(not sample.finished for sample in samples),
-        "completions/without_reward": 1 - len(totals) / len(samples),
+        MEAN_LENGTH: fmean(len(sample.tokens) for sample in samples),
+        CLIPPED_RATIO: fmean(not sample.finished for sample in samples),
+        WITHOUT_REWARD: 1 - len(totals) / len(samples),
     }
 
 

@@ -37,7 +37,13 @@ from mlxtune.core.formatting import (
 )
 from mlxtune.core.machine.installation import DISTRIBUTION
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
+from mlxtune.core.run.metrics import (
+    REWARD,
+    WITHOUT_GRADIENT,
+    InstructEpochMetrics,
+    InstructTrainResult,
+    StepRecord,
+)
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
 from mlxtune.core.run.sampled_answers import PARTIAL_CREDIT, exploit_warning, gradient_warning
 from mlxtune.core.run.summary import EQUAL_REWARDS, RunView, option_text
@@ -155,7 +161,7 @@ def step_state(record: StepRecord, average: float, peak_gb: float, thermal: str 
 
 def _reward_metrics(record: StepRecord) -> str:
     """Return the metrics of rewards to show in a step's line."""
-    shown = ("reward", "rewards/accuracies", "rewards/margins", "kl")
+    shown = (REWARD, "rewards/accuracies", "rewards/margins", "kl")
     metrics = ((name, record.metrics[name]) for name in shown if name in record.metrics)
     return "".join(f"{name} {value:.3g}  " for name, value in metrics)
 
@@ -307,7 +313,7 @@ def _next_reward_line(
     """Return what to try if fewer answers are exact, or the greedy ones got no better rewards."""
     if any(each.name == EXACT and each.high < 0 for each in evaluation.rewards):
         return "fewer answers are exact than before: change --reward, or stay closer with --kl"
-    alike = [step.metrics.get("frac_reward_zero_std", 0.0) for step in result.steps]
+    alike = [step.metrics.get(WITHOUT_GRADIENT, 0.0) for step in result.steps]
     if evaluation.verdict == HELPED or not alike:
         return None
     if (fraction := sum(alike) / len(alike)) > _MAX_ALIKE_FRACTION:

@@ -5,6 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints, overload
 
+# The metrics of a step's sampled answers, under TRL's names where it has them.
+REWARD = "reward"
+MEAN_LENGTH = "completions/mean_length"
+CLIPPED_RATIO = "completions/clipped_ratio"
+WITHOUT_REWARD = "completions/without_reward"
+WITHOUT_GRADIENT = "frac_reward_zero_std"
 _ROWS_SHOWN = 8
 
 

@@ -32,6 +32,13 @@ from mlxtune.config.limits import (
 from mlxtune.config.objective_config import is_rewarded, reward_weight
 from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.typed_json import from_json
+from mlxtune.core.run.metrics import (
+    CLIPPED_RATIO,
+    MEAN_LENGTH,
+    REWARD,
+    WITHOUT_GRADIENT,
+    WITHOUT_REWARD,
+)
 from mlxtune.core.run.stored_run import Run, whole
 
 # The fewest steps of a third that show a change.
@@ -40,18 +47,15 @@ _MIN_STEPS = 3
 _PRECISION = 1e-9
 SUM = "sum of rewards"
 _REWARDS, _MEAN = "rewards/", "/mean"
-_FRACTION = "fraction of "
-_WITHOUT_GRADIENT = "fraction of rows without a gradient"
-_EQUAL_REWARDS = "frac_reward_zero_std"
-_UNREWARDED = "completions/without_reward"
+FRACTION = "fraction of "
 # The remedy for answers to a prompt that all get the same reward.
 PARTIAL_CREDIT = "add a reward with partial credit, such as json_keys, or raise --group-size"
-# What a run measures of its answers besides rewards.
-_MEASURES = {
-    "completions/mean_length": "tokens per answer",
-    "completions/clipped_ratio": "fraction of truncated answers",
-    _EQUAL_REWARDS: _WITHOUT_GRADIENT,
-    _UNREWARDED: "fraction of answers without a reward",
+# The labels of what a run measures of its answers besides rewards.
+ANSWER_LABELS = {
+    MEAN_LENGTH: "tokens per answer",
+    CLIPPED_RATIO: "fraction of truncated answers",
+    WITHOUT_GRADIENT: "fraction of rows without a gradient",
+    WITHOUT_REWARD: "fraction of answers without a reward",
     "kl": "divergence from the start (KL)",
 }
 Kind = Literal["reward", "sum", "answers"]
@@ -84,7 +88,7 @@ class MetricChange:
         return [self._text(self.first), self._text(self.last)]
 
     def _text(self, mean: float) -> str:
-        return f"{mean:.1%}" if self.name.startswith(_FRACTION) else mean_text(mean)
+        return f"{mean:.1%}" if self.name.startswith(FRACTION) else mean_text(mean)
 
     @property
     def verb(self) -> str:
@@ -110,12 +114,12 @@ def reward_keys(run: Run) -> dict[str, str]:
     every = dict.fromkeys(name for step in run.progress.steps.metrics for name in step)
     means = (key for key in every if key.startswith(_REWARDS) and key.endswith(_MEAN))
     keys = {key.removeprefix(_REWARDS).removesuffix(_MEAN): key for key in means}
-    return {SUM: "reward", **keys} if len(keys) > 1 else keys
+    return {SUM: REWARD, **keys} if len(keys) > 1 else keys
 
 
 def spread_key(key: str) -> str:
     """Return the name of the metric of a reward's spread, by the name of its mean's metric."""
-    return f"{key}_std" if key == "reward" else key.removesuffix(_MEAN) + "/std"
+    return f"{key}_std" if key == REWARD else key.removesuffix(_MEAN) + "/std"
 
 
 def metric_values(run: Run, key: str) -> tuple[list[float], list[float]]:
@@ -144,7 +148,7 @@ def metric_changes(run: Run) -> list[MetricChange]:
         _change(run, key, name, "sum" if name == SUM else "reward", name in penalties)
         for name, key in keys.items()
     ]
-    changes += [_change(run, key, name, "answers") for key, name in _MEASURES.items()]
+    changes += [_change(run, key, name, "answers") for key, name in ANSWER_LABELS.items()]
     complete = (change for change in changes if change is not None)
     return [each for each in complete if each.kind != "answers" or each.first or each.last]
 
@@ -168,7 +172,7 @@ def _change(
 def gradient_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
     """Yield a line if most rows of the last third had no gradient."""
     for each in changes:
-        if each.name == _WITHOUT_GRADIENT and each.last > 0.5:
+        if each.name == ANSWER_LABELS[WITHOUT_GRADIENT] and each.last > 0.5:
             yield (
                 f"in the last third, {each.last:.0%} of the rows taught nothing, because all their "
                 "answers had the same reward"
@@ -177,14 +181,14 @@ def gradient_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
 
 def unrewarded_fraction(run: Run) -> float:
     """Return the fraction of a run's sampled answers without a reward; 0 without any answers."""
-    values = metric_values(run, _UNREWARDED)[1]
+    values = metric_values(run, WITHOUT_REWARD)[1]
     return float(np.mean(values)) if values else 0.0
 
 
 def taught_nothing(run: Run) -> bool:
     """Return whether a run learns from rewards, but no step had a row with different ones."""
     steps = run.progress.steps.metrics
-    return bool(steps) and all(step.get(_EQUAL_REWARDS) == 1 for step in steps)
+    return bool(steps) and all(step.get(WITHOUT_GRADIENT) == 1 for step in steps)
 
 
 def opposites(changes: Sequence[MetricChange]) -> list[tuple[MetricChange, MetricChange]]:

@@ -20,7 +20,7 @@ from mlxtune.core.evaluation.outcome import CANNOT_TELL, HELPED, HURT, Evaluatio
 from mlxtune.core.evaluation.verdict_text import verdict_lines
 from mlxtune.core.formatting import duration, loss_text, pluralize, sentence
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
-from mlxtune.core.run.metrics import TrainingMetrics
+from mlxtune.core.run.metrics import REWARD, TrainingMetrics
 from mlxtune.core.run.run_folder import previous_number
 from mlxtune.core.run.sampled_answers import (
     PARTIAL_CREDIT,
@@ -359,7 +359,7 @@ def bucket_means(values: Sequence[float], most: int) -> list[float]:
 def _curve(run: Run) -> tuple[float, ...]:
     losses: Sequence[float] = [each.val_loss for each in run.progress.validations]
     if is_rewarded(run.config.get("objective")):
-        _, losses = metric_values(run, "reward")
+        _, losses = metric_values(run, REWARD)
     elif len(losses) < 3:
         losses = run.column("loss")
     return tuple(bucket_means(losses, _CURVE_POINTS))

@@ -11,7 +11,20 @@ import numpy as np
 from mlxtune.config.objective_config import is_rewarded
 from mlxtune.core.formatting import byte_size, loss_text, pluralize
 from mlxtune.core.run.extension import extensions_of
-from mlxtune.core.run.sampled_answers import metric_values, reward_keys, spread_key
+from mlxtune.core.run.metrics import (
+    CLIPPED_RATIO,
+    MEAN_LENGTH,
+    REWARD,
+    WITHOUT_GRADIENT,
+    WITHOUT_REWARD,
+)
+from mlxtune.core.run.sampled_answers import (
+    ANSWER_LABELS,
+    FRACTION,
+    metric_values,
+    reward_keys,
+    spread_key,
+)
 from mlxtune.core.run.stored_run import Run, number
 from mlxtune.core.run.summary import REWARD_MEASURE, RunView, measure_of
 from mlxtune.views.pages.axis import spans_much
@@ -25,7 +38,6 @@ _LEVEL_RATIO = 0.4
 _MAX_EPOCHS = 24
 # On a logarithmic scale, values below this fraction of the lowest curve's highest are left out.
 _MIN_VISIBLE_FRACTION = 0.01
-_WITHOUT_REWARD = "completions/without_reward"
 _LOSS_UNIT = "nats per supervised token"
 
 
@@ -96,12 +108,11 @@ def _sampled_charts(run: Run) -> list[Chart]:
     """Return the charts of what a run measures of its sampled answers."""
     spreads = {name: spread_key(key) for name, key in reward_keys(run).items()}
     fractions = {
-        "truncated answers": "completions/clipped_ratio",
-        "fraction of rows without gradient": "frac_reward_zero_std",
-        "answers without a reward": _WITHOUT_REWARD,
+        ANSWER_LABELS[key].removeprefix(FRACTION): key
+        for key in (CLIPPED_RATIO, WITHOUT_GRADIENT, WITHOUT_REWARD)
     }
     ratios = {"largest": "ratio/max", "mean": "ratio/mean"}
-    lengths = {"length": "completions/mean_length"}
+    lengths = {ANSWER_LABELS[MEAN_LENGTH]: MEAN_LENGTH}
     length = _metric_chart(run, "Length", "tokens, mean of a step's answers", lengths)
     values = [value for curve in length.series for value in curve.y]
     limit = _level_near(values, number(run.config, "max_new_tokens"), "--max-new-tokens")
@@ -121,7 +132,7 @@ def _metric_chart(run: Run, title: str, unit: str, keys: Mapping[str, str]) -> C
     series, texts = list[Series](), []
     for i, (name, key) in enumerate(keys.items()):
         steps, values = metric_values(run, key)
-        if not values or (key == _WITHOUT_REWARD and not any(values)):
+        if not values or (key == WITHOUT_REWARD and not any(values)):
             continue
         style = style_of(i)
         if len(keys) == 1:
@@ -237,7 +248,7 @@ def comparison_charts(runs: Sequence[Run], views: Sequence[RunView]) -> list[Cha
 
 
 def _sampled_rewards(run: Run) -> list[float]:
-    return [metrics.get("reward", math.nan) for metrics in run.progress.steps.metrics]
+    return [metrics.get(REWARD, math.nan) for metrics in run.progress.steps.metrics]
 
 
 def _highest(values: Sequence[float]) -> float:

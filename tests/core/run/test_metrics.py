@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from fractions import Fraction
 
@@ -10,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.evaluation.outcome import perplexity
-from mlxtune.core.run.metrics import TrainingMetrics
+from mlxtune.core.run.metrics import (
+    CLIPPED_RATIO,
+    MEAN_LENGTH,
+    WITHOUT_GRADIENT,
+    WITHOUT_REWARD,
+    TrainingMetrics,
+)
+from mlxtune.core.run.sampled_answers import ANSWER_LABELS, FRACTION
 from tests.core.training.records import step_record
+from tests.sources import PACKAGE, nodes_of
 
 
 def history(*losses: float, max_steps: int = 10) -> TrainingMetrics:
@@ -96,3 +105,17 @@ def test_convergence_rate_is_the_lost_fraction_of_the_first_loss(
 def test_run_is_complete_at_max_steps() -> None:
     assert not history(1.0, max_steps=2).is_complete()
     assert history(1.0, 1.0, max_steps=2).is_complete()
+
+
+def test_each_metric_of_answers_has_one_name_and_one_label() -> None:
+    keys = {MEAN_LENGTH, CLIPPED_RATIO, WITHOUT_REWARD, WITHOUT_GRADIENT}
+    texts = {*keys, *(ANSWER_LABELS[key].removeprefix(FRACTION) for key in keys)}
+    written = [
+        (path.name, text)
+        for path in PACKAGE.rglob("*.py")
+        for node in nodes_of(path)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if (text := node.value.removeprefix(FRACTION)) in texts
+    ]
+    assert sorted(text for _, text in written) == sorted(texts)
+    assert {name for name, _ in written} == {"metrics.py", "sampled_answers.py"}
