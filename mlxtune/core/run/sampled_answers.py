@@ -347,7 +347,8 @@ def read_members(
                 piece = unpack.decompress(packed, _PIECE)
             except zlib.error as error:
                 raise ValueError(f"is damaged: {error}") from error
-            digest.update(packed[: len(packed) - len(unpack.unconsumed_tail + unpack.unused_data)])
+            left = unpack.unused_data if unpack.eof else unpack.unconsumed_tail
+            digest.update(packed[: len(packed) - len(left)])
             parts.append(piece[: max(keep - size, _START - size, 0)])
             size, total = size + len(piece), total + len(piece)
             if size > MAX_MEMBER_BYTES or (most is not None and total > most):

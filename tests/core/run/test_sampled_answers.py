@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import gzip
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from mlxtune.core.run import sampled_answers
-from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, read_samples, read_shown
+from mlxtune.core.run.sampled_answers import (
+    GroupRecord,
+    SampleRecord,
+    read_members,
+    read_samples,
+    read_shown,
+)
 
 
 def group(step: int, text: str = "answer", row: int = 1) -> GroupRecord:
@@ -62,6 +69,12 @@ def test_pieces_of_any_size_give_the_same_samples(
     monkeypatch.setattr(sampled_answers, "_PIECE", piece)
     assert list(read_samples(path)) == [each for step in groups for each in step]
     assert read_shown(path)[0] == {1: groups[0], 2: groups[1]}
+    content = path.read_bytes()
+    with path.open("rb") as file:
+        members = list(read_members(file))
+    assert [each.digest.digest() for each in members] == [
+        sha256(content[: each.end]).digest() for each in members
+    ]
 
 
 def test_incomplete_end_is_left_out(path: Path) -> None:
