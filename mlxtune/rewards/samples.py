@@ -21,32 +21,32 @@ _PIECE = 2**20
 class SampleRecords:
     """The file of a run's samples, in the order of their steps.
 
-    Only a `resumed` run reads the samples that are there; those after the step `until` are drawn
-    again. `checkpoint` is the checkpoint from which the run resumes, and `on_problem` gets a
-    sentence if the samples up to it are missing or others, or if the end of the file is damaged.
-    Raises OutputError if the file cannot be read or written.
+    Only a run that resumes from a `checkpoint` reads the samples that are there. In another user's
+    run (`is_own` is false), those that no checkpoint vouches for are drawn again. `on_problem` gets
+    a sentence if the samples up to the checkpoint are missing or others, or if the end of the file
+    is damaged. Raises OutputError if the file cannot be read or written.
     """
 
     def __init__(
         self,
         path: Path,
-        *,
-        resumed: bool = True,
         checkpoint: Checkpoint | None = None,
-        until: int | None = None,
+        *,
+        is_own: bool = True,
         on_problem: Callable[[str], None] = lambda problem: None,
     ) -> None:
         self._path, self._on_problem = path, on_problem
         self._members: dict[int, Member] = {}
         # The last step whose samples must not be used, because other runs drew them.
         self._foreign_until = 0
-        if resumed and path.exists():
-            with as_output_error(path, "file"), open_regular(path, links=False) as file:
-                self._members = self._find(file, _written(checkpoint).get("bytes"))
-        if resumed and checkpoint is not None:
-            self._compare(checkpoint)
-        if until is not None:
-            self._keep_until(until)
+        if checkpoint is not None:
+            expected = get_mapping(checkpoint.metadata, WRITTEN_SAMPLES)
+            if path.exists():
+                with as_output_error(path, "file"), open_regular(path, links=False) as file:
+                    self._members = self._find(file, expected.get("bytes"))
+            self._compare(checkpoint.step, expected)
+            if not is_own:
+                self._keep_until(checkpoint.step)
 
     def _find(self, file: io.BufferedReader, needed: Any) -> dict[int, Member]:
         """Find the rollouts; a damaged end, behind the `needed` bytes if known, is left out."""
@@ -62,15 +62,14 @@ class SampleRecords:
             )
         return members
 
-    def _compare(self, checkpoint: Checkpoint) -> None:
+    def _compare(self, step: int, expected: Mapping[str, Any]) -> None:
         """Report samples up to a checkpoint that another run drew."""
-        expected = _written(checkpoint)
-        if expected and self.written(checkpoint.step) != expected:
-            self._foreign_until = checkpoint.step
+        if expected and self.written(step) != expected:
+            self._foreign_until = step
             what = "has other samples than the run drew" if self._path.exists() else "is missing"
             self._on_problem(
-                f"{self._path} {what} up to step {checkpoint.step}: bring it back, or mlxtune "
-                "verify will report it"
+                f"{self._path} {what} up to step {step}: bring it back, or mlxtune verify will "
+                "report it"
             )
 
     def read(self, step: int, adapter: str | None) -> list[GroupRecord] | None:
@@ -125,10 +124,6 @@ class SampleRecords:
 
     def _keep_until(self, step: int) -> None:
         self._members = {each: own for each, own in self._members.items() if each <= step}
-
-
-def _written(checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-    return {} if checkpoint is None else get_mapping(checkpoint.metadata, WRITTEN_SAMPLES)
 
 
 def pieces(file: io.BufferedReader, size: int) -> Iterator[bytes]:

@@ -108,20 +108,26 @@ class RewardSession:
 
         Raises ModelError for a missing reference, and OutputError for a damaged record of samples.
         """
-        config = session.config
-        if config.kl and session.resume is not None:
-            checkpoint = session.resume.checkpoint
+        config, folder = session.config, session.config.checkpoint_path
+        checkpoint = None if session.resume is None else session.resume.checkpoint
+        if config.kl and checkpoint is not None:
             hashes = get_mapping(checkpoint.metadata, FILE_HASHES)
             pipeline.load_reference_lora(
                 checkpoint.run / REFERENCE_LORA, hashes.get(REFERENCE_LORA)
             )
+        records = SampleRecords(
+            folder / SAMPLE_RECORDS,
+            checkpoint,
+            is_own=is_own(folder),
+            on_problem=session.console.warn,
+        )
         return Rollouts(
             self._config,
             config.seed,
             pipeline,
             self._stop_tokens,
             self._prompts,
-            _records(session),
+            records,
             session.console.warn,
             session.workers,
         )
@@ -205,23 +211,6 @@ class RewardSession:
             against=before.greedy[index].text if against else None,
             against_right=before.exact[index] if against else None,
         )
-
-
-def _records(session: RunSession) -> SampleRecords:
-    """Open the record of a run's samples.
-
-    In another user's run, samples that no checkpoint vouches for are drawn again.
-    """
-    folder, resume = session.config.checkpoint_path, session.resume
-    if resume is None:
-        return SampleRecords(folder / SAMPLE_RECORDS, resumed=False)
-    checkpoint = resume.checkpoint
-    return SampleRecords(
-        folder / SAMPLE_RECORDS,
-        checkpoint=checkpoint,
-        until=None if is_own(folder) else checkpoint.step,
-        on_problem=session.console.warn,
-    )
 
 
 def _unrewarded(before: Sequence[str], after: Sequence[str]) -> Unrewarded | None:

@@ -19,6 +19,7 @@ from mlxtune.core.data.corpus import Corpus, CorpusRows
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.prompt import PromptRow
 from mlxtune.core.objectives.policy import SampledAnswer, SampledExample, SampleRequest
+from mlxtune.core.run.checkpoint import Checkpoint
 from mlxtune.core.run.sampled_answers import read_samples
 from mlxtune.core.training.pipeline import Step
 from mlxtune.errors import NonFiniteLossError, OutputError
@@ -28,6 +29,8 @@ from mlxtune.rewards.samples import SampleRecords
 from mlxtune.rewards.scoring import Reward
 
 END = 0
+# A checkpoint from before samples were recorded.
+RESUMED = Checkpoint(Path(), {"step": 0})
 SIZE = 3
 
 
@@ -130,7 +133,7 @@ def made(path: Path, workers: Workers = SINGLE_PROCESS, **options: Any) -> Made:
     config = RewardedConfig(group_size=SIZE, **options)
     rollouts = Rollouts(
         *(config, 42, policy, frozenset({END}), prompts(scorer)),
-        *(SampleRecords(path), problems.append, workers),
+        *(SampleRecords(path, RESUMED), problems.append, workers),
     )
     return Made(rollouts, policy, scorer, problems)
 
