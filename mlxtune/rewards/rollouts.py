@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress, islice
@@ -51,7 +52,7 @@ _Logps = npt.NDArray[np.float32]
 
 
 # A row, and the requests for answers to it.
-Asked = tuple[PromptRow, list[SampleRequest]]
+Question = tuple[PromptRow, list[SampleRequest]]
 
 
 @dataclass(frozen=True)
@@ -80,25 +81,25 @@ class Prompts:
         tokens = answer.tokens[: len(answer.tokens) - answer.finished]
         return text_of(self.token_bytes(tokens))
 
-    def asked(self, rows: CorpusRows, count: int, seed: int, step: int) -> list[Asked]:
+    def questions(self, rows: CorpusRows, count: int, seed: int, step: int) -> list[Question]:
         """Return requests for `count` answers to each row, which differ in each step."""
-        asked = []
+        questions = []
         for i, use in enumerate(_uses(rows)):
             tokens, key = self.tokens(rows, i), rows[i][-1].key
             seeds = [(seed, step, key, use, number) for number in range(count)]
-            asked.append((self.row(rows, i), [SampleRequest(tokens, each) for each in seeds]))
-        return asked
+            questions.append((self.row(rows, i), [SampleRequest(tokens, each) for each in seeds]))
+        return questions
 
     def answered(
         self,
-        asked: Sequence[Asked],
+        questions: Sequence[Question],
         sample: Callable[[list[SampleRequest]], list[SampledAnswer]],
     ) -> list[list[SampleRecord]]:
         """Sample the requested answers to each row, and return them with their rewards."""
-        answers = iter(sample([request for _, requests in asked for request in requests]))
+        answers = iter(sample([request for _, requests in questions for request in requests]))
         return [
             [self._rewarded(row, answer) for answer in islice(answers, len(requests))]
-            for row, requests in asked
+            for row, requests in questions
         ]
 
     def _rewarded(self, row: PromptRow, answer: SampledAnswer) -> SampleRecord:
@@ -251,22 +252,22 @@ class Rollouts:
         self, rows: CorpusRows, step: int, adapter: str, on_progress: OnProgress
     ) -> list[GroupRecord]:
         seed, prompts = self._seed, self._prompts
-        asked = prompts.asked(rows, self._config.group_size, seed, step)
-        answered = self._answered(asked, self._sampling, on_progress)
+        questions = prompts.questions(rows, self._config.group_size, seed, step)
+        answered = self._answered(questions, self._sampling, on_progress)
         rewards = [[sample.reward for sample in samples] for samples in answered]
         advantages = advantages_of(rewards, self._config.scale_rewards)
         for samples, own in zip(answered, advantages, strict=True):
             for sample, advantage in zip(samples, own, strict=True):
                 sample.advantage = advantage
         groups = []
-        for (row, requests), use, samples in zip(asked, _uses(rows), answered, strict=True):
+        for (row, requests), use, samples in zip(questions, _uses(rows), answered, strict=True):
             prompt = row.prompt, requests[0].prompt
             place = step, row.place, use, seed, adapter
             groups.append(GroupRecord(*place, *prompt, tuple(samples)))
         return groups
 
     def _answered(
-        self, asked: Sequence[Asked], sampling: Sampling, on_progress: OnProgress
+        self, questions: Sequence[Question], sampling: Sampling, on_progress: OnProgress
     ) -> list[list[SampleRecord]]:
         """Return the rewarded answers to each row, without advantages."""
         workers = self._workers
@@ -274,7 +275,7 @@ class Rollouts:
         def sample(requests: list[SampleRequest]) -> list[SampledAnswer]:
             return self._policy.sample(requests, sampling, self._stop_tokens, on_progress)
 
-        own = self._prompts.answered(asked[workers.rank :: workers.world_size], sample)
+        own = self._prompts.answered(questions[workers.rank :: workers.world_size], sample)
         # A reward may differ between two calls, so no worker computes another's again.
         parts = [
             from_json(
@@ -283,7 +284,7 @@ class Rollouts:
             )
             for worker, part in enumerate(workers.all_gather_text(json.dumps(own, default=asdict)))
         ]
-        answered = [parts[i % len(parts)][i // len(parts)] for i in range(len(asked))]
+        answered = [parts[i % len(parts)][i // len(parts)] for i in range(len(questions))]
         self._report([sample for samples in answered for sample in samples])
         return answered
 
@@ -349,8 +350,8 @@ class Rollouts:
         Raises NonFiniteLossError if no answer has a reward.
         """
         greedy = replace(self._sampling, temperature=0.0)
-        asked = self._prompts.asked(rows, 1, self._seed, 0)
-        answered = self._answered(asked, greedy, on_progress)
+        questions = self._prompts.questions(rows, 1, self._seed, 0)
+        answered = self._answered(questions, greedy, on_progress)
         files = rows.files.tolist()
         losses = []
         for file in sorted(set(files)) if len(set(files)) > 1 else ():
@@ -372,8 +373,11 @@ def _evaluated(answered: Sequence[Sequence[SampleRecord]]) -> InstructBatchResul
 
 def _uses(rows: CorpusRows) -> list[int]:
     """Return, for each row of a step, how often an earlier place of the step uses it."""
-    indices = list(rows.indices)
-    return [indices[:i].count(index) for i, index in enumerate(indices)]
+    counts, uses = Counter[int](), []
+    for index in rows.indices:
+        uses.append(counts[index])
+        counts[index] += 1
+    return uses
 
 
 def _shortest(values: Sequence[float]) -> tuple[float, ...]:

@@ -170,15 +170,15 @@ class RewardScorer:
 
     def _call(self, name: str, row: PromptRow, text: str) -> float:
         """Return a function's value. Raises NoRewardError if it has none."""
-        given = {"prompt": row.prompt, "completion": text, "row": {**row.row}}
-        content = json.dumps([name, given], sort_keys=True, default=str).encode()
+        arguments = {"prompt": row.prompt, "completion": text, "row": {**row.row}}
+        content = json.dumps([name, arguments], sort_keys=True, default=str).encode()
         seed = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
         while True:
             is_new = self._process is None
             self._start()
             try:
                 number = next(self._ids)
-                request = {"id": number, "name": name, "seed": seed, "given": given}
+                request = {"id": number, "name": name, "seed": seed, "given": arguments}
                 reply = self._ask(request, self._timeout)
                 if reply.get("id") != number:
                     raise ProcessEndedError("reply")

@@ -142,8 +142,8 @@ class RewardSession:
 
         def answered(count: int, sampling: Sampling) -> list[list[SampleRecord]]:
             # No step has the number 0, so these samples are new.
-            asked = self._prompts.asked(rows, count, seed, step=0)
-            return self._prompts.answered(asked, partial(draw, sampling))
+            questions = self._prompts.questions(rows, count, seed, step=0)
+            return self._prompts.answered(questions, partial(draw, sampling))
 
         def draw(sampling: Sampling, requests: list[SampleRequest]) -> list[SampledAnswer]:
             answers = sample(loaded.base.model, requests, sampling, self._stop_tokens, show)

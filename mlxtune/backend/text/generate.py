@@ -357,7 +357,7 @@ def in_batches(
             at_once = len(batch()) // 2
 
     while len(answered) < len(order):
-        found = retried(lambda: answer(batch()), change)
-        answered.update(zip(batch(), found, strict=False))
+        results = retried(lambda: answer(batch()), change)
+        answered.update(zip(batch(), results, strict=False))
         on_progress(len(answered), len(order))
     return [answered[i] for i in range(len(order))]

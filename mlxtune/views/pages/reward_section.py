@@ -165,7 +165,7 @@ def _opposed(
 def _standardised(change: MetricChange, samples: Sequence[Drawn]) -> Floats:
     """Return a reward of samples (S,) in standard deviations from the mean, NaN without a value."""
     values = np.array([each.rewards.get(change.name) for _, each in samples], dtype=np.float64)
-    known = values[np.isfinite(values)]
-    deviation = known.std() if len(known) else 0.0
+    numbers = values[np.isfinite(values)]
+    deviation = numbers.std() if len(numbers) else 0.0
     scale = -deviation if change.penalty else deviation
-    return (values - known.mean()) / scale if scale else np.zeros(len(values))
+    return (values - numbers.mean()) / scale if scale else np.zeros(len(values))
