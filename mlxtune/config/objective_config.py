@@ -16,7 +16,7 @@ REWARD_NAMES = (
     "with an optional weight, such as json=0.5"
 )
 OBJECTIVES = ("sft", *PAIR_OBJECTIVES, *LABEL_OBJECTIVES, *REWARD_OBJECTIVES)
-_WEIGHT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?inf|nan")
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?inf|nan")
 # The default peak learning rates: for `sft`, and for all other objectives.
 DEFAULT_RATE, PREFERENCE_RATE = 1e-4, 5e-6
 
@@ -33,7 +33,7 @@ def is_rewarded(objective: object) -> bool:
 def parse_weight(reward: str) -> tuple[str, float]:
     """Return a reward without its weight, and the weight: the number after the last `=`, or 1."""
     named, equals, number = reward.rpartition("=")
-    return (named, float(number)) if equals and _WEIGHT.fullmatch(number) else (reward, 1.0)
+    return (named, float(number)) if equals and NUMBER.fullmatch(number) else (reward, 1.0)
 
 
 def reward_weight(reward: str) -> float:

@@ -34,7 +34,7 @@ from mlxtune.config.limits import (
     check_pattern,
     parse_json,
 )
-from mlxtune.config.objective_config import parse_weight
+from mlxtune.config.objective_config import NUMBER, parse_weight
 from mlxtune.core.evaluation.matching import canonical
 from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.machine.installation import installs_extra
@@ -44,7 +44,6 @@ FUNCTION = "function"
 # The name of the function in FILE.py, unless the option names another.
 _USUAL = "reward"
 _FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>[^\W\d]\w*))?", re.DOTALL)
-_WEIGHT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?inf|nan")
 _THINKING_ENDS, _THINKING_STARTS = "</think>", "<think>"
 _SEARCH_SECONDS = 0.5
 # Numbers are equal if they differ by this fraction of the larger.
@@ -303,7 +302,7 @@ def _number(argument: str) -> Score:
 
 
 def _number_argument(argument: str, meaning: str) -> float:
-    if not _WEIGHT.fullmatch(argument) or not 0 <= (number := float(argument)) < math.inf:
+    if not NUMBER.fullmatch(argument) or not 0 <= (number := float(argument)) < math.inf:
         raise ValueError(f"must have {meaning} after the colon, such as 0.01 or 200")
     return number
 
