@@ -105,22 +105,18 @@ def _group(group: GroupRecord) -> tuple[float, dict[str, Any]]:
 def _article(
     group: GroupRecord, note: str, titled: Iterable[tuple[str, SampleRecord]]
 ) -> dict[str, Any]:
-    answers = [{"title": title, **_facts(sample)} for title, sample in titled]
+    answers = [
+        {"title": title, "sample": each, "reward": _number(each.reward), "facts": _facts(each)}
+        for title, each in titled
+    ]
     place = group.row.rpartition("/")[2]  # a folder would take most of the line
     return {"row": place, "prompt": group.prompt, "note": note, "answers": answers}
 
 
-def _facts(sample: SampleRecord) -> dict[str, Any]:
-    parts = {name: _number(value) for name, value in sample.rewards.items()}
-    facts = [f"{name} {value}" for name, value in parts.items()] if len(parts) > 1 else []
-    facts += [f"advantage {sample.advantage:+.2f}", pluralize(len(sample.tokens), "token")]
-    return {
-        "reward": _number(sample.reward),
-        "facts": ", ".join(facts),
-        "truncated": not sample.finished,
-        "text": sample.text,
-        "problem": sample.problems[0] if sample.problems else "",
-    }
+def _facts(sample: SampleRecord) -> str:
+    parts = [f"{name} {_number(value)}" for name, value in sample.rewards.items()]
+    end = [f"advantage {sample.advantage:+.2f}", pluralize(len(sample.tokens), "token")]
+    return ", ".join([*(parts if len(parts) > 1 else ()), *end])
 
 
 def _number(value: float | None) -> str:

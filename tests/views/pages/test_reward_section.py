@@ -65,7 +65,7 @@ def test_step_shows_the_best_and_worst_answer_of_the_rows_that_differ_most(run: 
     context = reward_context(read_run(run), RunView.of(read_run(run)))
     first, second = context["steps"][2]["groups"]
     assert (first["row"], first["note"]) == ("prompts.jsonl:2", "of 2 answers")
-    assert [(each["title"], each["text"]) for each in first["answers"]] == [
+    assert [(each["title"], each["sample"].text) for each in first["answers"]] == [
         ("best", "brief answer 2 of step 3"),
         ("worst", "long answer 2 of step 3"),
     ]
