@@ -38,7 +38,7 @@ class Channel:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._requests, self._replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
+        self._requests, self._replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
 
     def request(self) -> Any:
         """Return the next request; None once the parent has closed the pipe."""
@@ -49,10 +49,9 @@ class Channel:
         """Send a reply. A process that a function has forked ends here."""
         if os.getpid() != self._process:
             os._exit(0)
-        line = json.dumps(content).encode() + b"\n"
         try:
-            while line:
-                line = line[os.write(self._replies, line) :]
+            self._replies.write(json.dumps(content).encode() + b"\n")
+            self._replies.flush()
         except OSError:
             os._exit(CLOSED)
 

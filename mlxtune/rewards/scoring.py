@@ -8,6 +8,7 @@ import codecs
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -197,13 +198,10 @@ class RewardScorer:
         assert self._process is not None
         sending = json.dumps(request, default=str).encode() + b"\n"
         line = self._process.read_line(_MAX_REPLY, sending=sending, seconds=seconds)
-        try:
-            reply = json.loads(line)
-        except ValueError:
-            reply = None
-        if not isinstance(reply, dict):
-            raise ProcessEndedError("reply")
-        return reply
+        with suppress(ValueError):
+            if isinstance(reply := json.loads(line), dict):
+                return reply
+        raise ProcessEndedError("reply")
 
     def _show(self, message: bytes) -> None:
         """Pass on the first bytes that functions print, and a note on the rest."""
