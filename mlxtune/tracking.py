@@ -21,7 +21,7 @@ from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.files.writing import write_json
 from mlxtune.core.machine.installation import installs_extra
-from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
+from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord, measured
 from mlxtune.core.run.run_folder import TENSORBOARD, TRACKING
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.errors import ConfigError, one_line
@@ -124,11 +124,10 @@ class TrackingObserver(TrainingObserver):
         self._log(values, record.step)
 
     def on_validation(self, step: int, loss: float) -> None:
-        values = {"val/loss": loss, "val/perplexity": perplexity(loss)}
-        if self._config.objective != "sft":
-            del values["val/perplexity"]
-        if self._config.is_rewarded:
-            values = {"val/reward": -loss}
+        name, value = measured(loss, self._config.objective)
+        values = {f"val/{name}": value}
+        if self._config.objective == "sft":
+            values["val/perplexity"] = perplexity(loss)
         self._log(values, step)
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
@@ -141,19 +140,22 @@ class TrackingObserver(TrainingObserver):
     def on_result(self, result: InstructTrainResult) -> None:
         values = {
             "train_loss": result.epoch_metrics[-1].train_loss,
-            "initial_val_loss": result.initial_val_loss,
-            "best_val_loss": result.best_val_loss,
+            **self._measured("initial_val", result.initial_val_loss),
+            **self._measured("best_val", result.best_val_loss),
             "best_epoch": result.best_epoch,
             "best_step": result.best_step,
             "stopped_early": result.stopped_early,
             "steps": result.steps[-1].step if result.steps else 0,
         }
-        if self._config.is_rewarded:
-            for name in ("initial_val_loss", "best_val_loss"):
-                loss = values.pop(name)
-                values[name.replace("loss", "reward")] = None if loss is None else -loss
         self._result = {name: value for name, value in values.items() if value is not None}
         self._complete = True
+
+    def _measured(self, prefix: str, loss: float | None) -> dict[str, float]:
+        """Return the entry of a validation, which starts with `prefix`; empty without a loss."""
+        if loss is None:
+            return {}
+        name, value = measured(loss, self._config.objective)
+        return {f"{prefix}_{name}": value}
 
     def on_end(self) -> None:
         if self._tracker is not None:

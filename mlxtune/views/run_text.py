@@ -43,6 +43,7 @@ from mlxtune.core.run.metrics import (
     InstructEpochMetrics,
     InstructTrainResult,
     StepRecord,
+    measured,
 )
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
 from mlxtune.core.run.sampled_answers import PARTIAL_CREDIT, exploit_warning, gradient_warning
@@ -72,11 +73,12 @@ _TINY_RATE_FRACTION = 0.05
 def loss_and_perplexity(value: float, objective: str = "sft") -> str:
     """Return a loss as text, such as `1.2817 (perplexity 3.603)`.
 
-    The loss of a preference objective has no perplexity, as it is not a loss of text. The loss of a
-    validation by rewards is their negative mean.
+    The loss of a preference objective has no perplexity, as it is not a loss of text. A validation
+    by rewards has their mean instead of a loss.
     """
-    if is_rewarded(objective):
-        return f"reward {-value:.4f}"
+    name, value = measured(value, objective)
+    if name == REWARD:
+        return f"{name} {value:.4f}"
     if objective != "sft":
         return f"{value:.4f}"
     capped = perplexity(value)

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints, overload
 
+from mlxtune.config.objective_config import is_rewarded
+
 # The metrics of a step's sampled answers, under TRL's names where it has them.
 REWARD = "reward"
 MEAN_LENGTH = "completions/mean_length"
@@ -12,6 +14,14 @@ CLIPPED_RATIO = "completions/clipped_ratio"
 WITHOUT_REWARD = "completions/without_reward"
 WITHOUT_GRADIENT = "frac_reward_zero_std"
 _ROWS_SHOWN = 8
+
+
+def measured(loss: float, objective: object) -> tuple[str, float]:
+    """Return the name and the value of what a validation's loss measures.
+
+    A run that learns from rewards records the negative mean reward as its loss.
+    """
+    return (REWARD, -loss) if is_rewarded(objective) else ("loss", loss)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from mlxtune.core.evaluation.outcome import CANNOT_TELL, HELPED, HURT, Evaluatio
 from mlxtune.core.evaluation.verdict_text import verdict_lines
 from mlxtune.core.formatting import duration, loss_text, pluralize, sentence
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
-from mlxtune.core.run.metrics import REWARD, TrainingMetrics
+from mlxtune.core.run.metrics import REWARD, TrainingMetrics, measured
 from mlxtune.core.run.run_folder import previous_number
 from mlxtune.core.run.sampled_answers import (
     PARTIAL_CREDIT,
@@ -260,10 +260,8 @@ class RunView:
         return REWARD_MEASURE if self.is_rewarded else LOSS_MEASURE
 
     def validation_text(self, loss: float | None) -> str:
-        """Return a validation's loss as text, or the mean reward, whose negative is the loss."""
-        if loss is not None and self.is_rewarded:
-            return loss_text(-loss)
-        return loss_text(loss)
+        """Return a validation's loss, or mean reward, as text."""
+        return loss_text(None if loss is None else measured(loss, self.objective)[1])
 
     @property
     def headline(self) -> str:

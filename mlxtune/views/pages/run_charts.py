@@ -8,7 +8,6 @@ from pathlib import PurePath
 
 import numpy as np
 
-from mlxtune.config.objective_config import is_rewarded
 from mlxtune.core.formatting import byte_size, loss_text, pluralize
 from mlxtune.core.run.extension import extensions_of
 from mlxtune.core.run.metrics import (
@@ -17,6 +16,7 @@ from mlxtune.core.run.metrics import (
     REWARD,
     WITHOUT_GRADIENT,
     WITHOUT_REWARD,
+    measured,
 )
 from mlxtune.core.run.sampled_answers import (
     ANSWER_LABELS,
@@ -273,14 +273,13 @@ def style_of(index: int) -> str:
 
 
 def _validation(name: str, style: str, run: Run, index: int | None = None) -> Series:
-    """Return the validations: losses, or mean rewards, whose negatives are recorded as losses."""
-    sign = -1 if is_rewarded(run.config.get("objective")) else 1
-    validations = run.progress.validations
-    steps, losses = (
+    """Return the validations: losses, or mean rewards."""
+    objective, validations = run.config.get("objective"), run.progress.validations
+    steps, values = (
         [each.step for each in validations],
-        [sign * each.val_loss for each in validations],
+        [measured(each.val_loss, objective)[1] for each in validations],
     )
-    return Series(name, style, steps, losses, "points", index)
+    return Series(name, style, steps, values, "points", index)
 
 
 def _validation_by_file(run: Run) -> list[Series]:

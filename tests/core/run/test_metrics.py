@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxtune.config.objective_config import OBJECTIVES, REWARDED
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.run.metrics import (
     CLIPPED_RATIO,
@@ -17,6 +18,7 @@ from mlxtune.core.run.metrics import (
     WITHOUT_GRADIENT,
     WITHOUT_REWARD,
     TrainingMetrics,
+    measured,
 )
 from mlxtune.core.run.sampled_answers import ANSWER_LABELS, FRACTION
 from tests.core.training.records import step_record
@@ -119,3 +121,9 @@ def test_each_metric_of_answers_has_one_name_and_one_label() -> None:
     ]
     assert sorted(text for _, text in written) == sorted(texts)
     assert {name for name, _ in written} == {"metrics.py", "sampled_answers.py"}
+
+
+def test_loss_of_a_run_that_learns_from_rewards_is_the_negative_mean_reward() -> None:
+    found = {objective: measured(-0.5, objective) for objective in OBJECTIVES}
+    for objective, measure in found.items():
+        assert measure == (("reward", 0.5) if objective in REWARDED else ("loss", -0.5))
