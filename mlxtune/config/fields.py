@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from mlxtune.config.known_names import EQUIVALENTS, unknown_keyword
+from mlxtune.config.known_names import flag as flag
 from mlxtune.config.option import Option
 from mlxtune.errors import ConfigError
 
@@ -18,8 +19,20 @@ from mlxtune.errors import ConfigError
 FIELDS = "Fields:"
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def flag_value(value: Any) -> str:
+    """Return an option's value, of a flag that is given once, as the command line takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(flag_value, value))
+    # A whole number needs no decimals; a name may end in them.
+    return str(value).removesuffix(".0" * isinstance(value, float))
+
+
+def flag_words(name: str, value: Any, option: Option) -> list[str]:
+    """Return the words of a command that set an option to a value."""
+    if value is True:
+        return [flag(name)]
+    values = value if option.several and isinstance(value, tuple) else (value,)
+    return [word for each in values for word in (flag(name), flag_value(each))]
 
 
 def as_path(text: str) -> Path:

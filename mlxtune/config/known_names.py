@@ -213,10 +213,13 @@ COMMANDS: Mapping[str, str] = {
 Writer = Callable[[str, str | None], str]
 
 
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def as_flag(name: str, value: str | None) -> str:
     """Return an option as the command line takes it."""
-    flag = "--" + name.replace("_", "-")
-    return flag if value is None else f"{flag} {shlex.quote(value)}"
+    return flag(name) if value is None else f"{flag(name)} {shlex.quote(value)}"
 
 
 def as_entry(name: str, value: str | None) -> str:

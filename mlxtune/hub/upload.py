@@ -19,7 +19,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.data_config import is_jinja
-from mlxtune.config.fields import flag, part_of
+from mlxtune.config.fields import flag_words, part_of
 from mlxtune.config.objective_config import LossConfig
 from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import Evaluation, Sample
@@ -216,17 +216,12 @@ def command_of(run: Run, base: str) -> str:
             continue
         if option.affects not in (Affects.INPUT, Affects.RESULT, Affects.LENGTH):
             continue
-        texts = [str(each) for each in (shown if isinstance(shown, tuple) else [shown])]
+        texts = tuple(map(str, shown)) if isinstance(shown, tuple) else (str(shown),)
         if name == "reward":
-            texts = list(map(_without_folder, texts))
+            shown = tuple(map(_without_folder, texts))
         elif option.path or (name == "template" and not is_jinja(texts[0])):
-            texts = [text if text in on_hub else PurePath(text).name for text in texts]
-        if shown is True:
-            words.append(flag(name))
-        elif option.several or option.affects is Affects.INPUT:
-            words += [word for text in texts for word in (flag(name), text)]
-        else:
-            words += [flag(name), ",".join(texts)]
+            shown = tuple(text if text in on_hub else PurePath(text).name for text in texts)
+        words += flag_words(name, shown, option)
     return " ".join(shlex.join(words).split())
 
 

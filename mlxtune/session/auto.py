@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from mlxtune.config import OPTIONS, DataConfig, TrainConfig
-from mlxtune.config.fields import flag
+from mlxtune.config.fields import flag_words
 from mlxtune.config.objective_config import DEFAULT_RATE
 from mlxtune.core.data.inspection import truncation_loss
 from mlxtune.core.formatting import pluralize, short_number
@@ -128,14 +128,6 @@ def command_line(config: TrainConfig) -> str:
     words = ["mlxtune", "train"]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name not in OPTIONS or value == field.default or value is None:
-            continue
-        if value is True:
-            words.append(flag(field.name))
-        elif OPTIONS[field.name].several:
-            words += [word for each in value for word in (flag(field.name), each)]
-        else:
-            text = ",".join(value) if isinstance(value, tuple) else str(value)
-            # A whole number needs no decimals; a name may end in them.
-            words += [flag(field.name), text.removesuffix(".0" * isinstance(value, float))]
+        if field.name in OPTIONS and value != field.default and value is not None:
+            words += flag_words(field.name, value, OPTIONS[field.name])
     return shlex.join(words)

@@ -15,7 +15,7 @@ from mlxtune.backend.models.model_folder import is_local
 from mlxtune.backend.workers.environment import launched_several
 from mlxtune.backend.workers.launch import from_worker_0
 from mlxtune.config import OPTIONS, TrainConfig, as_path
-from mlxtune.config.fields import check_names, field_types, flag
+from mlxtune.config.fields import check_names, field_types, flag, flag_value
 from mlxtune.config.option import Affects, Option
 from mlxtune.config.train_config import adapter_path
 from mlxtune.core.files.reading import file_hash
@@ -237,7 +237,7 @@ def _difference(name: str, value: Any, stored: Any) -> str | None:
 def _shown(value: Any, option: Option) -> str:
     if value is None:
         return f"the default ({option.default_text})"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return flag_value(value)
 
 
 def _places(run: Path, stored: Mapping[str, Any], working_directory: str) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import ConfigCommand
 from mlxtune.config import OPTIONS, InstructConfig, InstructTrainingConfig, TrainConfig
-from mlxtune.config.fields import explicit_options, flag, options_of
+from mlxtune.config.fields import explicit_options, field_types, flag, flag_words, options_of
 from mlxtune.config.option import Affects, Section
 from tests.configs import config
 
@@ -104,3 +106,25 @@ def test_explicit_options_of_a_copy_differ_from_their_defaults(objective: str) -
     assert explicit_options(TrainConfig(**dataclasses.asdict(first))) == changed
     assert explicit_options(dataclasses.replace(first, seed=1)) == changed | {"seed"}
     assert explicit_options(dataclasses.replace(first, lr=2e-4)) == changed | {"lr"}
+
+
+# Options as words of a command
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_words_of_a_command_give_the_value_back(name: str) -> None:
+    option, kind = OPTIONS[name], field_types(TrainConfig)[name]
+    values: tuple[Any, ...] = (True, 3, 16.0, 0.25, "b-1.0", ("prompt=a", "b-1.0"))
+    accepted = []
+    for value in filter(None, (*values, *option.choices[-1:], option.choices[:2])):
+        with suppress(ValueError):
+            accepted += [value] if option.read(value, kind) == value else []
+    assert accepted
+    for value in accepted:
+        words = flag_words(name, value, option)
+        assert {*words[::2]} == {flag(name)}
+        if texts := words[1::2]:
+            assert option.read(texts if option.several else texts[0], kind) == value
+        else:
+            assert value is True
+    assert flag_words(name, 16.0, option) == [flag(name), "16"]

@@ -131,6 +131,7 @@ def test_command_has_names_instead_of_paths(tmp_path: Path) -> None:
         "field": ("prompt=question",),
         "rslora": True,
         "lr": 3e-4,
+        "alpha": 32.0,
     }
     run = run_with(tmp_path, options=options, about={"hub": [HUB]})
     command = command_of(run, "org/base")
@@ -148,6 +149,7 @@ def test_command_has_names_instead_of_paths(tmp_path: Path) -> None:
             ("--field", "prompt=question"),
             ("--rslora", ""),
             ("--lr", "0.0003"),
+            ("--alpha", "32"),
             ("--epochs", "2"),
         ]
     )
