@@ -22,7 +22,7 @@ from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.files.writing import same_place
 from mlxtune.core.formatting import pluralize
-from mlxtune.core.run.checkpoint import Checkpoint
+from mlxtune.core.run.checkpoint import FACTS, Checkpoint
 from mlxtune.core.run.run_folder import LEDGER, ResumePoint, find_resume_point
 from mlxtune.core.run.stored_run import get_mapping, read_ledgers, run_folder_at
 from mlxtune.core.run.trained_rows import read_trained_rows
@@ -34,8 +34,8 @@ from mlxtune.views.console import RunConsole
 
 # Options that another user's run must not set: they choose downloads, trackers and code to run.
 _UNTRUSTED_OPTIONS = ("model_path", "data", "val_data", "track", "reward")
-# Facts that a resumed run must share with its checkpoint, and the error if they differ.
-_SHARED_FACTS: dict[str, tuple[type[MlxTuneError], str]] = {
+# The error if a fact of a resumed run differs from its checkpoint's.
+_FACT_PROBLEMS: dict[str, tuple[type[MlxTuneError], str]] = {
     "data_hash": (
         DataError,
         "--data gives different examples than the run was trained on{rows}: "
@@ -287,7 +287,7 @@ def _has_null(value: Any) -> bool:
 def check_unchanged(resume: ResumePoint, trainer: InstructTrainer) -> None:
     """Raise DataError or ModelError if the run's model or data have changed."""
     now = trainer.describe()
-    for name in _SHARED_FACTS:
+    for name in FACTS:
         _check_fact(resume, name, now.get(name), lambda run: _changes(run, trainer))
 
 
@@ -304,7 +304,7 @@ def _check_fact(
 ) -> None:
     checkpoint = resume.checkpoint
     before = checkpoint.metadata.get(name)
-    error, problem = _SHARED_FACTS[name]
+    error, problem = _FACT_PROBLEMS[name]
     if before != now:
         raise error(
             problem.format(

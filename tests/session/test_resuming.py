@@ -17,7 +17,10 @@ import pytest
 
 from mlxtune import ConfigError, TrainConfig, TrainingInterrupted, resume
 from mlxtune import train as run_training
+from mlxtune.backend.workers import launch
 from mlxtune.commands.verify import verify
+from mlxtune.core.run.checkpoint import FACTS
+from mlxtune.session import resuming
 from tests.command import ROWS, Cli, Outcome, files_in, finish, read_until, start
 from tests.models import sums, write_chat, write_model
 from tests.slow import slow
@@ -207,7 +210,7 @@ def test_options_without_effect_on_the_result_are_accepted(
         ),
     ],
 )
-def test_resumed_run_stays_in_its_folder_if_its_adapter_is_written_elsewhere(
+def test_resumed_run_with_another_output_stays_in_its_folder(
     model: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     rows: list[Any] = sums(ROWS)
@@ -328,6 +331,15 @@ def test_changed_data_is_counted_by_file_with_a_remedy(
 
     write_chat(files[1], parts[1])
     assert cli("train", "--resume", tmp_path / "out", "--max-steps", 3).code == 0
+
+
+def test_resumed_runs_and_workers_compare_the_same_facts(
+    stopped: Path,
+) -> None:
+    metadata = json.loads((stopped / "step-6" / "metadata.json").read_text())
+    assert {*FACTS} - metadata.keys() == {"reward_hash"}
+    assert resuming._UNCHANGED.keys() == {*FACTS}
+    assert launch._COMMON.keys() - {"versions", "options", "step"} == {*FACTS}
 
 
 def test_other_weights_are_an_error(cli: Cli, stopped: Path, model: Path, tmp_path: Path) -> None:

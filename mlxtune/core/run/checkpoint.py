@@ -42,6 +42,12 @@ BEST = "best"
 FILE_HASHES = "records"
 # The metadata entry of the size and the SHA-256 of the record of samples up to the checkpoint.
 WRITTEN_SAMPLES = "samples"
+# The metadata entries, other than options, that decide the result: a resumed run must have those of
+# its checkpoint, and all workers of a run the same.
+FACTS = (
+    *("data_hash", "validation_hash", "reward_hash"),
+    *("base_hash", "dtype", "quantized_compute"),
+)
 # The version of this layout; checkpoints of other versions are rejected.
 FORMAT = 1
 _NUMBERED_NAME = re.compile("(epoch|step)-[0-9]+")

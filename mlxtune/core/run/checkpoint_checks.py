@@ -24,6 +24,7 @@ from mlxtune.core.run.checkpoint import (
     ADAPTER,
     ADAPTER_CONFIG,
     BEST,
+    FACTS,
     MANIFEST,
     METRICS,
     Checkpoint,
@@ -34,8 +35,8 @@ from mlxtune.core.run.stored_run import get_mapping, get_str
 
 # Facts that all checkpoints of a run share.
 SHARED_FACTS = (
-    *("data_hash", "validation_hash", "base_hash", "init_adapter_hash", "model_type", "dtype"),
-    *("seed", "lora_rank", "lora_alpha", "targets"),
+    *FACTS,
+    *("init_adapter_hash", "model_type", "seed", "lora_rank", "lora_alpha", "targets"),
 )
 # The metadata entry, and the keys of mlx-lm's config, that decide how an adapter is loaded.
 _OWN_CONFIG, _LOADED_KEYS = "adapter_config", ("rank", "scale", "keys")

@@ -123,7 +123,7 @@ def test_each_metric_of_answers_has_one_name_and_one_label() -> None:
     assert {name for name, _ in written} == {"metrics.py", "sampled_answers.py"}
 
 
-def test_loss_of_a_run_that_learns_from_rewards_is_the_negative_mean_reward() -> None:
+def test_loss_of_a_run_with_rewards_is_the_negative_mean_reward() -> None:
     found = {objective: measured(-0.5, objective) for objective in OBJECTIVES}
     for objective, measure in found.items():
         assert measure == (("reward", 0.5) if objective in REWARDED else ("loss", -0.5))
