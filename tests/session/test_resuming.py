@@ -338,7 +338,7 @@ def test_resumed_runs_and_workers_compare_the_same_facts(
 ) -> None:
     metadata = json.loads((stopped / "step-6" / "metadata.json").read_text())
     assert {*FACTS} - metadata.keys() == {"reward_hash"}
-    assert resuming._UNCHANGED.keys() == {*FACTS}
+    assert resuming._FACT_PROBLEMS.keys() == {*FACTS}
     assert launch._COMMON.keys() - {"versions", "options", "step"} == {*FACTS}
 
 
