@@ -96,10 +96,8 @@ class RewardSession:
         scorer = RewardScorer(specs, config.reward_timeout)
         if resume is not None:
             check_rewards(resume, scorer.hash)
-        self._stop_tokens, self._prompts = (
-            _stop_tokens(session.reader),
-            _read_prompts(session, scorer),
-        )
+        self._stop_tokens = _stop_tokens(session.reader)
+        self._prompts = _read_prompts(session, scorer)
         self._names = [spec.name for spec in specs]
         cleanup.enter_context(scorer)
 
