@@ -259,12 +259,19 @@ class Rollouts:
         for samples, own in zip(answered, advantages, strict=True):
             for sample, advantage in zip(samples, own, strict=True):
                 sample.advantage = advantage
-        groups = []
-        for (row, requests), use, samples in zip(questions, _uses(rows), answered, strict=True):
-            prompt = row.prompt, requests[0].prompt
-            place = step, row.place, use, seed, adapter
-            groups.append(GroupRecord(*place, *prompt, tuple(samples)))
-        return groups
+        return [
+            GroupRecord(
+                step=step,
+                row=row.place,
+                use=use,
+                seed=seed,
+                adapter=adapter,
+                prompt=row.prompt,
+                prompt_tokens=requests[0].prompt,
+                samples=tuple(samples),
+            )
+            for (row, requests), use, samples in zip(questions, _uses(rows), answered, strict=True)
+        ]
 
     def _answered(
         self, questions: Sequence[Question], sampling: Sampling, on_progress: OnProgress
