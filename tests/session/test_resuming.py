@@ -339,7 +339,7 @@ def test_resumed_runs_and_workers_compare_the_same_facts(
     metadata = json.loads((stopped / "step-6" / "metadata.json").read_text())
     assert {*FACTS} - metadata.keys() == {"reward_hash"}
     assert resuming._FACT_PROBLEMS.keys() == {*FACTS}
-    assert launch._COMMON.keys() - {"versions", "options", "step"} == {*FACTS}
+    assert launch._COMMON_FACTS.keys() - {"versions", "options", "step"} == {*FACTS}
 
 
 def test_other_weights_are_an_error(cli: Cli, stopped: Path, model: Path, tmp_path: Path) -> None:

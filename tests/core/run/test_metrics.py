@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.config.objective_config import OBJECTIVES, REWARDED
+from mlxtune.config.objective_config import OBJECTIVES, REWARD_OBJECTIVES
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.run.metrics import (
     CLIPPED_RATIO,
@@ -126,4 +126,4 @@ def test_each_metric_of_answers_has_one_name_and_one_label() -> None:
 def test_loss_of_a_run_with_rewards_is_the_negative_mean_reward() -> None:
     found = {objective: measured(-0.5, objective) for objective in OBJECTIVES}
     for objective, measure in found.items():
-        assert measure == (("reward", 0.5) if objective in REWARDED else ("loss", -0.5))
+        assert measure == (("reward", 0.5) if objective in REWARD_OBJECTIVES else ("loss", -0.5))
