@@ -17,6 +17,8 @@ import pytest
 from tests.models import sums, write_chat
 
 STOP_AT = 4
+# Neither a run nor a tracker needs torch, which transformers would import in every process.
+NO_TORCH = "import sys; sys.modules['torch'] = None\n"
 Series = dict[str, list[tuple[int, float]]]
 
 
@@ -33,7 +35,7 @@ def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProc
     # The cache is elsewhere, so that only the trackers' files are left in the home folder.
     own = {"HOME": str(home), "XDG_CACHE_HOME": str(folder / "cache"), **environment}
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", NO_TORCH + code],
         env={**kept, **own},
         cwd=folder,
         stdin=subprocess.DEVNULL,
