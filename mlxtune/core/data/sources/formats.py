@@ -38,6 +38,7 @@ from mlxtune.core.data.sources.conversions import (
 from mlxtune.core.data.sources.keys import (
     EMPTY,
     Note,
+    as_bool,
     check_row_is_learned,
     field_option,
     letters,
@@ -57,7 +58,6 @@ from mlxtune.core.data.sources.services import (
 )
 from mlxtune.errors import shorten
 
-_VERDICTS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 # Labels of answers that sft must not learn; kto wants true or false.
 _BAD = ("bad", "undesirable", "rejected", "dispreferred")
 _ANSWER = r"(?:responses?|answers?|outputs?|completions?|messages?)"
@@ -160,11 +160,9 @@ def recognize(content: JsonObject, formats: Mapping[str, Format] | None = None) 
 
 
 def label_of(content: JsonObject) -> Any:
-    """Return a row's label; 1, 0 and the texts true, false, yes and no become booleans."""
+    """Return a row's label: as a boolean if it means true or false."""
     label = content.get("label")
-    if isinstance(label, str | int | float):
-        return _VERDICTS.get(f"{label:g}" if label in (0, 1) else str(label).strip().lower(), label)
-    return label
+    return label if (meant := as_bool(label)) is None else meant
 
 
 def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
@@ -172,7 +170,8 @@ def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
     if recognize(content, PAIRS):
         return "pair"
     # A number next to plain text is a class label, not a preference.
-    is_class = recognize(content) == "text" and str(content.get("label")).strip() in ("0", "1")
+    is_number = str(content.get("label")).strip() in ("0", "1", "0.0", "1.0")
+    is_class = is_number and recognize(content) == "text"
     return "labelled" if isinstance(label_of(content), bool) and not is_class else None
 
 

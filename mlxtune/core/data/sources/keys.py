@@ -46,7 +46,7 @@ _OTHER_MARKS = _words(
 _ROW_MARKS = _words(
     "weights steplossmask steplossmasks lossmasks turnmask turnweights messageweights"
 )
-_VERDICTS = {
+_BOOLEANS = {
     **dict.fromkeys(("true", "yes", "on", "1", "1.0"), True),
     **dict.fromkeys(("false", "no", "off", "0", "0.0"), False),
 }
@@ -132,10 +132,10 @@ def letters(key: str) -> str:
     return "".join(filter(str.isalnum, key[:200])).casefold()
 
 
-def _verdict(value: Any) -> bool | None:
-    """Return what a mark's value means; None if it is neither true nor false."""
+def as_bool(value: Any) -> bool | None:
+    """Return what the value of a mark or label means; None if it is neither true nor false."""
     if isinstance(value, str):
-        return _VERDICTS.get(value.strip().lower())
+        return _BOOLEANS.get(value.strip().lower())
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
@@ -152,7 +152,7 @@ def is_learned(marks: Mapping[str, Any], where: str) -> bool:
     """
     learned: dict[str, bool] = {}
     for key, value in marks.items():
-        name, verdict = letters(key), _verdict(value)
+        name, verdict = letters(key), as_bool(value)
         if name in _AMBIGUOUS:
             raise BadRowError(f"{shorten(key)} of a turn is ambiguous", f"{where}: write 'weight'")
         if verdict is None:
@@ -170,7 +170,7 @@ def check_row_is_learned(marks: Mapping[str, Any]) -> None:
     Numbers such as a row's measured loss are no marks.
     """
     for key, value in marks.items():
-        name, verdict = letters(key), _verdict(value)
+        name, verdict = letters(key), as_bool(value)
         if name in _AMBIGUOUS and verdict is not None:
             raise BadRowError(f"{shorten(key)} of a row is ambiguous", "write 'weight'")
         if verdict is (name in _MASKED) and name in _LEARNED | _MASKED:
@@ -190,7 +190,7 @@ def are_learned(listed: Mapping[str, Any]) -> dict[str, list[bool]]:
     """
     learned = {}
     for key, value in listed.items():
-        name, verdicts = letters(key), [_verdict(each) for each in value]
+        name, verdicts = letters(key), [as_bool(each) for each in value]
         if None in verdicts:
             continue
         if name in _AMBIGUOUS:
@@ -224,7 +224,7 @@ def template_options(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _switch(name: str, value: Any) -> bool:
     """Return an option that templates compare with true or false. Raises BadRowError."""
-    if (verdict := _verdict(value)) is None:
+    if (verdict := as_bool(value)) is None:
         raise BadRowError(f"'{name}' is neither true nor false", json_text(value))
     return verdict
 
@@ -249,7 +249,7 @@ def unread_in_row(
         if key in OPTIONS_OBJECTS and (several := _options_in(value, key)):
             left_out = sorted(several.keys() - options.keys())
             yield from ((unread_key("the template's options", each), "") for each in left_out)
-        elif key in TEMPLATE_OPTIONS or (is_mark(key) and _verdict(value) is not None):
+        elif key in TEMPLATE_OPTIONS or (is_mark(key) and as_bool(value) is not None):
             continue
         elif holds := kind_of_text(key, value):
             yield unread_key("a row", key, holds), ""
@@ -282,7 +282,7 @@ def _sets_aside(name: str, fact: Any) -> bool:
     """
     if isinstance(fact, Mapping):
         marks = {
-            letters(key): _verdict(value) for key, value in fact.items() if not _is_number(value)
+            letters(key): as_bool(value) for key, value in fact.items() if not _is_number(value)
         }
         return any(marks.get(each) is (each in _MASKED) for each in _LEARNED | _MASKED)
     text = fact[:60].lower().replace("'", "") if isinstance(fact, str) else ""

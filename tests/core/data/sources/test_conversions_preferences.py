@@ -148,13 +148,13 @@ LABELED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("row", LABELED)
-@pytest.mark.parametrize("label", [True, False, "true", "False", 1, 0, "1", "0"])
+@pytest.mark.parametrize("label", [True, False, "true", "False", 1, 0, "1", "0", "on", "off"])
 def test_label_makes_an_answer_good_or_bad(tmp_path: Path, row: Any, label: Any) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({**row, "label": label}))
     (found,) = read_rows(path, SkippedRows(path), objective="kto")
     assert isinstance(found, Conversation)
-    assert found.role == (DESIRABLE if label in (True, "true", "1") else UNDESIRABLE)
+    assert found.role == (DESIRABLE if label in (True, "true", "1", "on") else UNDESIRABLE)
 
 
 def test_label_is_for_the_last_answer(tmp_path: Path) -> None:

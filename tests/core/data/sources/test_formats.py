@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mlxtune.config import OPTIONS
-from mlxtune.core.data.sources.formats import FORMATS, preference_kind, recognize
+from mlxtune.core.data.sources.formats import FORMATS, label_of, preference_kind, recognize
+from mlxtune.core.data.sources.keys import _BOOLEANS, as_bool
 from tests.core.data.rows import (
     ALPACA,
     CHAT,
@@ -69,8 +70,18 @@ def test_answer_that_is_not_to_be_learned_is_skipped_by_name(
     ]
 
 
+def test_words_for_true_and_false_mean_the_same_in_marks_and_labels() -> None:
+    assert {*_BOOLEANS.values()} == {True, False}
+    for word, meant in _BOOLEANS.items():
+        for text in (word, word.upper(), f" {word} "):
+            assert as_bool(text) is label_of({"label": text}) is meant
+    assert as_bool("good") is None
+    assert label_of({"label": "good"}) == "good"
+
+
 def test_preference_is_recognized_by_its_keys() -> None:
     assert preference_kind({"chosen": [], "rejected": []}) == "pair"
     assert preference_kind({"completion": "a", "label": True}) == "labelled"
     assert preference_kind({"completion": "a", "label": "spam"}) is None
+    assert {preference_kind({"text": "a", "label": each}) for each in (0, 0.0, "1.0")} == {None}
     assert preference_kind({"chosen": "a"}) is None

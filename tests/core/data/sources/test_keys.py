@@ -626,7 +626,7 @@ def test_answer_labeled_as_bad_is_not_trained_on(tmp_path: Path, label: str) -> 
 
 
 @pytest.mark.parametrize("key", ["label", "labels", "label_text"])
-@pytest.mark.parametrize("value", ["bad", 0, 1])
+@pytest.mark.parametrize("value", ["bad", 0, 1, "1.0"])
 def test_class_of_plain_text_is_noted_with_the_options_that_learn_it(
     tmp_path: Path, key: str, value: Any
 ) -> None:
