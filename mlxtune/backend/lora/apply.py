@@ -29,6 +29,7 @@ from mlxtune.backend.workers.shards import ShardedLinear, shards_of
 from mlxtune.config import InstructConfig
 from mlxtune.config.lora_config import scale_of, target_ranks
 from mlxtune.core.formatting import join_few, pluralize
+from mlxtune.core.steps.memory_terms import lora_bytes, moment_bytes
 
 # Warn if experts account for more than this fraction of an adapter's parameters.
 _MAX_EXPERT_FRACTION = 0.5
@@ -89,12 +90,12 @@ class LoRASummary:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The approximate size of a checkpoint: in float32, the adapter and AdamW's two moments.
+        """The approximate size of a checkpoint: the adapter and AdamW's two moments.
 
         If an adapter file has other tensors than those trained, the trained ones are beside it.
         """
-        arrays = 3 if self.trained_as_written else 5
-        return arrays * 4 * self.trainable_parameters
+        matrices = (1 if self.trained_as_written else 3) * lora_bytes(self.trainable_parameters)
+        return matrices + moment_bytes(self.trainable_parameters)
 
     @property
     def modules(self) -> int:

@@ -22,7 +22,7 @@ from mlxtune.backend.models.stored_layers import QUANTIZED
 from mlxtune.backend.workers.shards import ShardedLinear
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.graph_memory import GraphMemory
-from mlxtune.core.steps.memory_terms import MemoryUse, ModelShapes
+from mlxtune.core.steps.memory_terms import MemoryUse, ModelShapes, lora_bytes
 
 # The number of copies of a layer's scores that the backward pass holds if MLX computes attention on
 # the CPU.
@@ -80,7 +80,7 @@ def _weights(
     largest = max(parameters, key=lambda value: value.size)
     return {
         # PiSSA keeps and subtracts its initial factors, which are as large as LoRA's.
-        "weights": stored + (4 * trained if config.is_pissa else 0),
+        "weights": stored + (lora_bytes(trained) if config.is_pissa else 0),
         "stored_itemsize": 0 if base.quantization else largest.itemsize,
         "trainable": trained,
         "scaled": scaled,

@@ -33,6 +33,7 @@ from mlxtune.core.data.encode import Example, StepExamples
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.objectives.policy import PolicyObjective, StepObjective
 from mlxtune.core.run.metrics import InstructBatchResult
+from mlxtune.core.steps.memory_terms import moment_bytes
 from mlxtune.core.steps.micro_batch import PaddedBatch, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths
 from mlxtune.core.training.pipeline import StepOutcome
@@ -84,8 +85,7 @@ class Engine:
             warn=warn,
             keyed=config.dropout > 0,
             whole_rows=objective.keeps_rows_whole,
-            # AdamW's two moments, in float32.
-            other_bytes=2 * 4 * lora.trainable_parameters,
+            other_bytes=moment_bytes(lora.trainable_parameters),
         )
         self.phases = Phases(forward)
         self.vectors = LoRAVectors(forward.model, separate=config.lr_ratio != 1)

@@ -15,6 +15,8 @@ from mlxtune.core.steps.memory_terms import (
     ModelShapes,
     Prediction,
     load_of,
+    lora_bytes,
+    moment_bytes,
 )
 from mlxtune.core.steps.pack import StepLengths
 
@@ -74,8 +76,9 @@ def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predi
     in_working = measured.again if execution.recompute else measured.working
     kept = in_kept.of(memory.kept_entries(shapes, execution, load), size)
     working = in_working.of(memory.layer_entries(shapes, execution, load), size)
-    # In float32: the LoRA matrices, their two moments, and two gradients.
-    weights, optimizer = shapes.weights + 4 * shapes.trainable, 4 * 4 * shapes.trainable
+    matrices, moments = lora_bytes(shapes.trainable), moment_bytes(shapes.trainable)
+    # There are two gradients: the step's and the micro-batch's.
+    weights, optimizer = shapes.weights + matrices, moments + 2 * matrices
     queued = in_flight(shapes, load)
     in_layer = kept + queued + working + size * memory.unmeasured_entries(shapes, execution, load)
     in_head = size * memory.head_entries(shapes, execution, load)
@@ -113,7 +116,7 @@ class Workload:
 
 def predict_sampling(shapes: ModelShapes, work: Workload, limit: int) -> Prediction:
     """Return the peak memory of sampling, which takes no more answers together than fit."""
-    weights, moments = shapes.weights + 4 * shapes.trainable, 2 * 4 * shapes.trainable
+    weights, moments = shapes.weights + lora_bytes(shapes.trainable), moment_bytes(shapes.trainable)
     caches, logits = work.sampling
     free = int(limit / (1 + MARGIN)) - weights - moments - logits
     return Prediction(weights, moments, max(min(caches, free), 0), logits)

@@ -20,6 +20,16 @@ from mlxtune.core.steps.micro_batch import MicroBatch
 from mlxtune.core.steps.pack import StepLengths
 
 
+def lora_bytes(parameters: int) -> int:
+    """Return the bytes of the LoRA matrices, or of their gradients: float32 in any model."""
+    return 4 * parameters
+
+
+def moment_bytes(parameters: int) -> int:
+    """Return the bytes of AdamW's two moments of the LoRA matrices."""
+    return 2 * lora_bytes(parameters)
+
+
 @dataclass(frozen=True)
 class Factors:
     """Ratios of measured to estimated bytes, for bytes that grow with tokens or with scores.

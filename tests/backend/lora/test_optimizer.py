@@ -12,7 +12,9 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora.apply import adapted_modules
+from mlxtune.backend.lora.vectors import MULTIPLE
 from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.memory_terms import lora_bytes, moment_bytes
 from tests.backend.conftest import MakePipeline, random_examples
 from tests.backend.step.test_family_resume import pipeline
 from tests.models import write_model
@@ -47,6 +49,19 @@ def test_update_is_adamw_with_bias_correction_and_clipping(
             theta[name] = theta[name] - rate * 0.1 * theta[name] - rate * adam
     for name, value in tree_flatten(pipeline.model.trainable_parameters()):
         np.testing.assert_allclose(np.array(value), theta[name], atol=2e-5, err_msg=name)
+
+
+def test_matrices_and_moments_take_the_bytes_that_plans_count(make_pipeline: MakePipeline) -> None:
+    made = make_pipeline("llama")
+    matrices, state = made.model.trainable_parameters(), made._engine.optimizer.state
+    parameters = made.lora.trainable_parameters
+
+    def size(arrays: Any) -> int:
+        return sum(array.nbytes for _, array in tree_flatten(arrays))
+
+    assert size(matrices) == lora_bytes(parameters)
+    padding = moment_bytes(MULTIPLE * len(state["m"]))
+    assert 0 <= size([state["m"], state["v"]]) - moment_bytes(parameters) < padding
 
 
 def reference(
