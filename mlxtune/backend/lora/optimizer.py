@@ -1,4 +1,4 @@
-"""AdamW over the LoRA matrices, with a separate learning rate for B under LoRA+."""
+"""AdamW over the LoRA matrices: clipping, LoRA+'s rate for B, and the check for finite numbers."""
 
 import math
 from collections.abc import Callable, Mapping
