@@ -7,7 +7,7 @@ the process is started again, and the other answers are scored.
 import codecs
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -67,17 +67,12 @@ def mean_of(rewards: Iterable[float | None]) -> float | None:
 class RewardScorer:
     """Computes rewards; a function may take `timeout` seconds for an answer.
 
-    `on_output` gets what users' functions print, up to a limit. As a context manager, imports the
+    Prints what users' functions print on stderr, up to a limit. As a context manager, imports the
     functions, and ends their process with all that it started. Raises ConfigError for a file that
     cannot be imported, and for two rewards of one name.
     """
 
-    def __init__(
-        self,
-        rewards: Sequence[RewardSpec],
-        timeout: float,
-        on_output: Callable[[str], None] = lambda text: print_answer(text, stderr=True),
-    ) -> None:
+    def __init__(self, rewards: Sequence[RewardSpec], timeout: float) -> None:
         self.rewards = tuple(rewards)
         self._weights = {spec.name: spec.weight for spec in rewards}
         if len(self._weights) < len(rewards):
@@ -89,7 +84,7 @@ class RewardScorer:
             for spec in rewards
             if spec.file is not None and spec.content is not None
         ]
-        self._ids, self._timeout, self._on_output = count(), timeout, on_output
+        self._ids, self._timeout = count(), timeout
         # The bytes of functions' output that are still to show.
         self._left, self._decoder = _MAX_OUTPUT, codecs.getincrementaldecoder("utf-8")("replace")
         self._process: LimitedProcess | None = None
@@ -206,11 +201,11 @@ class RewardScorer:
     def _show(self, message: bytes) -> None:
         """Pass on the first bytes that functions print, and a note on the rest."""
         if self._left > 0:
-            self._on_output(self._decoder.decode(message[: self._left]))
+            print_answer(self._decoder.decode(message[: self._left]), stderr=True)
             self._left -= len(message)
             if self._left <= 0:
                 note = f"reward functions print more than {_MAX_OUTPUT:,} bytes: not shown"
-                self._on_output(f"\n{note}\n")
+                print_answer(f"\n{note}\n", stderr=True)
 
 
 def _sha256(content: bytes) -> str:

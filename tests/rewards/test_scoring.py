@@ -157,15 +157,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def output() -> list[str]:
-    return []
-
-
-@pytest.fixture(scope="module")
-def scorer(folder: Path, output: list[str]) -> Iterator[RewardScorer]:
+def scorer(folder: Path) -> Iterator[RewardScorer]:
     """A scorer whose functions have all the time that they need."""
     check = RewardSpec.parse(f"{folder}/check.py")
-    with RewardScorer([check, RewardSpec.parse("length:4=2")], SECONDS, output.append) as scorer:
+    with RewardScorer([check, RewardSpec.parse("length:4=2")], SECONDS) as scorer:
         yield scorer
 
 
@@ -235,7 +230,7 @@ def test_rewards_depend_on_neither_order_nor_process(folder: Path, scorer: Rewar
     first = score(scorer, answers)
     assert 0 < (value(first[0]) or 0) < 2
     assert score(scorer, answers[::-1])[::-1] == first
-    with RewardScorer([RewardSpec.parse(f"{folder}/check.py")], SECONDS, lambda text: None) as new:
+    with RewardScorer([RewardSpec.parse(f"{folder}/check.py")], SECONDS) as new:
         assert list(map(value, score(new, answers[:2]))) == list(map(value, first[:2]))
     (other,) = score(scorer, [completion({**answers[0][0].row}, REPEATED[0], ask="Other.")])
     assert value(other) != value(first[0])
@@ -250,15 +245,12 @@ def test_forks_do_not_answer(folder: Path, scorer: RewardScorer) -> None:
     assert scorer._process is process
 
 
-def test_output_is_passed_on_up_to_a_limit(folder: Path) -> None:
-    shown: list[str] = []
-    check = RewardSpec.parse(f"{folder}/check.py")
-    with RewardScorer([check], SECONDS, shown.append) as scorer:
-        score(scorer, completions(folder, "prints"))
-        assert "".join(shown) == "from reward \x1b[31m 1 \\udc80\n"
+def test_output_is_passed_on_up_to_a_limit(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with RewardScorer([RewardSpec.parse(f"{folder}/check.py")], SECONDS) as scorer:
         score(scorer, completions(folder, "prints_megabytes", "prints"))
-    assert 2**16 < len("".join(shown)) < 2**16 + 100
-    assert shown[-1] == "\nreward functions print more than 65,536 bytes: not shown\n"
+    shown = capfd.readouterr().err
+    assert 2**16 < len(shown) < 2**16 + 100
+    assert shown.endswith("\nreward functions print more than 65,536 bytes: not shown\n")
 
 
 def test_output_does_not_control_the_terminal(
