@@ -80,8 +80,6 @@ def check_rollout(groups: Sequence[GroupRecord], config: RewardedConfig, seed: i
 
     Raises ValueError, which names the row, for the first contradiction.
     """
-    if not groups:
-        raise ValueError("has no samples")
     step, adapter, uses = groups[0].step, groups[0].adapter, dict[str, int]()
     for group in groups:
         facts = (group.step, group.adapter, group.seed, group.use)
