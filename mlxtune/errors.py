@@ -179,7 +179,7 @@ class TrainingInterrupted(KeyboardInterrupt):
         self.step = step
         here = ""
         if checkpoint is not None:
-            here = f", or in Python with mlxtune.resume({str(_short(checkpoint.parent))!r})"
+            here = f", or in Python with mlxtune.resume({str(_run_of(checkpoint.parent))!r})"
         super().__init__(f"{self.shell_message}{here}")
 
     @property
@@ -201,10 +201,10 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 def resume_command(run: Path) -> str:
     """Return the command that resumes the run in a folder."""
-    return f"mlxtune train --resume {shlex.quote(str(_short(run)))}"
+    return f"mlxtune train --resume {shlex.quote(str(_run_of(run)))}"
 
 
-def _short(run: Path) -> Path:
+def _run_of(run: Path) -> Path:
     """Return the parent of a folder named `checkpoints`, or else the folder itself."""
     return run.parent if run.name == "checkpoints" and run.parent.name else run
 

@@ -315,7 +315,7 @@ def agreement_line(agreed: Agreement) -> str:
     """Return a line on whether the losses agree, and how far they differ."""
     if agreed.first is None or agreed.largest is None:
         return "losses do NOT agree: one is not finite"
-    verdict = "agree" if agreed.agree else "do NOT agree: the ratios compare different work"
+    verdict = "agree" if agreed.losses_agree else "do NOT agree: the ratios compare different work"
     return (
         f"losses {verdict} (they differ by {agreed.first:.1e} at the first step, later by up to "
         f"{agreed.largest:.1e}; allowed: {agreed.first_tolerance:g} and {agreed.tolerance:g})"

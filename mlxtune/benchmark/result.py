@@ -170,7 +170,7 @@ class Agreement:
     tolerance: float
 
     @property
-    def agree(self) -> bool:
+    def losses_agree(self) -> bool:
         """Whether the losses of all steps agree within their tolerances."""
         if self.first is None or self.largest is None:
             return False
@@ -252,7 +252,7 @@ class Benchmark:
             "ratio": {name: spread.median for name, spread in ratios.items()} or None,
             "ratio_spread": {name: asdict(spread) for name, spread in ratios.items()} or None,
             "padding_share": self.ours.spread("padding_share").median,
-            "losses_agree": agreed.agree if agreed else None,
+            "losses_agree": agreed.losses_agree if agreed else None,
             "loss_difference": asdict(agreed) if agreed else None,
             "cache_ratio": self.cache_ratio(),
             "ours": self.ours.as_dict(),

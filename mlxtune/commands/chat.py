@@ -49,7 +49,7 @@ def chat(config: ChatConfig) -> None:
         session = trained_model.UseSession(config, console)
         session.reader.require_template()
         session.reader.warn_of_thinking(config.thinking, console)
-        if trained_model.trained_on_text(session.adapter):
+        if trained_model.is_trained_on_text(session.adapter):
             console.warn("the adapter was trained on plain text: mlxtune generate completes text")
         encoder = session.reader.encoder  # report problems before the model loads for minutes
         loaded = session.load()

@@ -93,7 +93,7 @@ def _completes_text(session: trained_model.UseSession[GenerateConfig], *, named:
     """
     if not session.reader.has_template:
         return "completed as plain text: the model has no chat template"
-    trained = not named and trained_model.trained_on_text(session.adapter)
+    trained = not named and trained_model.is_trained_on_text(session.adapter)
     return "completed as plain text, as the adapter was trained" if trained else ""
 
 

@@ -176,7 +176,7 @@ def train(
             line := run_text.next_try_line(evaluation, config, training, total_steps)
         ):
             console.say("Next", line)
-        usage = run_text.usage_line(config, plain_text=session.dataset.plain_text)
+        usage = run_text.usage_line(config, plain_text=session.dataset.is_plain_text)
         console.say("Try it", usage, copyable=True)
         return result_of(
             training=training,

@@ -82,7 +82,7 @@ def check_names(config: type, options: Mapping[str, Any]) -> None:
     """Raise ConfigError if any of the named options is not in the config."""
     own, flags = options_of(config), flags_of(config)
     problems = [
-        unknown_keyword(name, value, own, flags) + _elsewhere(name, own)
+        unknown_keyword(name, value, own, flags) + _other_config_hint(name, own)
         for name, value in options.items()
         if name not in own
     ]
@@ -90,7 +90,7 @@ def check_names(config: type, options: Mapping[str, Any]) -> None:
         raise ConfigError(problems)
 
 
-def _elsewhere(name: str, own: Mapping[str, Option]) -> str:
+def _other_config_hint(name: str, own: Mapping[str, Option]) -> str:
     """Return the end of a message on another tool's option: which config has our equivalent."""
     equivalent = EQUIVALENTS.get(name)
     ours = [our.partition("=")[0] for our in equivalent.ours] if equivalent else []

@@ -248,14 +248,14 @@ def equivalent_hint(
     for ours in equivalent.ours:
         option, fixed, text = ours.partition("=")
         if option in own:
-            shown = text if fixed else (None if option in flags else _shown(value))
+            shown = text if fixed else (None if option in flags else _value_text(value))
             return f": use {write(option, shown)}" + (
                 f" ({equivalent.differs})" if equivalent.differs else ""
             )
     return None
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Return a value as text to repeat in a message; an ellipsis if it is long or unprintable."""
     values = value if isinstance(value, list | tuple) else [value]
     text = ",".join(map(str, values))
@@ -276,7 +276,7 @@ def suggestion(
     hint = "".join(close)
     if close and write is as_flag:
         # Only an option of the same name is certain to take this value.
-        shown = _shown(value) if hint == plain and hint not in flags and value else None
+        shown = _value_text(value) if hint == plain and hint not in flags and value else None
         hint = as_flag(hint, shown)
     return f" (did you mean {hint}?)" if hint else ""
 

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from mlxtune.backend.workers.environment import launched_several
+from mlxtune.backend.workers.environment import is_one_of_several
 from mlxtune.config import TrainConfig, user_cache
 from mlxtune.core.machine import facts
 from mlxtune.core.machine.blas import load_blas
@@ -36,7 +36,7 @@ def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis
     the checks.
     """
     diagnosis = diagnose(read_machine())
-    if not launched_several() or diagnosis.machine.device is None:
+    if not is_one_of_several() or diagnosis.machine.device is None:
         return diagnosis
     # This import loads MLX, which may crash.
     from mlxtune.backend.workers.launch import check_workers, join
@@ -73,7 +73,7 @@ def read_machine() -> facts.Machine:
         python=platform.python_version(),
         packages=packages(),
         libraries=mlx_libraries(),
-        mlx_first=_mlx_first(device),
+        mlx_first=_was_mlx_imported_first(device),
         device=device,
         device_problem=problem,
         has_nvidia=facts.has_nvidia(),
@@ -93,7 +93,7 @@ def _kernels() -> dict[str, facts.Folder]:
     return {"kernels": replace(folder, problem=kept.problem or folder.problem)}
 
 
-def _mlx_first(device: facts.Device | None) -> bool:
+def _was_mlx_imported_first(device: facts.Device | None) -> bool:
     """Return whether MLX was imported before mlxtune could load the BLAS that `device` uses."""
     has_blas = device is not None and device.blas is not None
     return "mlx.core" in sys.modules and load_blas().name is None and has_blas

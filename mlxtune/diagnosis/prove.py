@@ -274,7 +274,7 @@ def shareable(proof: MachineProof, names: Sequence[str]) -> dict[str, Any]:
     """
     content = proof.as_dict()
     for check in content["checks"]:
-        check["found"] = _PATH.sub("…", _without(check["found"], names))
+        check["found"] = _PATH.sub("…", _redacted(check["found"], names))
         numbers = check["values"].items()
         check["values"] = {key: value for key, value in numbers if not isinstance(value, str)}
     return _anonymous(content, names)
@@ -286,10 +286,10 @@ def _anonymous(value: Any, names: Sequence[str]) -> Any:
         return {key: _anonymous(each, names) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_anonymous(each, names) for each in value]
-    return re.sub(r"[/\\]", " ", _without(value, names)) if isinstance(value, str) else value
+    return re.sub(r"[/\\]", " ", _redacted(value, names)) if isinstance(value, str) else value
 
 
-def _without(text: str, names: Sequence[str]) -> str:
+def _redacted(text: str, names: Sequence[str]) -> str:
     """Return text with an ellipsis in place of `names`, matched as whole words in any case."""
     # The part of a host's name before the first dot also identifies it.
     every = {part for name in names for part in (name, name.partition(".")[0])}

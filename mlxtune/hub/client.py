@@ -186,7 +186,7 @@ def _check(response: Any) -> None:
         _check_file_headers(headers)
     for name in _LIMITS:
         headers.pop(name, None)
-    if _RETRY in headers and not _short(headers[_RETRY]):
+    if _RETRY in headers and not _is_acceptable_wait(headers[_RETRY]):
         headers[_RETRY] = str(MAX_WAIT_SECONDS)
     is_file = response.request.extensions.get(_IS_FILE) and response.is_success
     response.stream = _within_limits(response, None if is_file else HUB_RESPONSE_LIMITS.bytes)
@@ -204,7 +204,7 @@ def _check_file_headers(headers: Mapping[str, str]) -> None:
         raise BadResponseError(f"{_COMMIT} is not a commit: {headers[_COMMIT]!r:.60}")
 
 
-def _short(wait: str) -> bool:
+def _is_acceptable_wait(wait: str) -> bool:
     return wait.isdecimal() and len(wait) < 4 and int(wait) <= MAX_WAIT_SECONDS
 
 

@@ -114,7 +114,7 @@ def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> 
     Raises DataError.
     """
     with asking(str(name), _REPOSITORY_KIND, DataError, quiet=quiet, here=_MISSING_PATH) as hub:
-        listing = (_recorded(name) if not held_out else None) or _listing(hub, name, held_out)
+        listing = (_read_record(name) if not held_out else None) or _listing(hub, name, held_out)
         download = partial(
             hub.hf_hub_download,
             name.repository,
@@ -190,7 +190,7 @@ def _record(listing: HubData) -> None:
         write_json(path, values)
 
 
-def _recorded(name: DatasetName) -> HubData | None:
+def _read_record(name: DatasetName) -> HubData | None:
     if not name.is_pinned or name.config is None:
         return None
     try:

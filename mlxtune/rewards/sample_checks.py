@@ -31,7 +31,7 @@ from mlxtune.core.run.metrics import (
 from mlxtune.core.run.progress import Progress
 from mlxtune.core.run.run_folder import LEDGER, SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_in, read_members
-from mlxtune.core.run.stored_run import get_mapping, read_ledgers, whole
+from mlxtune.core.run.stored_run import get_int, get_mapping, read_ledgers
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _MAX_TOKEN = 2**31
@@ -158,7 +158,7 @@ def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> s
         ledgers = read_ledgers(run / LEDGER)
     names = {field.name for field in fields(RewardedConfig)} & options.keys()
     config: RewardedConfig = from_json(RewardedConfig, {name: options[name] for name in names})
-    seed = whole(options, "seed") or 0
+    seed = get_int(options, "seed") or 0
     expected, last, end, groups = _expected(progress, config.updates), 0, 0, 0
     with open_regular(path, links=False) as file:
         size = os.fstat(file.fileno()).st_size
@@ -190,7 +190,7 @@ def _check_hashes(path: Path, checkpoints: Sequence[Checkpoint]) -> None:
             hashes[member.end] = member.digest.hexdigest()
     for checkpoint in checkpoints:
         expected, name = get_mapping(checkpoint.metadata, WRITTEN_SAMPLES), checkpoint.folder.name
-        size = whole(expected, "bytes")
+        size = get_int(expected, "bytes")
         if size is None or "sha256" not in expected:
             raise ValueError(f"cannot be confirmed: {name} lacks its hash")
         if hashes.get(size) != expected["sha256"]:

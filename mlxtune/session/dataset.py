@@ -52,9 +52,9 @@ class Dataset:
         return self.rows.train.corpus
 
     @property
-    def plain_text(self) -> bool:
+    def is_plain_text(self) -> bool:
         """Whether all rows are plain text, to which no template applies."""
-        return all(file.arrays.plain_text for file in self.files)
+        return all(file.arrays.is_plain_text for file in self.files)
 
 
 def with_hub_data(
@@ -189,7 +189,8 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
     ]
     return Dataset(
         template=reader.describe(),
-        template_added=reader.adds_template and not all(file.arrays.plain_text for file in files),
+        template_added=reader.adds_template
+        and not all(file.arrays.is_plain_text for file in files),
         rows=rows,
         files=files,
         ledgers=_ledgers(files, rows, [titles[path] for path in source.files.all]),

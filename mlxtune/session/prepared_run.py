@@ -146,7 +146,7 @@ def build_pipeline(
     that training starts from, if it is already open.
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
-    plain_text, rows = (dataset.plain_text, dataset.rows) if dataset else (False, None)
+    plain_text, rows = (dataset.is_plain_text, dataset.rows) if dataset else (False, None)
     trained = training_record(config, plain_text, base.folder, rows)
     pipeline = InstructPipeline(
         base.model,

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxtune.backend.adapters.adapter_folder import find_adapter
 from mlxtune.backend.models.model_folder import is_local
-from mlxtune.backend.workers.environment import launched_several
+from mlxtune.backend.workers.environment import is_one_of_several
 from mlxtune.backend.workers.launch import from_worker_0
 from mlxtune.config import OPTIONS, TrainConfig, as_path
 from mlxtune.config.fields import check_names, field_types, flag, flag_value
@@ -20,7 +20,7 @@ from mlxtune.config.option import Affects, Option
 from mlxtune.config.train_config import adapter_path
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.remembered import is_own
-from mlxtune.core.files.writing import same_place
+from mlxtune.core.files.writing import is_same_place
 from mlxtune.core.formatting import pluralize
 from mlxtune.core.run.checkpoint import FACTS, Checkpoint
 from mlxtune.core.run.run_folder import LEDGER, ResumePoint, find_resume_point
@@ -80,7 +80,7 @@ def find_run(
     """
     check_names(TrainConfig, changes)
     find = partial(_find_point, folder, changes)
-    run, point = from_worker_0(find) if launched_several() else find()
+    run, point = from_worker_0(find) if is_one_of_several() else find()
     config = run_config(run, point.checkpoint, changes)
     if "output" not in changes:
         _check_output(run, config)
@@ -224,17 +224,17 @@ def _difference(name: str, value: Any, stored: Any) -> str | None:
             return None
         if stored is None:
             return f"{flag(name)}: the run has no such limit, and may not get shorter: leave it out"
-        return f"{flag(name)} can only be raised (the run has {_shown(stored, option)})"
+        return f"{flag(name)} can only be raised (the run has {_value_text(stored, option)})"
     if value == stored:
         return None
-    shown, ours = _shown(value, option), _shown(stored, option)
+    shown, ours = _value_text(value, option), _value_text(stored, option)
     return (
         f"{flag(name)} {shown}: the run has {ours}, and its result depends on it: leave it out, or "
         "start a new run with --init-adapter"
     )
 
 
-def _shown(value: Any, option: Option) -> str:
+def _value_text(value: Any, option: Option) -> str:
     if value is None:
         return f"the default ({option.default_text})"
     return flag_value(value)
@@ -255,7 +255,7 @@ def _places(run: Path, stored: Mapping[str, Any], working_directory: str) -> dic
     output = adapter_path(str(paths.get("output", stored.get("output"))))
     if not default:
         return paths | {"checkpoint_dir": str(run)}
-    if not same_place(output.parent, run.parent.resolve()):
+    if not is_same_place(output.parent, run.parent.resolve()):
         paths["output"] = str(run.parent / output.name)
     return paths
 

@@ -13,7 +13,7 @@ from mlxtune.backend.adapters.adapter_folder import check_known, check_replaceab
 from mlxtune.backend.adapters.attach import check_base
 from mlxtune.backend.workers.launch import WorkerRun
 from mlxtune.config import TrainConfig, as_path
-from mlxtune.core.files.writing import check_outputs, check_writable, same_place
+from mlxtune.core.files.writing import check_outputs, check_writable, is_same_place
 from mlxtune.core.run import run_folder, trained_rows
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.core.run.run_folder import ResumePoint
@@ -68,7 +68,7 @@ def check_paths(session: RunSession) -> None:
         raise OutputError(
             f"{output} would be overwritten with the adapter's config: choose another --output"
         )
-    if same_place(output.parent, session.folder):
+    if is_same_place(output.parent, session.folder):
         raise OutputError(f"{output.parent} is the model's own folder: choose another --output")
     if (named := as_path(config.output)).suffix in _OTHER_FILES and not named.is_dir():
         raise OutputError(
@@ -103,7 +103,7 @@ def check_initial_adapter(session: RunSession) -> None:
         return
     check_base(start, session.folder, other_base=config.other_base)
     inside = start.path.resolve().is_relative_to(config.checkpoint_path.resolve())
-    if inside or same_place(start.path, config.output_path):
+    if inside or is_same_place(start.path, config.output_path):
         raise ConfigError(
             [
                 f"--init-adapter: this run would replace {start.path}, with which its verdict "

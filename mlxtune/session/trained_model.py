@@ -196,21 +196,23 @@ def with_recorded_options(
     if config.model_path is None:
         changes["model_path"] = str(find_base(config, adapter))
     if isinstance(config, EvalConfig):
-        changes |= _recorded(adapter, "prompt", set(_PROMPT_OPTIONS) - set(explicit_options))
-        changes |= _recorded(adapter, "reading", set(READING_OPTIONS) - set(explicit_options))
+        changes |= _recorded_values(adapter, "prompt", set(_PROMPT_OPTIONS) - set(explicit_options))
+        changes |= _recorded_values(
+            adapter, "reading", set(READING_OPTIONS) - set(explicit_options)
+        )
         if "objective" not in explicit_options:
-            changes |= _recorded(
+            changes |= _recorded_values(
                 adapter, "objective", _OBJECTIVE_DEFAULTS.keys() - explicit_options
             )
     elif not _prompt_options(config):
-        changes |= _recorded(adapter, "prompt", _PROMPT_OPTIONS)
+        changes |= _recorded_values(adapter, "prompt", _PROMPT_OPTIONS)
     try:
         return replace(config, **changes) if changes else config
     except ConfigError as error:
         raise ModelError(f"{adapter.path}: its config is damaged: {one_line(error)}") from error
 
 
-def _recorded(adapter: AdapterFile, record: str, names: Collection[str]) -> dict[str, Any]:
+def _recorded_values(adapter: AdapterFile, record: str, names: Collection[str]) -> dict[str, Any]:
     """Return the values that the adapter's config records for `names`. Raises ModelError."""
     recorded = adapter.info.mlxtune.get(record)
     options = {} if recorded is None else recorded
@@ -325,7 +327,7 @@ def initial_adapter(adapter: AdapterFile, warn: Callable[[str], None]) -> Iterat
     )
 
 
-def trained_on_text(adapter: AdapterFile | None) -> bool:
+def is_trained_on_text(adapter: AdapterFile | None) -> bool:
     """Return whether the adapter, if any, was trained on plain text alone. Raises ModelError."""
     return adapter is not None and adapter.info.mlxtune.get(_PLAIN_TEXT) is True
 

@@ -47,7 +47,7 @@ from mlxtune.session.interrupt import interrupt_on_signal
 from mlxtune.session.reader import Reader
 from mlxtune.session.trained_model import (
     find_base,
-    trained_on_text,
+    is_trained_on_text,
     warn_of_template,
     with_recorded_options,
 )
@@ -261,7 +261,7 @@ def _trained_reader(source: Source) -> tuple[UseConfig, Reader] | None:
     use = UseConfig(str(source.folder), adapter=str(source.file.path), trust_remote_code=trust)
     trained = with_recorded_options(use, source.file)
     reader = Reader(trained.data_config(), source.folder)
-    if trained_on_text(source.file) or not reader.has_template:
+    if is_trained_on_text(source.file) or not reader.has_template:
         return None
     return trained, reader
 

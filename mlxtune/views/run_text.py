@@ -452,9 +452,9 @@ def evaluation_lines(evaluation: Evaluation) -> list[str]:
     functions = {
         "losses": loss_and_perplexity,
         "verdict": [] if evaluation.adapted is None else verdict_lines(evaluation),
-        "answer": lambda text: _short(without_template_tokens(text)),
+        "answer": lambda text: _shortened(without_template_tokens(text)),
         "files": file_lines(evaluation),
-        "last": partial(_short, from_end=True),
+        "last": partial(_shortened, from_end=True),
         "line": escape,
         "models": models_line,
         "most": _MAX_LISTED,
@@ -469,7 +469,7 @@ def models_line(match: ExactMatch | KeyMatches | Matches, of: int) -> str:
     return ", ".join(f"{name} {number:,} ({number / of:.1%})" for name, number in models)
 
 
-def _short(text: str, *, from_end: bool = False) -> str:
+def _shortened(text: str, *, from_end: bool = False) -> str:
     shown = escape(text)
     if len(shown) <= _MAX_CHARS:
         return shown

@@ -57,13 +57,13 @@ def stretches(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, list[Stretch]]]:
     or the edge of a supervised span.
     """
     for i, piece in enumerate(pieces):
-        before = pieces[i - 1].text[-1:] if i and _same(piece, pieces[i - 1]) else ""
+        before = pieces[i - 1].text[-1:] if i and _is_same_style(piece, pieces[i - 1]) else ""
         last = i + 1 == len(pieces)
-        after = "" if last or not _same(piece, pieces[i + 1]) else pieces[i + 1].text[:1]
+        after = "" if last or not _is_same_style(piece, pieces[i + 1]) else pieces[i + 1].text[:1]
         yield piece, _stretches(piece.text, before, after)
 
 
-def _same(one: Piece, other: Piece) -> bool:
+def _is_same_style(one: Piece, other: Piece) -> bool:
     return not (one.control or other.control) and one.supervised == other.supervised
 
 

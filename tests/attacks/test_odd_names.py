@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.files.output_folder import new_folder
-from mlxtune.core.files.writing import check_outputs, same_place
+from mlxtune.core.files.writing import check_outputs, is_same_place
 from mlxtune.errors import OutputError
 from tests.command import Cli, files_in
 
@@ -55,7 +55,7 @@ def two_names(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_input_file_is_refused_as_output_under_another_name(two_names: tuple[Path, Path]) -> None:
     read, written = two_names
-    assert same_place(read, written)
+    assert is_same_place(read, written)
     with pytest.raises(OutputError, match="is read by this run"):
         check_outputs([written], [read], "--output")
 

@@ -58,17 +58,17 @@ def test_seconds_of_a_step_are_spread_over_all_steps_of_all_runs() -> None:
 def test_loss_tolerance_is_tighter_before_the_first_update(
     theirs: list[float], agree: bool
 ) -> None:
-    assert agreement([2.0, 2.0], theirs, "float32").agree is agree
+    assert agreement([2.0, 2.0], theirs, "float32").losses_agree is agree
 
 
 def test_losses_below_one_are_compared_as_they_are() -> None:
-    assert agreement([0.1], [0.10009], "float32").agree
-    assert not agreement([0.1], [0.1002], "float32").agree
+    assert agreement([0.1], [0.10009], "float32").losses_agree
+    assert not agreement([0.1], [0.1002], "float32").losses_agree
 
 
 def test_losses_in_16_bits_may_be_further_apart() -> None:
-    assert agreement([2.0, 2.0], [2.03, 1.97], "bfloat16").agree
-    assert not agreement([2.0], [2.05], "bfloat16").agree
+    assert agreement([2.0, 2.0], [2.03, 1.97], "bfloat16").losses_agree
+    assert not agreement([2.0], [2.05], "bfloat16").losses_agree
 
 
 def test_loss_that_is_not_finite_leaves_valid_json() -> None:

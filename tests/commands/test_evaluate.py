@@ -17,7 +17,7 @@ import safetensors.numpy
 from mlxtune import EvalConfig, TrainConfig, evaluate, resume, train, verify
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.errors import DataError
-from mlxtune.session.trained_model import trained_on_text
+from mlxtune.session.trained_model import is_trained_on_text
 from tests.command import Cli, Outcome, unless_given
 from tests.models import CHATML, sums, write_adapter_config, write_chat, write_model
 from tests.slow import slow
@@ -423,7 +423,7 @@ def test_texts_have_no_samples_and_are_to_be_completed(
     )
     assert f"mlxtune generate --adapter {output.parent} --prompt" in outcome.err
     assert evaluation(output.parent)["generated"] is None
-    trained = [trained_on_text(AdapterFile.find(str(each))) for each in (output, home / "out")]
+    trained = [is_trained_on_text(AdapterFile.find(str(each))) for each in (output, home / "out")]
     assert trained == [True, False]
 
 

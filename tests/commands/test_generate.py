@@ -164,7 +164,7 @@ def test_model_without_a_template_completes_text_and_takes_no_messages(
 def test_adapter_of_plain_text_completes_text_unless_a_template_is_named(
     say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxtune.session.trained_model.trained_on_text", lambda adapter: True)
+    monkeypatch.setattr("mlxtune.session.trained_model.is_trained_on_text", lambda adapter: True)
     ask = partial(say, "generate", "--prompt", PROMPT)
     assert "completed as plain text, as the adapter was trained" in ask().err
     for asked in (["--template", "auto"], ["--system", "Be brief."]):

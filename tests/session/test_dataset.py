@@ -499,7 +499,7 @@ def test_base_model_without_a_template_lists_the_choices(
     for data, added in ((file, True), (plain, False)):
         config = DataConfig(str(folder), data, template="chatml", val_split=0, no_cache=True)
         found = load_dataset(config, Reader(config, folder))
-        assert (found.template_added, found.plain_text) == (added, not added)
+        assert (found.template_added, found.is_plain_text) == (added, not added)
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str,
     there = mark.get("base", base) if isinstance(mark, Mapping) else base
     others = (path for path in weights.parent.glob("*.safetensors") if path != weights)
     same_base = there == base or (is_fingerprint(there) and base_change(there, base) is None)
-    same = same_base and _same(config, described)
+    same = same_base and _has_entries(config, described)
     if same or not any(map(_holds_adapter, others)):
         return
     folder = weights.with_suffix("") / ADAPTER
@@ -143,12 +143,12 @@ def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str,
     )
 
 
-def _same(config: Mapping[str, Any], described: Mapping[str, Any]) -> bool:
+def _has_entries(config: Mapping[str, Any], described: Mapping[str, Any]) -> bool:
     """Return whether a config has all entries of `described`, nested entries included."""
     for name, value in described.items():
         recorded = config.get(name)
         if isinstance(value, Mapping):
-            if not isinstance(recorded, Mapping) or not _same(recorded, value):
+            if not isinstance(recorded, Mapping) or not _has_entries(recorded, value):
                 return False
         elif recorded != value:
             return False

@@ -107,7 +107,7 @@ def fused_model(
     model, config = base.model, base.config
     fused = []
     for name, (module, weight) in _merged(base, folder, adapter).items():
-        layer = _stored(name, module, weight, PLAIN if dequantize else storage)
+        layer = _stored_layer(name, module, weight, PLAIN if dequantize else storage)
         fused.append((name, module, layer))
     if not dequantize and options.quantize is not None:
         config |= quantized_config(model, options.quantize)
@@ -135,12 +135,12 @@ def _merged(base: _Base, folder: Path, adapter: Adapter) -> dict[str, tuple[nn.M
     for name, update in adapter.modules.items():
         module = _projection(modules, name, folder)
         check_fits(module, update, name)
-        weight = _updated(name, module, update, adapter.scale)
+        weight = _merged_weight(name, module, update, adapter.scale)
         merged[name] = module, weight.astype(base.dtype_of(name, module))
     return merged
 
 
-def _stored(name: str, module: nn.Module, weight: mx.array, storage: Storage) -> nn.Module:
+def _stored_layer(name: str, module: nn.Module, weight: mx.array, storage: Storage) -> nn.Module:
     layer = layer_like(module, weight, storage)
     if (rounded := storage.rounded.get(name)) is not None:
         layer.update(dict(rounded))
@@ -180,7 +180,7 @@ def write_model(
     weights = dict(tree_flatten(model.parameters()))
     config, left_out = dict(config), 0
     if others := _other_parts(base, weights):
-        if not text_alone and _fit(weights, others, base):
+        if not text_alone and _fits_base(weights, others, base):
             weights |= others
         else:
             left_out = len(others)
@@ -229,7 +229,7 @@ def _other_parts(base: Path, weights: Collection[str]) -> dict[str, mx.array]:
     }
 
 
-def _fit(weights: Collection[str], others: Collection[str], base: Path) -> bool:
+def _fits_base(weights: Collection[str], others: Collection[str], base: Path) -> bool:
     """Return whether weights have the names of the base's, so that one program reads all parts.
 
     Parts that are quantised need the base's quantisation, which the written config may lack.
@@ -284,10 +284,10 @@ def _projection(modules: Mapping[str, nn.Module], name: str, folder: Path) -> nn
     return module
 
 
-def _updated(name: str, module: nn.Module, update: WeightUpdate, scale: float) -> mx.array:
+def _merged_weight(name: str, module: nn.Module, update: WeightUpdate, scale: float) -> mx.array:
     weight = _weight(name, module)
     a, b = mx.array(update.a), mx.array(update.b)
-    if update.of_experts:
+    if update.is_of_experts:
         return weight + (scale * b) @ a
     weight = weight + (scale * b.T) @ a.T
     if update.m is None:
@@ -321,10 +321,10 @@ def check_fused(
     bases, written = dict(before.named_modules()), dict(after.named_modules())
     for name, update in adapter.modules.items():
         module = _projection(bases, name, base)
-        wanted = _updated(name, module, update, adapter.scale)
+        wanted = _merged_weight(name, module, update, adapter.scale)
         dtype = opened.dtype_of(name, module)
         form = PLAIN if dequantize else storage
-        expected = _stored(name, module, wanted.astype(dtype), form)
+        expected = _stored_layer(name, module, wanted.astype(dtype), form)
         error, allowed = _errors(_projection(written, name, fused), expected, wanted)
         largest = max(largest, error)
         if not error <= allowed:

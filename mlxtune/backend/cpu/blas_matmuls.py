@@ -63,11 +63,11 @@ def in_float32(weight: Weight) -> Floats:
     """Return a weight (m, n) in float32; the next call on this thread may overwrite it."""
     if isinstance(weight, QuantizedHead):
         return view(weight[:])
-    stored = _stored(weight)
+    stored = _castable_matrix(weight)
     return view(weight.astype(mx.float32)) if stored is None else widened(stored)
 
 
-def _stored(weight: Weight) -> npt.NDArray[Any] | None:
+def _castable_matrix(weight: Weight) -> npt.NDArray[Any] | None:
     """Return a weight's matrix in a form that `widened` accepts; None if only MLX can cast it."""
     if isinstance(weight, QuantizedHead) or weight.dtype not in (mx.float32, mx.bfloat16):
         return None
@@ -93,7 +93,7 @@ def forward(x: mx.array, weight: Weight) -> mx.array:
     """Return x (..., in) times the transpose of weight (out, in)."""
     y = empty(*x.shape[:-1], weight.shape[0])
     rows, outs = matrix(x), matrix(y)
-    stored = _stored(weight)
+    stored = _castable_matrix(weight)
     whole = slice(0, weight.shape[0])
     for at in [whole] if weight.size <= _MAX_SIZE else _blocks(weight):
         if stored is None:
@@ -258,7 +258,7 @@ class _HeadSoftmax(_OnlineSoftmax):
 def _over_vocabulary(weight: Weight, hidden: Floats, *, expects: bool) -> _HeadSoftmax:
     """Return the softmax over the whole vocabulary, of which each thread takes a part."""
     heads = [_HeadSoftmax(hidden, expects=expects) for _ in range(THREADS)]
-    stored = _stored(weight)
+    stored = _castable_matrix(weight)
     if stored is None:
         for at in _blocks(weight):
             _take_block(in_float32(weight[at]), heads)

@@ -120,7 +120,7 @@ def _computed_heads(mixer: nn.Module) -> Heads | None:
     heads = Heads(
         HeadSizes(queries, count, size, mixer.rope.dims), _frequencies(mixer.rope), _norms(mixer)
     )
-    if not heads.sizes.served:
+    if not heads.sizes.is_supported:
         return None
     alone = Layout([Segment(0, _TRIAL_TOKENS, 0, -1)])
     q, k, v = plain_padded(heads, alone, *projected)

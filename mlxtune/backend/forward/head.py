@@ -171,7 +171,7 @@ class BackboneAndHead:
             self.weight = next(
                 (w for w in self._candidates() if self._is_head(w, logits, hidden)), None
             )
-            apart = logits.shape != hidden.shape and _close(logits, self.logits(hidden))
+            apart = logits.shape != hidden.shape and _are_close(logits, self.logits(hidden))
             self.is_separable = self.weight is not None or apart
         # Any error may occur: a model that cannot be split runs whole.
         except Exception:  # noqa: BLE001
@@ -184,7 +184,7 @@ class BackboneAndHead:
         if weight.shape != (logits.shape[-1], hidden.shape[-1]):
             return False
         part, large = weight[:_COMPARED_TOKENS], hidden[:1] * _LARGE_SCALE
-        return _close(logits[:, :_COMPARED_TOKENS], hidden @ part.T) and _close(
+        return _are_close(logits[:, :_COMPARED_TOKENS], hidden @ part.T) and _are_close(
             self.logits(large)[:, :_COMPARED_TOKENS], large @ part.T
         )
 
@@ -226,7 +226,7 @@ def find_heads(text: nn.Module) -> list[nn.Module]:
     return [head for head in heads if isinstance(head, nn.Module)]
 
 
-def _close(one: mx.array, other: mx.array) -> bool:
+def _are_close(one: mx.array, other: mx.array) -> bool:
     return one.shape == other.shape and _difference(one, other) <= _TOLERANCE
 
 

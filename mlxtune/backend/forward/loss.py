@@ -49,13 +49,13 @@ def softmax_cross_entropies(logits: mx.array, labels: mx.array) -> mx.array:
         probabilities = mx.softmax(logits, axis=-1)
         largest = mx.argmax(logits, axis=-1, keepdims=True)
         # Log-sum-exp is the largest logit minus the log of its probability, which is never 0.
-        total = _at(logits, largest) - mx.log(_at(probabilities, largest))
-        return [(total - _at(logits, labels))[:, 0], probabilities]
+        total = _entries_at(logits, largest) - mx.log(_entries_at(probabilities, largest))
+        return [(total - _entries_at(logits, labels))[:, 0], probabilities]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
         cotangent, probabilities = cotangents[0][:, None], outputs[1]
         probabilities = mx.put_along_axis(
-            probabilities, labels, _at(probabilities, labels) - 1, axis=-1
+            probabilities, labels, _entries_at(probabilities, labels) - 1, axis=-1
         )
         return probabilities * cotangent
 
@@ -73,7 +73,7 @@ def sharded_cross_entropies(vocabulary: Vocabulary, logits: mx.array, labels: mx
         logits = logits.astype(mx.float32)
         highest = vocabulary.highest(logits.max(axis=-1, keepdims=True))
         exponentials = mx.exp(logits - highest)
-        own = mx.where(here, _at(logits, columns) - highest, 0)
+        own = mx.where(here, _entries_at(logits, columns) - highest, 0)
         sums = mx.concatenate([exponentials.sum(axis=-1, keepdims=True), own], axis=-1)
         total, right = mx.split(vocabulary.sum(sums), 2, axis=-1)
         return [(mx.log(total) - right)[:, 0], exponentials / total]
@@ -81,14 +81,14 @@ def sharded_cross_entropies(vocabulary: Vocabulary, logits: mx.array, labels: mx
     def backward(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
         cotangent, probabilities = cotangents[0][:, None], outputs[1]
         probabilities = mx.put_along_axis(
-            probabilities, columns, _at(probabilities, columns) - here, axis=-1
+            probabilities, columns, _entries_at(probabilities, columns) - here, axis=-1
         )
         return (probabilities * cotangent).astype(logits.dtype)
 
     return differentiable(forward, backward)(logits)[0]
 
 
-def _at(array: mx.array, columns: mx.array) -> mx.array:
+def _entries_at(array: mx.array, columns: mx.array) -> mx.array:
     return mx.take_along_axis(array, columns, axis=-1)
 
 

@@ -27,7 +27,7 @@ from mlxtune.backend.forward.kernels.attention_trial import KernelsFor
 from mlxtune.backend.lora.lora_layers import LoRALinear
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models import packed
-from mlxtune.backend.models.autograd import differentiable, exporting
+from mlxtune.backend.models.autograd import differentiable, is_exporting
 from mlxtune.backend.models.gather import gathered
 
 
@@ -74,7 +74,7 @@ class Mixers:
                 return mixer(*args, **options)
             except packed.CannotPackError:
                 self.by_segments = False
-        if id(mixer) in self._by_kernels and not exporting():
+        if id(mixer) in self._by_kernels and not is_exporting():
             output = self._by_kernels[id(mixer)].run(mixer, layout, *args, **options)
             if output is not None:
                 return output

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.forward.layer_calls import first_trained
 from mlxtune.backend.lora.lora_layers import LoRALinear, summed_matmuls
-from mlxtune.backend.models.autograd import differentiable, exporting
+from mlxtune.backend.models.autograd import differentiable, is_exporting
 from mlxtune.backend.models.stored_layers import frozen_gradient, is_plain
 from mlxtune.backend.workers.shards import ShardedLinear
 
@@ -62,7 +62,7 @@ class SharedInput:
         first = self.members[0].lora_a if self.members else None
         trained = [] if first is None else [first, *(member.lora_b for member in self.members)]
         # A function made outside an export has no gradient inside it.
-        run = differentiable(self._forward, self._backward) if exporting() else self._run
+        run = differentiable(self._forward, self._backward) if is_exporting() else self._run
         outputs = run(x, *(array.astype(x.dtype) for array in trained))
         return list(outputs[: len(self.projections)])
 

@@ -117,7 +117,7 @@ class LoRASummary:
         formula = " = alpha / √rank" if config.rslora else ""
         experts = self.expert_matrices
         extras = [
-            *self._mixed(),
+            *self._mixed_targets(),
             "DoRA" if config.dora else "",
             f"initialised by {config.init}" if config.is_pissa else "",
             f"starting from {config.init_adapter}" if config.init_adapter is not None else "",
@@ -132,7 +132,7 @@ class LoRASummary:
             + "".join(f"; {extra}" for extra in extras if extra)
         )
 
-    def _mixed(self) -> Iterator[str]:
+    def _mixed_targets(self) -> Iterator[str]:
         """Yield a description of each target that matches both experts and other projections."""
         for target in self.config.targets:
             matching = [match for match in self.matches if is_named(match.path, target)]

@@ -134,7 +134,7 @@ class LoRALinear(nn.Module):
         if self.drops():
             return matmul(x) + self.lora_update(x)
         a, b = self.own_factors()
-        return _updated(matmul, x, a.astype(x.dtype), b.astype(x.dtype), self.scale)
+        return _add_update(matmul, x, a.astype(x.dtype), b.astype(x.dtype), self.scale)
 
     def factors(self) -> tuple[mx.array, mx.array]:
         """Return A (in, k) and B (k, out); the stored weight's update is scale * (A B)^T.
@@ -202,7 +202,7 @@ class LoRALinear(nn.Module):
         return mx.where(keep, x / keep_probability, 0).astype(x.dtype)
 
 
-def _updated(
+def _add_update(
     matmul: Callable[[mx.array], mx.array], x: mx.array, a: mx.array, b: mx.array, scale: float
 ) -> mx.array:
     """Return matmul(x) + scale * (x A) B for x (..., in), A (in, k) and B (k, out).

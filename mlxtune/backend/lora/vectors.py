@@ -38,7 +38,7 @@ class _Part:
         return (*rows, sum(shape[-1] for shape in self.shapes))
 
     @property
-    def padded(self) -> bool:
+    def is_padded(self) -> bool:
         return bool(self.above or self.below)
 
 
@@ -60,7 +60,7 @@ class LoRAVectors:
             # The sort is stable: only parts with padding move.
             sorted(
                 (parts[name] for name in names if name in parts),
-                key=lambda part: (part.above, part.below, part.shapes if part.padded else ()),
+                key=lambda part: (part.above, part.below, part.shapes if part.is_padded else ()),
             )
             for names in self._names
         ]
@@ -73,7 +73,7 @@ class LoRAVectors:
         """Return the vectors that hold matrices, given by name or as a tree."""
         arrays = dict(tree_flatten(tree))
         return [
-            _joined([_beside([arrays[name] for name in part.names]) for part in parts])
+            _join([_beside([arrays[name] for name in part.names]) for part in parts])
             for parts in self._parts
         ]
 
@@ -94,14 +94,14 @@ class LoRAVectors:
         arrays: dict[str, mx.array] = {}
         for groups, vector in zip(self._groups, vectors, strict=True):
             shapes = [
-                (len(alike), *alike[0].shape) if alike[0].padded else alike[0].shape
+                (len(alike), *alike[0].shape) if alike[0].is_padded else alike[0].shape
                 for alike in groups
             ]
             dtypes = {alike[0].dtype for alike in groups}
             casts = {dtype: _taken(vector.astype(dtype), shapes) for dtype in dtypes}
             for i, (one, *others) in enumerate(groups):
                 array = casts[one.dtype][i]
-                if not one.padded:
+                if not one.is_padded:
                     arrays[one.names[0]] = array
                     continue
                 stack = mx.pad(array, [(0, 0), (one.above, one.below), (0, 0)])
@@ -112,10 +112,10 @@ class LoRAVectors:
     def join_gradients(self, arrays: Mapping[str, mx.array]) -> list[mx.array]:
         """Return the gradients of a step's matrices as vectors, without the matrices' padding."""
         return [
-            _joined(
+            _join(
                 [
                     arrays[part.names[0]][part.above : part.above + part.shape[0]]
-                    if part.padded
+                    if part.is_padded
                     else arrays[part.names[0]]
                     for part in parts
                 ]
@@ -128,7 +128,7 @@ class LoRAVectors:
         if self._matches_file_order:
             return list(vectors)
         arrays = self.matrices(vectors)
-        return [_joined([arrays[name] for name in names]) for names in self._names]
+        return [_join([arrays[name] for name in names]) for names in self._names]
 
     def from_file(self, vectors: Sequence[mx.array]) -> list[mx.array]:
         """Return a file's vectors in the order of this layout."""
@@ -172,14 +172,14 @@ def _parts(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, _P
 
 def _pads_with(part: _Part) -> Any:
     """Return a grouping key; adjacent parts with the same key are padded in one operation."""
-    return (part.dtype, part.above, part.below, part.shape) if part.padded else part.names
+    return (part.dtype, part.above, part.below, part.shape) if part.is_padded else part.names
 
 
 def _beside(arrays: Sequence[mx.array]) -> mx.array:
     return arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays), axis=1)
 
 
-def _joined(arrays: Sequence[mx.array]) -> mx.array:
+def _join(arrays: Sequence[mx.array]) -> mx.array:
     """Join arrays into one vector, pad it to a multiple of the row size, and cast it to float32."""
     flat = [array.reshape(-1) for array in arrays]
     padding = -sum(part.size for part in flat) % MULTIPLE

@@ -94,7 +94,7 @@ def _layers(base: BaseModel, sizes: Sequence[Sequence[_StoredMatrix]]) -> dict[s
     layers = list(base.model.layers)
     last = layers[-len(sizes) :]
     # A recurrence keeps outputs and states that are no wider than the convolution before it.
-    mixed = [_mixed(layer) for layer in last]
+    mixed = [_convolution_channels(layer) for layer in last]
     matmuls = [
         sum(m.width for m in layer) + width for layer, width in zip(sizes, mixed, strict=True)
     ]
@@ -110,7 +110,7 @@ def _layers(base: BaseModel, sizes: Sequence[Sequence[_StoredMatrix]]) -> dict[s
         "layer_gathered": max(map(sum, zip(gathered, routed, strict=True))),
         "mixed": sum(mixed),
         "layer_mixed": max(mixed),
-        "looped": sum(map(_looped, last)),
+        "looped": sum(map(_loop_entries, last)),
         "layer_looped": max(map(_looped_block, layers)),
     }
 
@@ -136,7 +136,7 @@ def _matrices(
     dtype = getattr(mx, base.dtype)
     sizes = [
         [
-            _stored(module, matrices[key], ranks.get(id(module), 0), dtype, memory)
+            _stored_matrix(module, matrices[key], ranks.get(id(module), 0), dtype, memory)
             for key, module in targets.projections(layer).items()
         ]
         for layer, matrices in zip(base.model.layers, ModelFacts(base.model).layers, strict=True)
@@ -145,7 +145,7 @@ def _matrices(
     return sizes[first:]
 
 
-def _stored(
+def _stored_matrix(
     module: nn.Module, matrix: Matrix, rank: int, dtype: mx.Dtype, memory: MemoryUse
 ) -> _StoredMatrix:
     quantized, unpacked = "scales" in module, hasattr(module, "unpacked")
@@ -174,12 +174,12 @@ def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
     return entries * memory.head_copies
 
 
-def _mixed(layer: nn.Module) -> int:
+def _convolution_channels(layer: nn.Module) -> int:
     """Return the number of channels of a layer's convolutions."""
     return sum(m.weight.shape[0] for m in layer.modules() if isinstance(m, nn.Conv1d))
 
 
-def _looped(layer: nn.Module) -> int:
+def _loop_entries(layer: nn.Module) -> int:
     """Return the number of entries that Mamba's loop keeps for a token."""
     mixers = [m for m in layer.modules() if isinstance(m, _MAMBA)]
     return sum(_KEPT_STATES * m.intermediate_size * m.ssm_state_size for m in mixers)

@@ -26,6 +26,6 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
     return function
 
 
-def exporting() -> bool:
+def is_exporting() -> bool:
     """Return whether a graph is being built to be exported."""
     return EXPORTED.get() is not None

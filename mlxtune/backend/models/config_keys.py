@@ -144,13 +144,13 @@ def _with_rope_keys(config: Mapping[str, Any], keys: frozenset[str]) -> dict[str
         "rope_local_base_freq": sliding.get("rope_theta"),
         "original_max_position_embeddings": whole.get("original_max_position_embeddings"),
     }
-    if _scaled(whole):
+    if _is_scaled(whole):
         values["rope_scaling"] = {k: v for k, v in whole.items() if k != "rope_theta"}
     # The newer name is the one that transformers reads.
     return renamed | {k: v for k, v in values.items() if v is not None and k in keys}
 
 
-def _scaled(rope: Mapping[str, Any]) -> bool:
+def _is_scaled(rope: Mapping[str, Any]) -> bool:
     return rope.get("rope_type", rope.get("type", "default")) != "default"
 
 
@@ -161,7 +161,7 @@ def _unread_in_rope(rope: Any, keys: frozenset[str]) -> dict[str, Any]:
     layers = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]
     thetas = {layer.get("rope_theta") for layer in layers}
     partial = {layer.get("partial_rotary_factor", 1) for layer in layers} - {1, None}
-    kinds = [layer.get("rope_type", layer.get("type")) for layer in layers if _scaled(layer)]
+    kinds = [layer.get("rope_type", layer.get("type")) for layer in layers if _is_scaled(layer)]
     unread: dict[str, Any] = {}
     if keys.isdisjoint(_THETA_KEYS) or not (len(thetas) == 1 or "rope_local_base_freq" in keys):
         unread["rope_theta"] = next(iter(thetas)) if len(thetas) == 1 else sorted(thetas, key=str)
@@ -198,11 +198,13 @@ def unread_keys(config: Mapping[str, Any], architecture: str) -> list[str]:
                     named = {key: value}
                     if key == "rope_parameters":
                         named = _unread_in_rope(value, keys)
-                    listed += [f"{prefix}{name} ({_shown(each)})" for name, each in named.items()]
+                    listed += [
+                        f"{prefix}{name} ({_short_repr(each)})" for name, each in named.items()
+                    ]
     return listed
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     """Return a value, cut between two words if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else (text[:60].rpartition(" ")[0] or text[:60]) + " …"

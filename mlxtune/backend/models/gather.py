@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.models.autograd import differentiable, exporting
+from mlxtune.backend.models.autograd import differentiable, is_exporting
 
 
 def gathered(array: mx.array, index: mx.array, exists: mx.array | None = None) -> mx.array:
@@ -18,7 +18,7 @@ def gathered(array: mx.array, index: mx.array, exists: mx.array | None = None) -
     """
     dtype = array.dtype
     # Exported graphs are differentiated, and views of other dtypes have no gradient.
-    in_words = array.shape[-1] * dtype.size % mx.uint64.size == 0 and not exporting()
+    in_words = array.shape[-1] * dtype.size % mx.uint64.size == 0 and not is_exporting()
     words = array.view(mx.uint64) if in_words else array
     values = words[index]
     if exists is not None:

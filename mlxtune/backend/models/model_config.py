@@ -135,11 +135,13 @@ def _no_counts(config: Mapping[str, Any]) -> Iterator[str]:
             name == "max_position_embeddings" and isinstance(value, str | Mapping)
         ):
             yield f"{name} is not an integer: {value!r:.40}"
-        elif isinstance(value, list) and name in _EXPERTS_PER_TOKEN_KEYS and not _integers(value):
+        elif (
+            isinstance(value, list) and name in _EXPERTS_PER_TOKEN_KEYS and not _are_integers(value)
+        ):
             yield f"{name} is not a list of integers: {value!r:.40}"
 
 
-def _integers(values: list[Any]) -> bool:
+def _are_integers(values: list[Any]) -> bool:
     return bool(values) and all(type(value) is int for value in values)
 
 

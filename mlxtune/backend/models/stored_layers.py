@@ -280,8 +280,8 @@ class TimedMatmuls:
         times = {QUANTIZED: self.quantized, DEQUANTIZED: self.dequantized}
         other = next(form for form in times if form != self.faster)
         return (
-            f"{self.faster} products: {_shown(times[self.faster])} for {self.tokens:,} tokens of "
-            f"{self.name}, forward and backward; {other}: {_shown(times[other])}"
+            f"{self.faster} products: {_seconds_text(times[self.faster])} for {self.tokens:,} "
+            f"tokens of {self.name}, forward and backward; {other}: {_seconds_text(times[other])}"
         )
 
 
@@ -347,7 +347,7 @@ def _median(run: Callable[[], float]) -> float:
     return median(times[_WARMUPS:])
 
 
-def _shown(seconds: float) -> str:
+def _seconds_text(seconds: float) -> str:
     return "not available" if math.isinf(seconds) else short_duration(seconds)
 
 

@@ -126,13 +126,13 @@ class SentencePieceTokenizer:
         parts = [list(filter(None, self._control.split(text))) for text in texts]
         plain = [part for several in parts for part in several if part not in self._ids_of_control]
         mappings = iter(self._processor.encode(plain, return_type="offset_mapping"))
-        return [self._joined(several, mappings) for several in parts]
+        return [self._join_parts(several, mappings) for several in parts]
 
     def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of each token; a character may be spread over several tokens."""
         return [_spell_piece(self._processor.id_to_piece(token)) for token in ids]
 
-    def _joined(self, parts: list[str], mappings: Iterator[dict[str, Any]]) -> OffsetEncoding:
+    def _join_parts(self, parts: list[str], mappings: Iterator[dict[str, Any]]) -> OffsetEncoding:
         encoded, position = OffsetEncoding([], []), 0
         for part in parts:
             if part in self._ids_of_control:

@@ -18,7 +18,7 @@ from mlxtune.errors import ConfigError, shorten
 _EXCHANGED_BYTES, _STEP_SECONDS = 10_000_000, 1.0
 
 
-def launched_several() -> bool:
+def is_one_of_several() -> bool:
     """Return whether a launcher started this process as one of several."""
     if "MLX_HOSTFILE" in os.environ:
         # With one worker, the file lists no hosts, and MLX would divide by their number.

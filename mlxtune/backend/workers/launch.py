@@ -23,8 +23,8 @@ from mlxtune.backend.workers.environment import (
     Link,
     WorkerReport,
     difference,
+    is_one_of_several,
     judge_workers,
-    launched_several,
     launched_worker,
 )
 from mlxtune.backend.workers.heartbeat import watched
@@ -77,7 +77,7 @@ def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False
     Ends the process if not all join within two minutes. Raises WorkerError if the others cannot be
     reached, and ConfigError if the rank is not a number.
     """
-    if not launched_several():
+    if not is_one_of_several():
         return Workers()
     launched_worker()
     say(f"waiting for the others, up to {_JOIN_SECONDS} s")

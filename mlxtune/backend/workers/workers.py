@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
-from mlxtune.backend.workers.environment import launched_several
+from mlxtune.backend.workers.environment import is_one_of_several
 from mlxtune.core.steps.scaling import balance
 from mlxtune.core.training.requests import Requests
 from mlxtune.errors import WorkerError
@@ -66,7 +66,7 @@ class Workers:
     @classmethod
     def launched(cls, *, tensor: bool = False) -> "Workers":
         """Return the workers of this launch; without a launch, this process alone."""
-        if not launched_several():
+        if not is_one_of_several():
             return cls()
         group = mx.distributed.init()
         return cls(group if group.size() > 1 else None, tensor=tensor)

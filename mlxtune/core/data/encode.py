@@ -252,7 +252,9 @@ class Encoder:
                     text = "\0".join(_texts(row))
                     _check_surrogates(text)
                     rendering = self._render_row(row, iter(pending))
-                    together = sum if len(rendering.texts) > 1 and _prefers(rendering) else max
+                    together = (
+                        sum if len(rendering.texts) > 1 and _has_preference(rendering) else max
+                    )
                     if (longest := together(map(_length, rendering.texts))) > _MAX_CHARS:
                         raise BadRowError(
                             "its text is too long", f"{longest:,} characters: split it"
@@ -422,7 +424,7 @@ class Encoder:
         return Example(row, tokens, mask, role=text.role)
 
 
-def _prefers(rendering: Rendering) -> bool:
+def _has_preference(rendering: Rendering) -> bool:
     """Return whether the texts come from a preference row, whose examples are used together."""
     return rendering.texts[0].role != ANSWER
 

@@ -150,7 +150,7 @@ class ExampleArrays:
         return self.per_row(self.tokens_truncated) > 0
 
     @property
-    def plain_text(self) -> bool:
+    def is_plain_text(self) -> bool:
         """Whether every example's second token carries loss, which is so only in plain text."""
         starts = self.ends - self.full_lengths
         return bool(self.mask[np.minimum(starts + 1, self.ends - 1)].all())

@@ -28,7 +28,7 @@ def matcher(by: str, warn: Callable[[str], None] = lambda problem: None) -> Same
     timeout and when searching stops. Raises regex.error.
     """
     if by == "json":
-        return _same_json
+        return _is_same_json
     if by == "contains":
         return lambda answer, expected: expected.strip() in answer
     # Python's `re` has no timeout.
@@ -134,6 +134,6 @@ def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _same_json(answer: str, expected: str) -> bool:
+def _is_same_json(answer: str, expected: str) -> bool:
     one, other = _json(answer), _json(expected)
     return _INVALID not in (one, other) and canonical(one) == canonical(other)

@@ -10,7 +10,7 @@ from mlxtune.core.files.lock import check_locked
 from mlxtune.core.files.ours import contents, discard, is_empty, is_folder, is_ours, move
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.remembered import is_remembered, remember
-from mlxtune.core.files.writing import as_output_error, beside, check_writable, same_place, sync
+from mlxtune.core.files.writing import as_output_error, beside, check_writable, is_same_place, sync
 from mlxtune.core.formatting import join_few
 from mlxtune.errors import OutputError
 
@@ -113,7 +113,7 @@ def _fingerprints(folder: Path) -> _Known:
 def _check_apart(target: Path, sources: Iterable[Path]) -> None:
     for path in sources:
         source = Path(os.path.realpath(path))
-        if any(same_place(target, parent) for parent in (source, *source.parents)):
+        if any(is_same_place(target, parent) for parent in (source, *source.parents)):
             raise OutputError(
                 f"{target} contains {path}, which is an input: choose another --output"
             )

@@ -218,14 +218,14 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
                 raise OutputError(f"{path} cannot be written as a file: choose another {option}")
             if path.exists() and not path.is_file():
                 raise OutputError(f"{path} is not a regular file: choose another {option}")
-        if any(same_place(path, each) for each in read):
+        if any(is_same_place(path, each) for each in read):
             raise OutputError(f"{path} is read by this run: choose another {option}")
         check_writable(path.parent, option, path.name)
         with as_output_error(path, option):
             ours.check_file(path)
 
 
-def same_place(one: Path, other: Path) -> bool:
+def is_same_place(one: Path, other: Path) -> bool:
     """Return whether two paths lead to the same place, such as two spellings of a name on macOS."""
     try:
         return _real(one) == _real(other) or one.samefile(other)

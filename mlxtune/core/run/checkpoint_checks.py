@@ -75,7 +75,7 @@ def check_checkpoint(checkpoint: Checkpoint, newest: Checkpoint) -> str:
         check_options(metadata, newest, all_options=False)
         check_copy(checkpoint.metrics, newest)
         own, other = (each.folder / ADAPTER for each in (checkpoint, newest))
-        if checkpoint.step == newest.step and not _same_adapter(own, other):
+        if checkpoint.step == newest.step and not _have_equal_tensors(own, other):
             raise ValueError(f"{ADAPTER} is not the one of {name}, of the same step")
     return f"step {progress.step}, all files intact"
 
@@ -214,7 +214,7 @@ def _check_source(adapter: Path, step: Any, good: Sequence[Checkpoint]) -> Check
     candidates.sort(key=lambda each: each.folder.name != BEST)
     for source in candidates[:1]:
         name = f"{source.folder.name}/{ADAPTER}"
-        if not _same_adapter(adapter, source.folder / ADAPTER):
+        if not _have_equal_tensors(adapter, source.folder / ADAPTER):
             raise ValueError(f"{adapter} differs from {name}, from which the run wrote it")
         _check_configs(adapter, source, good[0])
     return next(iter(candidates), None)
@@ -279,7 +279,7 @@ def _metadata(adapter: Path, written: int) -> Mapping[str, str]:
     return read_header(adapter).metadata
 
 
-def _same_adapter(own: Path, other: Path) -> bool:
+def _have_equal_tensors(own: Path, other: Path) -> bool:
     """Return whether two adapters have equal tensors; the rest of their headers may differ."""
     if file_hash(own) == file_hash(other):
         return True

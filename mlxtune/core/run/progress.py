@@ -287,7 +287,7 @@ MEASURED_FIELDS = (
 )
 
 
-def same_except_measurements(some: Iterable[Record], others: Iterable[Record]) -> bool:
+def have_equal_results(some: Iterable[Record], others: Iterable[Record]) -> bool:
     """Return whether records are equal in all fields that are not in MEASURED_FIELDS."""
     return [_without_measurements(r) for r in some] == [_without_measurements(r) for r in others]
 

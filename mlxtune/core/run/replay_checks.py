@@ -23,7 +23,7 @@ from mlxtune.core.run.checkpoint import (
 )
 from mlxtune.core.run.checkpoint_checks import difference, named
 from mlxtune.core.run.metrics import SkippedStep, StepRecord
-from mlxtune.core.run.progress import MEASURED_FIELDS, Record, same_except_measurements
+from mlxtune.core.run.progress import MEASURED_FIELDS, Record, have_equal_results
 from mlxtune.core.run.run_folder import ABOUT, EVALUATION, EVALUATION_HASH, LEDGER, RESULT
 from mlxtune.core.run.stored_run import get_mapping, read_evaluation, read_ledgers
 
@@ -40,7 +40,7 @@ _COMPARED_PLAN = ("steps", "steps_per_epoch", "rows_train", "rows_validation")
 def check_metrics(own: Sequence[Record], again: Sequence[Record]) -> str | None:
     """Return the first difference between the records of a run and of its replay, if any."""
     for record, other in zip(own, again, strict=False):
-        if not same_except_measurements([record], [other]):
+        if not have_equal_results([record], [other]):
             return f"{named(record)}, but training again gives {named(other)}"
     if len(own) < len(again):
         return f"no {named(again[len(own)])}"
@@ -106,7 +106,7 @@ def _check_about(run: Path, again: Path) -> str:
         each["model"] = {**get_mapping(each, "model"), "path": None}
     for part, names in ((("plan",), _COMPARED_PLAN), ((), _COMPARED_ABOUT)):
         here, there = ((each.get("plan", {}) if part else each) for each in (own, other))
-        _same(*({name: each.get(name) for name in names} for each in (here, there)))
+        _check_equal(*({name: each.get(name) for name in names} for each in (here, there)))
     return "its model, data and plan are those of the replay"
 
 
@@ -114,14 +114,14 @@ def _check_ledgers(run: Path, again: Path) -> str:
     own, other = (
         [ledger.as_dict() for ledger in read_ledgers(each / LEDGER)] for each in (run, again)
     )
-    _same(own, other)
+    _check_equal(own, other)
     return "reading the data again gives the same"
 
 
 def _check_result(run: Path, again: Path) -> str:
     own, other = (read_json(each / RESULT) for each in (run, again))
     names = (own.keys() & other.keys()) - set(_VARIABLE_RESULT)
-    _same(*({name: each[name] for name in sorted(names)} for each in (own, other)))
+    _check_equal(*({name: each[name] for name in sorted(names)} for each in (own, other)))
     return "training again gives the same"
 
 
@@ -134,11 +134,11 @@ def _check_evaluation(run: Path, again: Path) -> str:
     here, there = asdict(own), asdict(other)
     if own.generated is None:  # a run may end before the samples
         del here["generated"], there["generated"]
-    _same(here, there)
+    _check_equal(here, there)
     return f"judged again: {own.verdict}"
 
 
-def _same(own: Any, other: Any) -> None:
+def _check_equal(own: Any, other: Any) -> None:
     if (name := difference(own, other)) is not None:
         raise ValueError(f"has another {name} than its replay")
 

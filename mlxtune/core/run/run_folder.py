@@ -174,7 +174,7 @@ def lock_run(run: Path, *, new: bool = False) -> Lock:
             make_folder(run, "--checkpoint-dir")
             lock = Lock(run / LOCK, guards=True)
         except LockHeldError as held:
-            raise _in_use(run, held, "--checkpoint-dir") from held
+            raise _in_use_error(run, held, "--checkpoint-dir") from held
         except NoLocksError as error:
             raise OutputError(
                 f"{run} cannot be locked against other runs: {error.strerror}: choose a "
@@ -222,12 +222,12 @@ def lock_output(adapter: Path) -> Lock | None:
         try:
             return Lock(adapter.with_name(f".{adapter.name}{LOCK}"))
         except LockHeldError as held:
-            raise _in_use(adapter, held, "--output") from held
+            raise _in_use_error(adapter, held, "--output") from held
         except NoLocksError:
             return None
 
 
-def _in_use(path: Path, held: LockHeldError, option: str) -> OutputError:
+def _in_use_error(path: Path, held: LockHeldError, option: str) -> OutputError:
     pid = held.holder.get("pid")
     who = "another process" if pid is None else f"process {pid}"
     return OutputError(

@@ -39,7 +39,7 @@ from mlxtune.core.run.metrics import (
     WITHOUT_GRADIENT,
     WITHOUT_REWARD,
 )
-from mlxtune.core.run.stored_run import Run, whole
+from mlxtune.core.run.stored_run import Run, get_int
 
 # The fewest steps of a third that show a change.
 _MIN_STEPS = 3
@@ -157,7 +157,7 @@ def _change(
     run: Run, key: str, name: str, kind: Kind, penalty: bool = False
 ) -> MetricChange | None:
     # The updates on the same answers have the same metrics.
-    updates = max(whole(run.config, "updates") or 1, 1)
+    updates = max(get_int(run.config, "updates") or 1, 1)
     values = metric_values(run, key)[1][::updates]
     if (third := len(values) // 3) < _MIN_STEPS:
         return None

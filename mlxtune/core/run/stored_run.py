@@ -232,12 +232,12 @@ def _add_record(progress: Progress, record: Record | ValueError) -> bool:
 
 def number(values: Mapping[str, Any], *names: str) -> float | None:
     """Return the finite number under nested keys; None if there is no such number."""
-    value = _at(values, names)
+    value = _value_at(values, names)
     # Rejects NaN and infinity too.
     return float(value) if type(value) in (int, float) and abs(value) < _MAX_INT else None
 
 
-def whole(values: Mapping[str, Any], *names: str) -> int | None:
+def get_int(values: Mapping[str, Any], *names: str) -> int | None:
     """Return the number under nested keys, truncated to an integer; None if there is no number."""
     value = number(values, *names)
     return None if value is None else int(value)
@@ -245,7 +245,7 @@ def whole(values: Mapping[str, Any], *names: str) -> int | None:
 
 def get_str(values: Mapping[str, Any], *names: str) -> str:
     """Return the string under nested keys, or an empty string."""
-    value = _at(values, names)
+    value = _value_at(values, names)
     return value if isinstance(value, str) else ""
 
 
@@ -255,7 +255,7 @@ def get_mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _at(values: Mapping[str, Any], names: Sequence[str]) -> Any:
+def _value_at(values: Mapping[str, Any], names: Sequence[str]) -> Any:
     value: Any = values
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None

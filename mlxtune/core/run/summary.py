@@ -33,7 +33,7 @@ from mlxtune.core.run.sampled_answers import (
     taught_nothing,
     unrewarded_fraction,
 )
-from mlxtune.core.run.stored_run import Run, get_mapping, get_str, number, whole
+from mlxtune.core.run.stored_run import Run, get_int, get_mapping, get_str, number
 from mlxtune.errors import resume_command
 
 _CURVE_POINTS = 12
@@ -116,18 +116,18 @@ class RunView:
     def of(cls, run: Run) -> RunView:
         progress, best, status = run.progress, run.progress.best, _status(run)
         seconds = math.fsum(run.column("seconds"))
-        peak = max([whole(run.result, "peak_memory") or 0, *map(int, run.column("memory"))])
+        peak = max([get_int(run.result, "peak_memory") or 0, *map(int, run.column("memory"))])
         return cls(
             name=run.name,
             folder=str(run.folder),
             status=status,
-            started=_started(run),
+            started=_start_text(run),
             model=PurePath(get_str(run.config, "model_path")).name,
             data=data_names(run),
             step=progress.step,
-            total_steps=whole(run.about, "plan", "steps"),
+            total_steps=get_int(run.about, "plan", "steps"),
             epoch=len(progress.epochs),
-            epochs=whole(run.config, "epochs"),
+            epochs=get_int(run.config, "epochs"),
             train_loss=_train_loss(run),
             initial_val_loss=progress.initial_val_loss,
             best_val_loss=best.val_loss if best else None,
@@ -135,7 +135,7 @@ class RunView:
             best_step=best.step if best else None,
             tokens_per_second=_speed(run, "tokens", seconds),
             peak_memory=peak or None,
-            predicted_memory=whole(run.about, "plan", "memory", "peak"),
+            predicted_memory=get_int(run.about, "plan", "memory", "peak"),
             seconds=_seconds(run) or seconds or None,
             adapter=_adapter(run),
             sha256=get_str(run.result, "sha256"),
@@ -145,13 +145,13 @@ class RunView:
             rows_per_second=_speed(run, "rows", seconds),
             last_val_loss=progress.epochs[-1].val_loss if progress.epochs else None,
             best_place=progress.best_place,
-            judged=_judged(run.evaluation),
+            judged=_verdict(run.evaluation),
             objective=get_str(run.config, "objective") or "sft",
             changes=tuple(metric_changes(run)),
             taught_nothing=taught_nothing(run),
             unrewarded_fraction=unrewarded_fraction(run),
             trained_on=data_names(run, trained=True),
-            steps_per_epoch=whole(run.about, "plan", "steps_per_epoch"),
+            steps_per_epoch=get_int(run.about, "plan", "steps_per_epoch"),
         )
 
     @property
@@ -313,7 +313,7 @@ def measure_of(views: Sequence[RunView]) -> str:
     return " or ".join(dict.fromkeys(view.measure for view in views))
 
 
-def _judged(evaluation: Evaluation | None) -> Verdict | None:
+def _verdict(evaluation: Evaluation | None) -> Verdict | None:
     if evaluation is None or evaluation.verdict is None or evaluation.difference is None:
         return None
     # A small gain does not count as success.
@@ -363,7 +363,7 @@ def _curve(run: Run) -> tuple[float, ...]:
     return tuple(bucket_means(losses, _CURVE_POINTS))
 
 
-def _started(run: Run) -> str:
+def _start_text(run: Run) -> str:
     try:
         started = datetime.datetime.fromisoformat(get_str(run.about, "started_at"))
         started.astimezone().timestamp()  # the first and last years may have no timestamp
@@ -486,7 +486,7 @@ def validated_alike(runs: Sequence[Run]) -> bool:
 def predicted_fractions(run: Run) -> dict[str, float | None]:
     names = ("micro_batches_per_step", "padding_share", "run_share")
     return {name: number(run.about, "plan", name) for name in names} | {
-        "micro_batch_tokens": whole(run.about, "plan", "micro_batch_tokens")
+        "micro_batch_tokens": get_int(run.about, "plan", "micro_batch_tokens")
     }
 
 

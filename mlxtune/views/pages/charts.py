@@ -159,10 +159,10 @@ def _percent(fraction: float) -> str:
 
 def _data(series: Series) -> dict[str, Any]:
     shown = {name: getattr(series, name) for name in ("name", "style", "draw", "run")}
-    return {**shown, "x": list(map(_short, series.x)), "y": list(map(_short, series.y))}
+    return {**shown, "x": list(map(_rounded, series.x)), "y": list(map(_rounded, series.y))}
 
 
-def _short(value: float) -> float | int:
+def _rounded(value: float) -> float | int:
     """Round to six significant digits, one more than the page shows; keep integers below 1e9."""
     if value == int(value) and abs(value) < 1e9:
         return int(value)

@@ -144,7 +144,7 @@ def test_arrays_that_kernels_do_not_serve_run_plainly(monkeypatch: pytest.Monkey
 
 def test_heads_that_kernels_do_not_pay_for_run_plainly(attention: nn.Module) -> None:
     def none(heads: Heads) -> None:
-        assert heads.sizes.served
+        assert heads.sizes.is_supported
 
     assert attention_heads.kernel_attention(attention, none) is None
     assert Mixers.__init__.__kwdefaults__["kernels"] is None

@@ -78,7 +78,7 @@ def test_examples_are_plain_text_where_no_row_is_a_conversation() -> None:
     chat = converse(("user", "Hi"), ("assistant", "One"), row=3)
     for rows, plain in ((documents, True), ([*documents, chat], False)):
         examples, _, _ = encode(words("<bos>", "<|endoftext|>"), *rows)
-        assert ExampleArrays.of(examples).plain_text == plain
+        assert ExampleArrays.of(examples).is_plain_text == plain
 
 
 def test_document_that_begins_with_bos_gets_no_second_one() -> None:

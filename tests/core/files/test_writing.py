@@ -16,8 +16,8 @@ from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.writing import (
     BestEffort,
     check_writable,
+    is_same_place,
     make_folder,
-    same_place,
     write_file,
     write_json,
 )
@@ -222,7 +222,7 @@ def test_own_file_is_not_read_through_a_link(tmp_path: Path) -> None:
 
 
 def test_path_with_a_null_character_equals_no_other(tmp_path: Path) -> None:
-    assert not same_place(tmp_path / "a\0b", tmp_path)
+    assert not is_same_place(tmp_path / "a\0b", tmp_path)
 
 
 def test_first_failure_in_a_row_is_reported() -> None:

@@ -30,7 +30,7 @@ class WeightUpdate:
     m: Matrix | None = None
 
     @property
-    def of_experts(self) -> bool:
+    def is_of_experts(self) -> bool:
         """Whether the update belongs to a layer of experts."""
         return self.a.ndim == 3
 
@@ -41,7 +41,7 @@ class WeightUpdate:
 
     @property
     def _rank_axis(self) -> int:
-        return 2 if self.of_experts else 0
+        return 2 if self.is_of_experts else 0
 
     def padded(self, rank: int, factor: float) -> "WeightUpdate":
         """Return the update padded with zeros to a rank, with B multiplied by a factor."""
@@ -93,7 +93,7 @@ class Adapter:
             raise ModelError(
                 f"{format} cannot hold DoRA's magnitudes: use --format peft, or mlxtune fuse"
             )
-        names = [name for name, update in self.modules.items() if update.of_experts]
+        names = [name for name, update in self.modules.items() if update.is_of_experts]
         if names and not experts:
             raise ModelError(
                 f"{format} cannot hold the experts of a mixture ({join_few(names, 2)}): "
@@ -192,7 +192,7 @@ def check_fits(module: nn.Module | None, update: WeightUpdate, name: str) -> Non
     """
     check_shapes_fit(module, update.a.shape, update.b.shape, name)
     rows = update.b.shape[-1:]
-    if update.m is not None and (update.of_experts or update.m.shape != rows):
+    if update.m is not None and (update.is_of_experts or update.m.shape != rows):
         raise ModelError(
             f"{name} has DoRA magnitudes of shape {update.m.shape}, but its layer needs {rows}"
         )

@@ -74,7 +74,7 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
         for path, name in names.items():
             update = adapter.modules[path]
             a, b = update.a, update.b
-            if not update.of_experts:
+            if not update.is_of_experts:
                 columns, rows = orders(path, update, base)
                 a, b = a[columns].T, b[:, rows].T
             writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(a))
@@ -102,7 +102,7 @@ def read_gguf(folder: Path, modules: Iterable[str], base: BaseModel) -> Adapter:
     tensors = {tensor.name: np.array(tensor.data, np.float32) for tensor in reader.tensors}
     updates = updates_in(folder / WEIGHTS, tensors, gguf_names(modules, base))
     for module, update in updates.items():
-        if update.of_experts:
+        if update.is_of_experts:
             continue
         columns, rows = map(np.argsort, orders(module, update, base))
         updates[module] = WeightUpdate(update.a[columns], update.b[:, rows])

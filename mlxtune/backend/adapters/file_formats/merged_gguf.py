@@ -146,7 +146,7 @@ def check_merged(folder: Path, adapter: Adapter, options: BaseOptions) -> str:
             raise OutputError(f"{MERGED} has no weight of {name}, which the adapter changes")
         written = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         wanted = np.array(modules[name].weight.astype(mx.float32))
-        if not update.of_experts:
+        if not update.is_of_experts:
             columns, rows = orders(name, update, base)
             wanted = wanted[rows][:, columns]
         if written.shape != wanted.shape or not np.array_equal(written, wanted):

@@ -77,9 +77,9 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
     # All-zero updates are padding: mlx-lm needs the same modules in every layer.
     changed = {path: each for path, each in adapter.modules.items() if each.a.any() or each.b.any()}
     changed = changed or dict(adapter.modules)
-    modules = {path: each for path, each in changed.items() if not each.of_experts}
+    modules = {path: each for path, each in changed.items() if not each.is_of_experts}
     names = _match(modules, present, str(base))
-    experts = {path: each for path, each in changed.items() if each.of_experts}
+    experts = {path: each for path, each in changed.items() if each.is_of_experts}
     tensors, ranks = _expert_tensors(experts, model_type, present)
     parameters = sorted(".".join(name.rsplit(".", 2)[1:]) for name in ranks)
     for path, update in modules.items():

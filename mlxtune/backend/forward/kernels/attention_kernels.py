@@ -222,7 +222,7 @@ class HeadSizes:
         return self.queries, self.keys, self.keys
 
     @property
-    def served(self) -> bool:
+    def is_supported(self) -> bool:
         """Whether the kernels support heads of these sizes."""
         return 0 < self.rotated <= self.size <= _MAX_HEAD_SIZE and self.rotated % 2 == 0
 

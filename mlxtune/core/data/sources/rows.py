@@ -283,7 +283,7 @@ def _exported(path: Path) -> list[zipfile.ZipInfo]:
             with open_regular(path) as file, zipfile.ZipFile(file) as archive:
                 files = archive.infolist()
     except zipfile.BadZipFile as error:
-        raise _damaged(path, "zip", str(error)) from error
+        raise _damage_error(path, "zip", str(error)) from error
     return sorted(
         (each for each in files if CHATGPT_FILE.fullmatch(each.filename.rpartition("/")[2])),
         key=lambda each: each.filename,
@@ -316,7 +316,7 @@ def _archive_rows(path: Path) -> Iterator[NumberedRow]:
                         raise DataError(f"{path} has an unusual compression: unpack it")
                     content = archive.open(each).read(left + 1)
             except (zipfile.BadZipFile, RuntimeError, EOFError, zlib.error) as error:
-                raise _damaged(path, "zip", str(error)) from error
+                raise _damage_error(path, "zip", str(error)) from error
         left -= len(content)
         if left < 0:
             raise _expands(path, size)
@@ -378,7 +378,7 @@ def _parquet_rows(path: Path) -> Iterator[NumberedRow]:
             number += 1
             yield number, row
     if row:
-        raise _damaged(path, "parquet", row)
+        raise _damage_error(path, "parquet", row)
 
 
 def _has_pyarrow() -> bool:
@@ -395,8 +395,10 @@ def _parquet_line(process: LimitedProcess, path: Path, size: int) -> bytes:
         if error.reason in ("memory", "length"):
             raise _expands(path, size) from error
         if error.reason == "time":
-            raise _damaged(path, "parquet", "reading a few rows takes more than 10 s") from error
-        raise _damaged(
+            raise _damage_error(
+                path, "parquet", "reading a few rows takes more than 10 s"
+            ) from error
+        raise _damage_error(
             path, "parquet", f"the process that reads it ended with {error.reason}"
         ) from error
 
@@ -418,7 +420,7 @@ def _parquet_row(line: bytes) -> dict[str, Any] | BadRowError | str:
     )
 
 
-def _damaged(path: Path, kind: str, reason: str) -> DataError:
+def _damage_error(path: Path, kind: str, reason: str) -> DataError:
     return DataError(
         f"{path} is a damaged {kind} file ({one_line(reason)}): copy or write it again"
     )

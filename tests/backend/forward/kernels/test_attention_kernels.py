@@ -73,5 +73,5 @@ def test_arrays_that_kernels_do_not_serve() -> None:
     assert not fits([each.astype(mx.int32) for each in (q, k, k)])
     large = Heads(HeadSizes(2**20, 2**20, 256, 256), ())
     assert not serves(large, FOREST, [q, k, k])
-    assert not HeadSizes(1, 1, 512, 512).served
-    assert not HeadSizes(1, 1, 64, 33).served
+    assert not HeadSizes(1, 1, 512, 512).is_supported
+    assert not HeadSizes(1, 1, 64, 33).is_supported
