@@ -62,7 +62,7 @@ def test_every_error_can_be_caught_from_the_package() -> None:
         assert getattr(mlxtune, name) is getattr(errors, name)
 
 
-def test_message_of_each_error_is_what_it_was_given() -> None:
+def test_error_keeps_its_message() -> None:
     for name in TREE.keys() - {"ConfigError"}:
         assert str(getattr(errors, name)("chat.jsonl is empty")) == "chat.jsonl is empty"
 

@@ -148,5 +148,5 @@ def test_code_that_bypasses_the_wrapper_is_found(code: str, operation: str) -> N
         "from mlxtune.core.files.reading import open_regular\nopen_regular(p)",
     ],
 )
-def test_code_that_touches_no_file_is_not_found(code: str) -> None:
+def test_code_without_file_operations_yields_none(code: str) -> None:
     assert list(operations(ast.parse(code))) == []

@@ -41,7 +41,7 @@ def test_architecture_trains_with_the_loss_of_mlx_lms_trainer(name: str, tmp_pat
     assert ours[1] < ours[0]
 
 
-def test_page_in_the_docs_shows_what_is_recorded() -> None:
+def test_docs_page_shows_the_recorded_models() -> None:
     records = models_table.read_records(models_table.RECORDS)
     assert (DOCS / "models.md").read_text(encoding="utf-8") == page(records)
 

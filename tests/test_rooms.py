@@ -71,7 +71,7 @@ def test_most_modules_have_a_test_file_of_the_same_name() -> None:
     assert len(names) <= MAX_WITHOUT_TESTS, f"name tests after some of {names}"
 
 
-def test_counts_see_what_they_count() -> None:
+def test_counts_of_importers_are_not_empty() -> None:
     """A count that finds nothing would hold for ever."""
     assert {path.name for path in importers()[PACKAGE / "errors.py"]} > {"fields.py", "trainer.py"}
     assert single_importers().keys() > {"commands/verify.py"}

@@ -228,7 +228,7 @@ def _assert_said(error: str, said: str) -> None:
     assert re.search(said, error), error
 
 
-def test_files_that_people_have_unpack_as_they_are(tmp_path: Path) -> None:
+def test_realistic_files_unpack_unchanged(tmp_path: Path) -> None:
     """The most repetitive real data: a system prompt of 4 kB before each short question."""
     system = os.urandom(2048).hex()
     rows = [{"system": system, "prompt": str(i), "completion": str(i * i)} for i in range(6_000)]

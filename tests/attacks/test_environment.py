@@ -112,7 +112,7 @@ def test_stdout_that_would_block_is_waited_for(run: Path) -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_reader_that_has_enough_ends_the_command_in_silence(run: Path) -> None:
+def test_closed_output_pipe_ends_the_command_silently(run: Path) -> None:
     line = '{ "$0" "$@"; echo $? >&2; } | head -c 1'
     outcome = shell(line, "report", run, "--json", cwd=run)
     assert outcome.err.strip() in ("0", "1")
@@ -216,9 +216,7 @@ def test_files_that_may_not_be_large(
         long({"PYTHONIOENCODING": "latin-1:strict", "XDG_CACHE_HOME": "relative"}, id="latin-1"),
     ],
 )
-def test_environment_that_is_odd(
-    tmp_path: Path, model: Path, chat: Path, changes: dict[str, str]
-) -> None:
+def test_odd_environment(tmp_path: Path, model: Path, chat: Path, changes: dict[str, str]) -> None:
     chat.write_text(chat.read_text() + chat.read_text().splitlines()[0].replace("0", "é→😀") + "\n")
     arguments = ["inspect", "--model-path", model, "--data", chat, "--no-cache"]
     outcome = attack(*arguments, cwd=tmp_path, env=os.environ | changes)

@@ -183,7 +183,7 @@ def test_hub_that_trickles_does_not_hang_a_model(hub: Hub, monkeypatch: pytest.M
     [{"Retry_After": ""}, {"RateLimit": '"api";r=0;t=', "RateLimit_Policy": '"api";q=1;w=9'}],
     ids=["retry", "rate"],
 )
-def test_hub_that_asks_to_wait_is_not_waited_for(
+def test_rate_limited_hub_is_an_error(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], wait: str
 ) -> None:
     slept: list[float] = []

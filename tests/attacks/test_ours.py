@@ -87,7 +87,7 @@ def test_temporary_files_of_other_programs_stay(train: Cli, run: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["best/thesis.tex", "step-1/thesis.tex"])
-def test_file_among_ours_is_not_removed_with_them(train: Cli, run: Path, name: str) -> None:
+def test_foreign_file_in_our_folder_is_not_removed(train: Cli, run: Path, name: str) -> None:
     options = ("--max-steps", 2, "--save-steps", 1, "--overwrite")
     for _ in range(2):
         assert train(*options).code == 0
@@ -193,9 +193,7 @@ def test_overwriting_removes_no_file_of_the_user(
 
 
 @pytest.mark.slow
-def test_cache_given_by_name_keeps_what_is_not_the_caches(
-    train: Cli, output: Path, tmp_path: Path
-) -> None:
+def test_foreign_files_in_a_named_cache_stay(train: Cli, output: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     place(cache / "thesis" / "thesis.tex")
     (cache / "thesis" / "mlxtune-checksums.json").write_text("{}")

@@ -123,7 +123,7 @@ def test_config_of_a_hundred_million_is_refused(broken: Path, inspect: Cli, name
     _assert_refused(error, path, "is more than 10,000")
 
 
-def test_tokenizer_is_tried_once_and_again_when_it_changed(
+def test_tokenizer_is_tried_once_per_version(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "model"))

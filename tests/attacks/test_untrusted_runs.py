@@ -180,7 +180,7 @@ def test_strangers_trackers_are_asked_for_in_one_bounded_line(
     assert "--track x; rm" not in error
 
 
-def test_strangers_options_count_once_they_are_given_again(
+def test_options_of_a_foreign_run_must_be_repeated(
     cli: Cli, run: Path, model: Path, downloads: list[str]
 ) -> None:
     change(run, model_path=HUB, track=["wandb"])
@@ -193,7 +193,7 @@ def test_strangers_options_count_once_they_are_given_again(
     assert json.loads((received / "run.json").read_text())["config"]["track"] == []
 
 
-def test_strangers_download_that_is_given_again_is_made(
+def test_repeated_download_of_a_foreign_run_is_made(
     cli: Cli, run: Path, downloads: list[str]
 ) -> None:
     change(run, model_path=HUB)
@@ -239,7 +239,7 @@ def test_strangers_run_with_a_model_folder_resumes_unasked(
 
 
 @pytest.mark.parametrize("damage", [slow("missing"), "folder", "binary", slow("unwritable")])
-def test_cache_that_is_damaged_makes_no_run_fail(train: Cli, run: Path, damage: str) -> None:
+def test_damaged_cache_fails_no_run(train: Cli, run: Path, damage: str) -> None:
     cache = user_cache() / "runs"
     before = cache.read_bytes()
     cache.unlink()

@@ -65,7 +65,7 @@ def started_apart(folder: Path, first: list[object], second: list[object]) -> li
 
 @pytest.mark.parametrize("place", [long("encoding"), long("loading"), "first step"])
 @pytest.mark.parametrize("worker", [long(0), 1])
-def test_worker_that_is_killed_before_anything_is_saved_is_named(
+def test_worker_killed_before_the_first_save_is_named(
     tmp_path: Path, worker: int, place: str
 ) -> None:
     (line,) = attacked(tmp_path, worker, place, KILLED, arguments(tmp_path))

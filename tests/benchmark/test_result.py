@@ -61,7 +61,7 @@ def test_loss_tolerance_is_tighter_before_the_first_update(
     assert agreement([2.0, 2.0], theirs, "float32").losses_agree is agree
 
 
-def test_losses_below_one_are_compared_as_they_are() -> None:
+def test_losses_below_one_are_compared_absolutely() -> None:
     assert agreement([0.1], [0.10009], "float32").losses_agree
     assert not agreement([0.1], [0.1002], "float32").losses_agree
 

@@ -51,7 +51,7 @@ def test_folder_without_permission_is_found_before_training(
 
 
 @pytest.mark.parametrize("name", ["chat.jsonl", "val.jsonl", "broken/model.safetensors"])
-def test_output_never_replaces_what_the_run_reads(
+def test_output_never_overwrites_an_input_of_the_run(
     train: Cli, broken: Path, chat: Path, tmp_path: Path, name: str
 ) -> None:
     shutil.copy(chat, tmp_path / "val.jsonl")

@@ -288,7 +288,7 @@ def test_every_stage_is_set_apart_from_its_message(train: Cli) -> None:
         assert re.match(r"[A-Z]\w+ +\S| {5,}\S", line)
 
 
-def test_error_is_the_last_line_and_the_only_one_of_its_kind(train: Cli, chat: Path) -> None:
+def test_command_ends_with_a_single_error_line(train: Cli, chat: Path) -> None:
     outcome = train("--max-seq-len", 8, quiet=False)
     *stages, error = outcome.err.splitlines()
     assert error.startswith(f"mlxtune: error: {chat}")

@@ -70,7 +70,7 @@ def test_second_run_that_waits_trains_when_the_first_has_ended(
     assert output.is_file()
 
 
-def test_run_reserves_what_it_is_planned_to_take_until_it_ends(
+def test_run_reserves_its_predicted_memory_until_its_end(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlxtune.backend.step.pipeline import InstructPipeline

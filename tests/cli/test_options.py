@@ -230,7 +230,7 @@ def test_underscores_and_values_without_options_are_answered(cli: Cli) -> None:
 @pytest.mark.parametrize(
     "values", [("q_proj", "v_proj"), ("q_proj,", "v_proj"), ("q_proj,v_proj",)]
 )
-def test_names_without_commas_are_shown_with_them(cli: Cli, values: tuple[str, ...]) -> None:
+def test_message_suggests_commas_between_names(cli: Cli, values: tuple[str, ...]) -> None:
     error = cli("train", "--targets", *values, "--lr", 1).error
     assert ("use --targets q_proj,v_proj; see --help" in error) is (len(values) > 1)
 

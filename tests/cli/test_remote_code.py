@@ -70,7 +70,7 @@ def test_code_of_a_model_runs_only_when_it_is_trusted(
 
 
 @pytest.mark.parametrize("command", ["plan", "inspect"])
-def test_looking_at_a_model_runs_none_of_its_code(
+def test_inspecting_a_model_does_not_run_its_code(
     cli: Cli, with_model_code: Path, chat: Path, marker: Path, command: str
 ) -> None:
     cli(command, "--model-path", with_model_code, "--data", chat)

@@ -246,7 +246,7 @@ def test_ranks_so_unequal_that_filling_them_up_takes_too_much_are_refused(
     ],
     ids=["nan", "long name"],
 )
-def test_weights_that_no_training_gives_are_refused(
+def test_implausible_weights_are_refused(
     cli: Cli, model: Path, tmp_path: Path, change: Any, said: str
 ) -> None:
     theirs = peft_folder(tmp_path / "theirs")

@@ -150,7 +150,7 @@ def test_folder_without_a_template_needs_a_config_or_a_named_one(
     "name",
     ["chat.jsonl", "link.jsonl", "val.jsonl", "broken/config.json", "broken/model.safetensors"],
 )
-def test_output_never_replaces_what_is_read(
+def test_output_never_overwrites_an_input(
     inspect: Cli, broken: Path, chat: Path, tmp_path: Path, option: str, name: str
 ) -> None:
     shutil.copy(chat, tmp_path / "val.jsonl")
@@ -164,7 +164,7 @@ def test_output_never_replaces_what_is_read(
     )
 
 
-def test_output_never_replaces_what_is_read_by_another_name(
+def test_output_never_overwrites_an_input_under_another_name(
     inspect: Cli, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = chat.read_bytes()

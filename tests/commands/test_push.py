@@ -124,7 +124,9 @@ def test_nothing_that_is_sent_names_a_path_a_machine_or_a_row(
     assert len(sent) > 10_000
 
 
-def test_dry_run_shows_all_of_it_and_asks_the_hub_nothing(hub: Hub, cli: Cli, run: Path) -> None:
+def test_dry_run_shows_the_upload_and_does_not_contact_the_hub(
+    hub: Hub, cli: Cli, run: Path
+) -> None:
     outcome = cli("push", run, "me/sums", "--dry-run")
     assert outcome.code == 0
     assert "# sums\n" in outcome.out
@@ -134,7 +136,7 @@ def test_dry_run_shows_all_of_it_and_asks_the_hub_nothing(hub: Hub, cli: Cli, ru
     assert hub.requests == []
 
 
-def test_samples_are_left_out_and_that_is_reported(cli: Cli, run: Path) -> None:
+def test_omission_of_samples_is_reported(cli: Cli, run: Path) -> None:
     outcome = cli("push", run, "me/sums", "--dry-run")
     assert "left out: they quote rows that are not public on the hub" in outcome.err
     assert "## Samples" not in outcome.out
@@ -176,7 +178,7 @@ def test_question_is_asked_on_a_terminal(
     assert ("nothing was uploaded" in outcome.out) is not pushed
 
 
-def test_without_a_terminal_it_has_to_be_agreed_before(hub: Hub, cli: Cli, run: Path) -> None:
+def test_upload_without_a_terminal_needs_yes(hub: Hub, cli: Cli, run: Path) -> None:
     outcome = cli("push", run, "me/sums")
     assert outcome.code == 2
     assert "There is no terminal to ask on: add --yes" in outcome.err

@@ -56,7 +56,7 @@ def test_run_with_rewards_says_what_changed(cli: Cli) -> None:
     ]
 
 
-def test_page_of_several_is_written_where_it_is_asked_for(cli: Cli) -> None:
+def test_comparison_page_is_written_to_html_path(cli: Cli) -> None:
     write_run(Path("a"))
     write_run(Path("b"), epochs=4, options={"lr": 5e-3})
     outcome = cli("report", "a", "b", "--html", "new/both.html")

@@ -358,7 +358,7 @@ def test_output_may_have_any_name(
     assert f"mlxtune chat --adapter {output}" in capsys.readouterr().err
 
 
-def test_checkpoints_go_where_they_are_asked_to(model: Path, chat: Path, tmp_path: Path) -> None:
+def test_checkpoints_are_written_to_checkpoint_dir(model: Path, chat: Path, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere" / "ck"
     result = train(config(model, chat, tmp_path, epochs=1, checkpoint_dir=str(folder)))
     assert result.checkpoint_dir == folder

@@ -342,9 +342,7 @@ def test_replay_names_an_initial_adapter_that_moved_or_changed(
     assert f"the run did not start from {first}, which has changed: bring it back" in changed
 
 
-def test_replay_finds_a_run_that_was_not_trained_as_it_says(
-    cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_detects_a_forged_run(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlxtune.core.run.checkpoint import _manifest
 
     for folder in run.glob("*/manifest.json"):
@@ -856,7 +854,7 @@ FORGED: dict[str, tuple[Callable[[Path], None], str, str]] = {
 
 
 @pytest.mark.parametrize("name", slow_except(FORGED, "optimizer", "ledger"))
-def test_replay_finds_what_was_hashed_again(run: Path, name: str) -> None:
+def test_replay_detects_changes_with_updated_hashes(run: Path, name: str) -> None:
     change, check, problem = FORGED[name]
     change(run)
     found = {each.name: each.detail for each in verify(run, replay=True).checks if not each.ok}

@@ -93,7 +93,7 @@ def test_nulls_of_a_dataset_are_absent_keys() -> None:
 
 
 @pytest.mark.parametrize("rows", [ROWS, tuple(ROWS), Dataset(), (row for row in ROWS)])
-def test_rows_become_a_file_without_what_is_missing(rows: Any) -> None:
+def test_rows_are_written_without_missing_values(rows: Any) -> None:
     found = with_rows({"data": rows, "rank": 3})
 
     assert read(found["data"]) == [{"prompt": "é", "completion": "b"}, ROWS[1]]
@@ -109,7 +109,7 @@ def test_splits_of_a_dataset_are_training_and_validation(name: str) -> None:
 
 
 @pytest.mark.parametrize("data", ["a.jsonl", Path("a"), ["a", "b"], {"a": 2, "text": 1}, None])
-def test_paths_stay_what_they_are(data: Any) -> None:
+def test_paths_are_passed_unchanged(data: Any) -> None:
     assert with_rows({"data": data}) == {"data": data}
 
 

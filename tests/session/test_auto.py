@@ -117,7 +117,7 @@ def test_objectives_of_preferences_take_a_twentieth_of_the_rate() -> None:
     assert choose_options(FACTS, config(objective="dpo"), ())["lr"] == 2e-5
 
 
-def test_length_is_what_the_data_needs_and_the_memory_allows() -> None:
+def test_length_is_limited_by_the_data_and_the_memory() -> None:
     assert chosen(needed=2048)["max_seq_len"] == 2048
     assert chosen(needed=2048, fitting=1500)["max_seq_len"] == 1500
     assert chosen(needed=2048, fitting=0)["max_seq_len"] == 2  # the plan then gives the reason

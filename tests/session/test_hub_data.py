@@ -185,9 +185,7 @@ def test_error_of_the_hub_ends_a_command_in_one_line(train: Cli, output: Path) -
     assert not output.parent.exists()
 
 
-def test_nothing_is_sent_for_data_that_is_here(
-    train: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_data_needs_no_request(train: Cli, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_owner")
     assert train().code == 0
     assert hub.requests == []

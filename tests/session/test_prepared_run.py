@@ -83,7 +83,7 @@ def test_lengths_are_those_of_all_examples(run: tuple[Path, TrainResult]) -> Non
     assert lengths["tokens"]["p50"] <= lengths["tokens"]["p95"] <= lengths["tokens"]["max"]
 
 
-def test_steps_say_how_they_were_run(run: tuple[Path, TrainResult]) -> None:
+def test_step_records_name_their_execution(run: tuple[Path, TrainResult]) -> None:
     training = run[1].training
     assert training is not None
     for step in training.steps:

@@ -64,7 +64,7 @@ def test_adapter_completes_the_options_of_an_evaluation(tmp_path: Path) -> None:
         ("a" * 5000, "cannot be read: File name too long"),
     ],
 )
-def test_base_model_that_is_not_here_is_asked_for(
+def test_missing_base_model_asks_for_model_path(
     tmp_path: Path, name: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").touch()

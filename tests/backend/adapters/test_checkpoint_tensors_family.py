@@ -65,7 +65,7 @@ def near(found: mx.array, expected: mx.array) -> bool:
 
 
 @pytest.mark.parametrize("member", slow_except(FAMILY, "PiSSA with ranks", "DoRA with ranks"))
-def test_others_compute_what_was_trained(folder: Path, tmp_path: Path, member: str) -> None:
+def test_mlx_lm_computes_the_trained_outputs(folder: Path, tmp_path: Path, member: str) -> None:
     pipeline = trained(folder, **FAMILY[member])
     pipeline.write(tmp_path / "adapters.safetensors")
     expected = pipeline.model(TOKENS)
@@ -176,7 +176,7 @@ def test_padding_and_folding_keep_the_product_and_are_undone(
             WeightUpdate(np.ones_like(wide.a), np.ones_like(wide.b)).unpadded(rank, ratio)
 
 
-def test_dora_leaves_the_model_as_it_is_before_it_is_trained(folder: Path) -> None:
+def test_untrained_dora_does_not_change_the_outputs(folder: Path) -> None:
     plain = load_base(folder, "float32").model(TOKENS)
     config = InstructConfig(lora_rank=4, dora=True, targets=("all",))
     pipeline = InstructPipeline(load_base(folder, "float32").model, config)

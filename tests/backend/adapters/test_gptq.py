@@ -152,7 +152,7 @@ def test_rounding_twice_gives_the_same_bytes_for_any_padding(folder: Path) -> No
     assert all(mx.array_equal(first[name], again[name]) for name in first)
 
 
-def test_inputs_are_those_of_rounded_layers_without_padding(folder: Path) -> None:
+def test_gptq_inputs_come_from_rounded_layers_without_padding(folder: Path) -> None:
     """The last projection is rounded on the outputs of the fused layers below it."""
     examples = examples_of(40, 12, 25)
     made, _ = rounded(folder, examples)

@@ -25,7 +25,7 @@ def test_each_thing_is_in_one_part(
     assert (seen == 1).all()
 
 
-def test_work_that_is_shared_is_not_shared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_parallel_work_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "THREADS", 2)
     inner: list[tuple[int, int, int]] = []
 

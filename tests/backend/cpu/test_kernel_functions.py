@@ -92,7 +92,7 @@ def test_mask_for_each_row_and_head(axes: tuple[int, ...]) -> None:
     assert_same_attention(*heads(6, 9), mx.array(added))
 
 
-def test_mask_that_is_added_may_be_finite() -> None:
+def test_additive_mask_may_be_finite() -> None:
     assert_same_attention(*heads(6, 9), random(6, 9, scale=3))
 
 
@@ -116,7 +116,7 @@ def test_query_that_sees_nothing_is_finite() -> None:
     assert_close(seen, reference(q, k, v, mask)[:, :, ::2], 5e-6)
 
 
-def test_inputs_that_are_not_laid_out_in_order() -> None:
+def test_inputs_that_are_not_contiguous() -> None:
     q, k, v = heads(6, 9)
 
     def turned(function: Function) -> Function:
@@ -130,7 +130,7 @@ def test_inputs_that_are_not_laid_out_in_order() -> None:
     )
 
 
-def test_gradient_flows_through_a_mask_that_is_added() -> None:
+def test_gradient_flows_through_an_additive_mask() -> None:
     """DeepSeek passes half of its scores as an added mask."""
     q, k, v = heads(6, 9)
     mask = random(2, 4, 6, 9, seed=4)
@@ -195,7 +195,7 @@ def test_weight_of_a_norm_may_be_stored_in_16_bits() -> None:
     assert_close(found, mx.fast.rms_norm(x, weight.astype(mx.float32), 1e-6), 2e-6)
 
 
-def test_arrays_that_are_not_laid_out_in_order() -> None:
+def test_arrays_that_are_not_contiguous() -> None:
     x = random(16, 5, 3).transpose(1, 2, 0)
     for fast, plain in UNARY.values():
         assert_same_function(fast, plain, x)
@@ -269,7 +269,7 @@ def test_other_options_give_other_turns() -> None:
             assert mx.abs(one - other).max() > 1e-3
 
 
-def test_heads_that_are_not_laid_out_in_order() -> None:
+def test_heads_that_are_not_contiguous() -> None:
     assert_same_function(
         lambda x: kernel_functions.rope(x.transpose(0, 2, 1, 3), 8, **PLAIN),
         lambda x: mx.fast.rope(x.transpose(0, 2, 1, 3), 8, **PLAIN),

@@ -28,7 +28,7 @@ def restore_limits() -> Iterator[None]:
     mx.set_cache_limit(cache)
 
 
-def test_limit_is_what_was_asked_for_in_decimal_gb() -> None:
+def test_limit_is_in_decimal_gb() -> None:
     limits = allocator.set_limits(2.5)
     assert limits.memory == mx.get_memory_limit() == 2_500_000_000
     assert mx.set_cache_limit(0) == limits.cache
@@ -45,7 +45,7 @@ def test_cache_is_for_devices_whose_allocator_keeps_none(
     assert ("no Metal" in limits.describe()) == cpu
 
 
-def test_limit_is_capped_at_what_the_device_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_is_capped_at_the_recommended_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     info = {"max_recommended_working_set_size": 17_000_000_000, "device_name": "Apple M3"}
     monkeypatch.setattr(allocator.mx, "device_info", lambda: info)
     limits = allocator.set_limits(24)

@@ -69,7 +69,7 @@ def test_head_after_backbone_is_the_model(architecture: str, quantize: int | Non
         ("phi", (("layer_norm_eps", 1e-5), ("partial_rotary_factor", 0.5)), False),  # has a bias
     ],
 )
-def test_head_that_is_one_product_is_known(
+def test_single_matmul_head_is_detected(
     architecture: str, overrides: tuple[tuple[str, Any], ...], plain_matmul: bool
 ) -> None:
     model = model_of(architecture, None, overrides)
@@ -207,7 +207,7 @@ def test_loss_by_chunks_is_the_loss(chunk: int) -> None:
     assert_same_function(in_chunks, whole, random(7, 8))
 
 
-def test_loss_scales_with_what_it_is_part_of() -> None:
+def test_gradient_of_the_loss_scales_with_its_cotangent() -> None:
     weight, labels, hidden = random(50, 8), mx.array([3, 0]), random(2, 8)
 
     def loss(hidden: mx.array, factor: float) -> mx.array:

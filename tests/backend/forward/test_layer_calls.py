@@ -118,7 +118,7 @@ def test_gradients_stay_the_same(trained: tuple[bool, ...], passes: str) -> None
 
 
 @pytest.mark.parametrize("passes", PASSES)
-def test_each_layer_is_run_again_but_those_below_the_first_trained(passes: str) -> None:
+def test_layers_below_the_first_trained_are_not_recomputed(passes: str) -> None:
     stack = Stack(False, False, True, False)
     layerwise = Layerwise(stack, DropoutKeys(), PASSES[passes]())
     gradients(stack, layerwise.running)
@@ -149,7 +149,7 @@ def test_only_these_instances_change() -> None:
     assert [name for name, _ in tree_flatten(stack.trainable_parameters())] == trained
 
 
-def test_layers_keep_the_parameters_they_were_given() -> None:
+def test_layers_keep_their_parameters() -> None:
     """A layer's parameters are replaced only while it runs as a function."""
     stack = Stack(True, True)
     layerwise = Layerwise(stack, DropoutKeys(), Recompute())
@@ -220,7 +220,7 @@ def test_layers_that_hand_on_more_than_hidden_states(passes: str) -> None:
         ("gemma2", ("q_proj", "v_proj"), BackwardReads()),
     ],
 )
-def test_layer_keeps_what_its_backward_pass_reads(
+def test_layer_keeps_the_inputs_of_its_backward_pass(
     architecture: str, targets: tuple[str, ...], expected: BackwardReads
 ) -> None:
     how = replace(SPLIT, operations=CPU)

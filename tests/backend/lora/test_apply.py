@@ -57,13 +57,13 @@ def test_a_is_kaiming_uniform_and_b_is_zero() -> None:
     assert not np.array(layer.lora_b).any()
 
 
-def test_untrained_adapter_leaves_the_model_as_it_is() -> None:
+def test_untrained_adapter_does_not_change_the_outputs() -> None:
     linear = nn.Linear(8, 6)
     x = mx.random.normal((2, 3, 8))
     assert mx.array_equal(lora_linear(linear)(x), linear(x))
 
 
-def test_quantized_layer_has_the_shapes_of_the_layer_it_was() -> None:
+def test_quantized_layer_keeps_its_shapes() -> None:
     layer = lora_linear(nn.Linear(64, 32).to_quantized(group_size=32, bits=4))
     assert layer.lora_a.shape == (64, 4)
     assert layer.lora_b.shape == (4, 32)
@@ -205,7 +205,7 @@ def test_untrained_experts_with_a_dense_namesake_are_a_warning(tmp_path: Path) -
     assert warnings("o_proj") == warnings("mlp.up_proj", "mlp.switch_mlp.up_proj", "o_proj") == []
 
 
-def test_experts_that_are_most_of_the_adapter_are_a_warning(tmp_path: Path) -> None:
+def test_experts_with_most_of_the_parameters_are_a_warning(tmp_path: Path) -> None:
     write_model(tmp_path, "olmoe", **EXPERTS["olmoe"])
     config = InstructConfig(targets=("down_proj", "q_proj"), lora_rank=2)
     lora = apply_lora(open_base(tmp_path, "auto").model, config)

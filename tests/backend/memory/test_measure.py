@@ -53,7 +53,7 @@ def started(
 
 
 @pytest.mark.parametrize("operations", [slow(MLX, id="MLX"), pytest.param(CPU, id="CPU")])
-def test_passes_change_nothing_of_what_a_step_computes(tmp_path: Path, operations: Any) -> None:
+def test_measurement_does_not_change_the_steps_result(tmp_path: Path, operations: Any) -> None:
     found = []
     for measures in (False, True):
         pipeline, shapes = started(tmp_path / str(measures), operations)
@@ -139,7 +139,7 @@ def test_numpy_memory_is_counted(tmp_path: Path) -> None:
     assert 0.7 * others <= counted <= 1.4 * others
 
 
-def test_estimate_is_replaced_by_what_was_measured(tmp_path: Path) -> None:
+def test_measurement_replaces_the_estimate(tmp_path: Path) -> None:
     pipeline, shapes = started(tmp_path / "model", CPU, **WIDE)
     before = replace(shapes, measured=MemoryCorrection(Factors(9.0), Factors(9.0)))
     assert measure(pipeline, before, [False]) == measure(pipeline, shapes, [False])

@@ -281,7 +281,7 @@ def check_architecture(
 
 
 @pytest.mark.parametrize("architecture", long_except(["qwen3", "llama", "gemma3_text"], "qwen3"))
-def test_bytes_of_quantized_weights_are_known_before_they_are_read(
+def test_bytes_of_quantized_weights_are_predicted_before_reading(
     tmp_path: Path, architecture: str
 ) -> None:
     folder = write_model(tmp_path / "model", architecture, dtype="bfloat16")

@@ -28,7 +28,7 @@ def test_gathered_rows_and_gradient_match_indexing(dtype: mx.Dtype, width: int) 
             assert mx.array_equal(one[0], other[0])
 
 
-def test_row_that_does_not_exist_is_zero() -> None:
+def test_missing_row_is_gathered_as_zero() -> None:
     array, index = mx.arange(1, 9).reshape(2, 4).astype(mx.float16), mx.array([1, 0, 1])
     exists = mx.array([[True], [False], [True]])
     assert gathered(array, index, exists).tolist() == [[5, 6, 7, 8], [0, 0, 0, 0], [5, 6, 7, 8]]

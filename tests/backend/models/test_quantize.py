@@ -82,7 +82,9 @@ def assert_as_mlx_lm(tmp_path: Path, architecture: str) -> None:
         assert "quantised while loading" in base.describe()
 
 
-def test_parts_give_what_the_whole_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizing_in_parts_equals_quantizing_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_model(tmp_path / "model", "llama")
     for name in ("mxfp4", "nvfp4", "mxfp8", "nf4"):
         whole = parameters(load_base(folder, "auto", BaseOptions(quantize=name)).model)
@@ -111,7 +113,7 @@ def test_nf4_is_on_the_linear_layers_but_the_head(tmp_path: Path) -> None:
     assert parameters(plain.model)["model.layers.0.self_attn.q_proj.scales"].dtype == mx.float32
 
 
-def test_nf4_refuses_what_it_would_leave_as_it_is(tmp_path: Path) -> None:
+def test_nf4_refuses_experts_and_narrow_layers(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nf4 does not support experts"):
         open_base(
             write_model(tmp_path / "moe", "qwen3_moe", **EXPERTS),

@@ -58,7 +58,7 @@ def test_layer_becomes_one_of_the_given_kind() -> None:
     assert mx.array_equal(model.norm(X), 2 * plain)
 
 
-def test_undone_in_order_each_gives_back_what_was_before() -> None:
+def test_undoing_replacements_in_order_restores_each() -> None:
     model = Model()
     first = Replacements({id(double): triple}, {}).apply(model)
     second = Replacements({id(triple): lambda x: -x}, {}).apply(model)

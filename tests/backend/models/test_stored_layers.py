@@ -91,9 +91,7 @@ def close(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
         *(slow("llama", name) for name in FORMATS if name != "mxfp4"),
     ],
 )
-def test_lora_learns_what_it_learns_on_the_dequantized_weights(
-    architecture: str, name: str
-) -> None:
+def test_lora_on_quantized_weights_equals_lora_on_dequantized(architecture: str, name: str) -> None:
     folder = model_folder(architecture)
 
     def loaded(compute: str = "dequantized") -> nn.Module:

@@ -87,7 +87,7 @@ def test_peer_gets_no_token_without_a_row(folder: Path) -> None:
 
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("name", ["embed_tokens", "wte", "unheard_of"])
-def test_rows_are_those_of_the_input_embedding(name: str, bits: int | None) -> None:
+def test_token_rows_come_from_the_input_embedding(name: str, bits: int | None) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -230,7 +230,7 @@ def test_every_method_either_ends_the_running_step_or_lets_it_run(tmp_path: Path
         assert pipeline._engine.launched is None
 
 
-def test_pipeline_without_values_is_of_no_use_until_it_is_restored(tmp_path: Path) -> None:
+def test_pipeline_without_values_must_be_restored_first(tmp_path: Path) -> None:
     made = fresh(model_folder("qwen3"))
     made.snapshot()(tmp_path)
     uses = {name: call for name, call in IDLE.items() if name not in ("load", "restore")}

@@ -94,7 +94,7 @@ def expected(name: str) -> Step:
         *(slow(name, "packed", tokens) for name in OBJECTIVES for tokens in (1, 10_000)),
     ],
 )
-def test_step_equals_the_plain_path_however_it_is_split(name: str, way: str, tokens: int) -> None:
+def test_step_equals_the_plain_path_for_every_split(name: str, way: str, tokens: int) -> None:
     assert_same(computed(made(name, way, tokens), step_of(name)), expected(name))
 
 

@@ -126,7 +126,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "way", "tokens"), CASES)
-def test_step_equals_plain_autograd_however_it_is_split(name: str, way: str, tokens: int) -> None:
+def test_step_equals_plain_autograd_for_every_split(name: str, way: str, tokens: int) -> None:
     """The step is split into one or two micro-batches, or into one for each example."""
     made = fresh(model_folder("qwen3"), WAYS[way], tokens=tokens, objective=OBJECTIVES[name])
     loss, gradients = expected(name)

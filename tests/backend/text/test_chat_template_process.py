@@ -190,7 +190,7 @@ def test_template_that_cannot_be_compiled_is_invalid(lasting: TemplateProcess, s
         "{% import 'os' as os %}",
     ],
 )
-def test_template_does_not_reach_what_is_outside_it(lasting: TemplateProcess, source: str) -> None:
+def test_template_cannot_reach_outside_its_sandbox(lasting: TemplateProcess, source: str) -> None:
     kind, text = render(lasting, source)
     if kind == TEXT:
         assert text == ""
@@ -296,7 +296,7 @@ def test_time_limit_restarts_for_each_rendering(quick: TemplateProcess) -> None:
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before > 0.3
 
 
-def test_time_in_which_the_process_is_stopped_does_not_count(quick: TemplateProcess) -> None:
+def test_time_of_a_suspended_process_does_not_count(quick: TemplateProcess) -> None:
     assert render(quick, "a") == (TEXT, "a")
     pid = _pid(quick)
     os.kill(pid, signal.SIGSTOP)

@@ -132,7 +132,7 @@ def test_spelled_tokens_are_the_bytes_of_the_text(every_tokenizer: ModelTokenize
         assert prefixed == 0
 
 
-def test_control_token_is_spelled_as_it_is_written(tmp_path: Path) -> None:
+def test_control_token_is_spelled_by_its_text(tmp_path: Path) -> None:
     names = ["<｜User▁says｜>", "<é>", "<0x0A>"]  # as in DeepSeek, not ASCII, and like a byte
     write_tokenizer(tmp_path, extra=names)
     tokenizer = load_tokenizer(tmp_path)

@@ -41,7 +41,7 @@ def connected(lost: list[int]) -> tuple[Heartbeat, socket.socket]:
     return first, other
 
 
-def test_a_worker_whose_connection_ends_is_lost(closing: list[Callable[[], None]]) -> None:
+def test_disconnected_worker_is_lost(closing: list[Callable[[], None]]) -> None:
     lost: list[int] = []
     first, other = connected(lost)
     closing.append(first.close)
@@ -72,7 +72,7 @@ def test_failing_worker_reports_its_failure(monkeypatch: pytest.MonkeyPatch) -> 
     assert said.endswith(b"x")
 
 
-def test_a_worker_that_is_silent_is_lost(closing: list[Callable[[], None]]) -> None:
+def test_silent_worker_is_lost(closing: list[Callable[[], None]]) -> None:
     lost: list[int] = []
     started = time.monotonic()
     first, other = connected(lost)

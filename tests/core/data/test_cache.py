@@ -248,7 +248,7 @@ def _write_often(cache: Path, key: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_writers_of_one_entry_both_get_what_they_encoded(tmp_path: Path) -> None:
+def test_concurrent_writers_of_an_entry_leave_it_complete(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=_write_often, args=(tmp_path, "key")) for _ in range(2)]
     for writer in writers:

@@ -86,7 +86,7 @@ ROWS = st.dictionaries(
 
 @settings(deadline=None)
 @given(files=st.lists(ROWS, max_size=3), current=st.integers(1, 10))
-def test_limit_cuts_what_a_loop_over_rows_would_cut(
+def test_truncated_tokens_equal_a_loop_over_rows(
     files: list[list[tuple[int, list[list[int]]]]], current: int
 ) -> None:
     (found,) = limits([encoded(rows) for rows in files], current, "end")
@@ -173,7 +173,7 @@ def test_cost_counts_the_rows_that_train_and_the_tokens_after_the_cut() -> None:
 
 @settings(deadline=None)
 @given(rows=ROWS, data=st.data(), batch_size=st.integers(1, 4), limit=st.integers(1, 10))
-def test_cost_is_what_a_loop_over_the_rows_that_train_counts(
+def test_cost_equals_a_loop_over_trained_rows(
     rows: list[tuple[int, list[list[int]]]], data: st.DataObject, batch_size: int, limit: int
 ) -> None:
     file = encoded(rows)

@@ -92,7 +92,7 @@ ROWS = st.dictionaries(st.integers(1, 20), st.lists(MASKS, min_size=1, max_size=
 
 @settings(deadline=None)
 @given(rows=ROWS, limit=st.integers(1, 8), unread=st.integers(0, 3))
-def test_ledger_counts_what_a_loop_over_rows_counts(
+def test_ledger_counts_equal_a_loop_over_rows(
     rows: dict[int, list[Mask]], limit: int, unread: int
 ) -> None:
     whole = encoded(list(rows.items()))

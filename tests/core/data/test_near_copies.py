@@ -115,7 +115,7 @@ def test_signs_points_and_symbols_count(texts: tuple[str, ...]) -> None:
         '<think>\n\n</think>\n\n{"a": "x/y", "b": [1, {"c": null, "d": "ü"}]}',
     ],
 )
-def test_json_counts_by_its_value(content: str) -> None:
+def test_equal_json_values_are_near_copies(content: str) -> None:
     assert normalize('{"a_b": 1, "ab": 2}') == normalize('{"AB": 2, "A_B": 1}')
     same = "Here: " + '{"a": "x/y", "b": [1, {"c": null, "d": "ü"}]}'
     assert normalize(f"Here: {content}") == normalize(same)

@@ -37,7 +37,7 @@ def test_text_that_only_begins_like_a_stop_is_shown() -> None:
     assert not stream.stopped
 
 
-def test_first_of_several_stops_ends_it() -> None:
+def test_earliest_stop_text_ends_the_answer() -> None:
     assert "".join(streamed([b"a###b", b"END"], "END", "##")[0]) == "a"
 
 

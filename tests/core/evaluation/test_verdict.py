@@ -141,7 +141,7 @@ def test_gain_below_a_percent_of_the_loss_is_negligible(change: float, word: str
     assert verdict_lines(found)[0].startswith(f"the adapter {word}: it takes ")
 
 
-def test_loss_that_is_left_is_not_rounded_away() -> None:
+def test_small_remaining_loss_is_not_rounded_to_zero() -> None:
     (line,) = verdict_lines(evaluated([-7.98, -7.99] * 20))
     assert "it takes more than 99% off the loss of the base model" in line
 

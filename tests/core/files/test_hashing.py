@@ -165,7 +165,7 @@ def test_change_of_any_eighth_of_a_weight_changes_the_fingerprint(base: Path, ei
         ({"quantization": {"bits": 4}}, None),
     ],
 )
-def test_config_counts_as_far_as_it_decides_results(
+def test_hash_covers_only_config_keys_that_change_results(
     base: Path, change: dict[str, Any], expected: str | None
 ) -> None:
     before, path = base_fingerprint(base), base / "config.json"

@@ -96,7 +96,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("plant", PLANTS)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_file_that_is_not_ours_is_left_as_it_is(
+def test_foreign_file_is_left_unchanged(
     tmp_path: Path, secret: Path, folder: Path, plant: str, operation: str
 ) -> None:
     path = folder / "file"
@@ -131,7 +131,7 @@ def another_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_another_users_file_is_left_as_it_is(
+def test_file_of_another_user_is_left_unchanged(
     folder: Path, operation: str, another_user: pytest.MonkeyPatch
 ) -> None:
     another_user.setattr(ours, "_owner_of_new_files", lambda *_: os.geteuid())

@@ -108,7 +108,9 @@ def test_existing_file_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stored", "taken"), [(LARGE // 64, True), (LARGE // 64 - 4096, False)])
-def test_64th_of_a_file_has_to_be_there(tmp_path: Path, stored: int, taken: bool) -> None:
+def test_file_with_under_a_64th_on_disk_is_refused(
+    tmp_path: Path, stored: int, taken: bool
+) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"\1" * stored)
     enlarge(path, LARGE)

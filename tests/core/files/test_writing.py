@@ -48,7 +48,7 @@ def test_open_reader_sees_the_whole_old_file(tmp_path: Path) -> None:
         assert reader.read() == b"old"
 
 
-def test_file_stays_old_when_its_content_fails_midway(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     def content() -> Iterator[bytes]:
         yield b"new"
         raise ValueError("no more")

@@ -61,7 +61,7 @@ def chosen(
     )
 
 
-def test_where_wider_is_hardly_faster_the_narrow_one_is_taken() -> None:
+def test_narrow_micro_batch_wins_if_a_wider_one_is_hardly_faster() -> None:
     given, cheap = work(*[64] * 8), replace(LEAN, fixed_cost=1)
     narrow, wide = (chosen(given, execution=cheap, tolerance=fraction) for fraction in (0.1, 0.0))
     assert narrow

@@ -172,7 +172,7 @@ def test_steps_use_the_rows_of_an_epoch(kind: str) -> None:
     assert sorted(map(len, steps)) == [3, 4, 4, 4, 4, 4]
 
 
-def test_weights_are_part_of_what_the_data_is() -> None:
+def test_data_hash_covers_the_weights_of_files() -> None:
     hashes = {corpus([10, 4], w).data_hash() for w in (None, [1, 1], [1, 2], [2, 1])}
 
     assert len(hashes) == 3

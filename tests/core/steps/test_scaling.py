@@ -49,7 +49,7 @@ def test_each_item_is_dealt_once(costs: list[int], workers: int) -> None:
 
 
 @given(COSTS, st.integers(1, 3))
-def test_no_worker_takes_a_third_longer_than_it_must(costs: list[int], workers: int) -> None:
+def test_slowest_worker_takes_at_most_a_third_longer(costs: list[int], workers: int) -> None:
     longest = max((sum(costs[i] for i in items) for items in balance(costs, workers)), default=0)
     best = min(
         max(

@@ -49,7 +49,7 @@ def test_tokens_of_a_step_are_all_that_the_model_read(tmp_path: Path) -> None:
     assert [record.tokens for record in found.steps] == expected
 
 
-def test_step_keeps_how_it_was_run(tmp_path: Path) -> None:
+def test_step_record_has_its_execution(tmp_path: Path) -> None:
     class MemoryCorrection(FakePipeline):
         def train_batch(self, *given: Any, **options: Any) -> InstructBatchResult:
             found = super().train_batch(*given, **options)

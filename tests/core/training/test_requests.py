@@ -40,7 +40,7 @@ def test_any_worker_makes_all_act_two_steps_later() -> None:
     assert exchanged([first, second]) == exchanged([second, first]) == [expected] * 2
 
 
-def test_save_that_stays_due_until_it_is_made_is_made_once() -> None:
+def test_pending_save_is_made_once() -> None:
     due, idle = [SAVE, SAVE, SAVE, NONE, NONE, NONE], [NONE] * 6
     assert exchanged([due, idle]) == [[NONE, NONE, SAVE, NONE, NONE, NONE]] * 2
 

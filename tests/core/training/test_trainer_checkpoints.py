@@ -177,7 +177,7 @@ def test_unwritable_best_checkpoint_is_an_error_and_keeps_the_previous_one(
     assert found.checkpoint.step == 3
 
 
-def test_metrics_that_cannot_be_written_are_written_when_they_can(tmp_path: Path) -> None:
+def test_unwritten_metrics_are_written_later(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(whole, FakePipeline())
 

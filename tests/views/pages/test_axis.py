@@ -63,7 +63,7 @@ def test_logarithmic_axis_contains_all_values_and_some_ticks(values: list[float]
     assert all(axis.low * 0.999 <= value <= axis.high * 1.001 for value in ticks)
 
 
-def test_axis_starts_at_zero_if_that_wastes_little_space() -> None:
+def test_axis_starts_at_zero_if_the_lowest_value_is_near_it() -> None:
     assert linear_axis([0.3, 4.0]).low == 0
     assert linear_axis([1.9, 2.1]).low > 1.8
     assert linear_axis([1.9, 2.1], from_zero=True).low == 0

@@ -189,7 +189,7 @@ def test_bad_label_is_skipped_with_its_reason(tmp_path: Path, row: Any, problem:
 @pytest.mark.parametrize(
     ("name", "objective"), [("lf_dpo_en_demo.json", "dpo"), ("lf_kto_en_demo.json", "kto")]
 )
-def test_real_files_are_read_as_they_are(name: str, objective: str) -> None:
+def test_real_preference_files_are_read_unchanged(name: str, objective: str) -> None:
     path = SHARED / "preferences" / name
     skipped = SkippedRows(path)
     rows = list(read_rows(path, skipped, objective=objective))

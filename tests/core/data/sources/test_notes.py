@@ -40,7 +40,7 @@ def test_refusal_labeled_as_bad_is_not_noted() -> None:
         "As an AI assistant, I'd be more than happy to help you plan.",
     ],
 )
-def test_assistant_that_says_what_it_is_refuses_nothing(text: str) -> None:
+def test_self_description_is_not_a_refusal(text: str) -> None:
     assert problems.REFUSAL not in dict(notes_on(converse(("user", "Hi"), ("assistant", text)), ""))
 
 

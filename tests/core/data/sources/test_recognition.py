@@ -361,7 +361,7 @@ def test_export_of_slack_is_refused(tmp_path: Path, objective: str) -> None:
 
 @pytest.mark.parametrize("row", [PROMPT, {"question": "Hi", "answer": "Hello!"}, CHAT])
 @pytest.mark.parametrize("zero", [0, 0.0, "0"])
-def test_rows_with_a_class_are_read_without_it(
+def test_class_label_is_ignored_with_field_label_empty(
     tmp_path: Path, row: dict[str, Any], zero: Any
 ) -> None:
     rows = [row | {"label": label, "": False} for label in (zero, 1)]

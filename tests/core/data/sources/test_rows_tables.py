@@ -188,7 +188,7 @@ def test_row_of_too_many_cells_is_refused_before_it_is_split(
         rows_of(path)
 
 
-def test_text_with_many_separators_over_its_rows_is_read(
+def test_separators_in_quoted_cells_are_not_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_rows, "_MAX_COLUMNS", 1000)
