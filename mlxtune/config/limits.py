@@ -192,7 +192,7 @@ def _is_longer(number: int, digits: int) -> bool:
 
 
 def _walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield a value and all values in it, each with its depth; a list comes before its parts."""
+    """Yield a value and all values in it, each with its depth; a list comes before its elements."""
     pending, seen = [(value, 1)], set()
     while pending:
         each, depth = pending.pop()

@@ -159,7 +159,7 @@ class Forward:
 
     @contextmanager
     def running_as(self, execution: Execution) -> Iterator[None]:
-        """Use an execution inside the block, and the present one again after it."""
+        """Use `execution` inside the block, then restore the current one."""
         present = self.execution
         try:
             self.run_as(execution)

@@ -37,7 +37,7 @@ class TrainedParameters:
 
     @contextmanager
     def replaced(self, values: Mapping[str, mx.array]) -> Iterator[None]:
-        """Assign parameters inside the block, and the present ones again after it."""
+        """Assign parameters inside the block, then restore the current ones."""
         present = self.values()
         try:
             self.assign(values)

@@ -53,7 +53,7 @@ def steps_by_length(
     random, is smaller. Deterministic for given arguments.
     """
     rng = random.Random(f"{seed}/length/{epoch}")
-    # Lengths grow a little at random, so that batches differ from epoch to epoch.
+    # Lengths are jittered, so that batches differ from epoch to epoch.
     noisy = [int(length) * (1 + _LENGTH_NOISE * rng.random()) for length in lengths]
     order = sorted(range(len(noisy)), key=noisy.__getitem__)
     whole, left = divmod(len(order), batch_size)

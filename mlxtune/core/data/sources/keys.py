@@ -160,7 +160,7 @@ def is_learned(marks: Mapping[str, Any], where: str) -> bool:
         learned[key] = verdict is not (name in _MASKED)
     if len({*learned.values()}) > 1:
         names = " and ".join(map(shorten, learned))
-        raise BadRowError("marks of a turn that contradict each other", f"{where}: {names}")
+        raise BadRowError("contradictory marks on a turn", f"{where}: {names}")
     return all(learned.values())
 
 

@@ -196,7 +196,7 @@ def _marked(content: Mapping[str, Any]) -> Any:
         for index in hidden.intersection(answers):
             where, own = f"message {index + 1}", marks_of(messages[index])
             if own and is_learned(own, where):
-                raise BadRowError("marks of a turn that contradict each other", f"{where}: {key}")
+                raise BadRowError("contradictory marks on a turn", f"{where}: {key}")
             messages = [*messages[:index], messages[index] | {"weight": 0}, *messages[index + 1 :]]
     return messages
 

@@ -270,7 +270,7 @@ def test_measured_row_loss_is_not_read_as_a_mark(tmp_path: Path) -> None:
     [
         ({"loss": 0.5}, "'loss' is neither 0 nor 1 (message 2)"),
         ({"loss_mask": [0, 1]}, "'loss_mask' is neither 0 nor 1 (message 2)"),
-        ({"weight": 1, "train": False}, "marks of a turn that contradict each other"),
+        ({"weight": 1, "train": False}, "contradictory marks on a turn"),
         ({"mask": True}, "'mask' of a turn is ambiguous (message 2: write 'weight')"),
     ],
 )
@@ -334,7 +334,7 @@ def test_list_of_marks_in_a_row_is_followed_by_turn(
     ("turn", "marks", "said"),
     [
         ({}, {"loss_mask": [0, 1, 1]}, "marks of a row that fit neither its messages nor its"),
-        ({"weight": 1}, {"loss_mask": [0, 0]}, "marks of a turn that contradict each other"),
+        ({"weight": 1}, {"loss_mask": [0, 0]}, "contradictory marks on a turn"),
         ({}, {"loss_mask": [1, 0]}, "no assistant turn with weight 1"),
         ({}, {"mask": [0, 1]}, "'mask' of a row is ambiguous"),
         ({}, {"mask": True}, "'mask' of a row is ambiguous"),
