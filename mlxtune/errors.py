@@ -53,12 +53,12 @@ _SETTING = re.compile(
     r"\b(?:add|give|pass|set|try|use|with)(?: --[a-z-]+(?: [^\s,;:]+)?(?: and| or)?)* $"
 )
 _TEXT = r'"(?:[^"\\]|\\.)*"'
-_REPEATED = re.compile(rf"\b(?P<name>\w+)={_TEXT}(?:, (?P=name)={_TEXT})+")
+_REPEATED_KEYWORD = re.compile(rf"\b(?P<name>\w+)={_TEXT}(?:, (?P=name)={_TEXT})+")
 
 
 def in_keywords(message: str) -> str:
     """Return a message with Python's keywords in place of flags, except in shell commands."""
-    return _REPEATED.sub(_collected, _FLAG.sub(_keyword, message))
+    return _REPEATED_KEYWORD.sub(_collected, _FLAG.sub(_keyword, message))
 
 
 def as_called(message: str) -> str:

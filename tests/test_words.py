@@ -239,6 +239,26 @@ def test_no_name_of_the_package_is_a_bare_participle() -> None:
     assert sorted(bare) == []
 
 
+# A constant says what it is, with its unit: `_POLL_SECONDS`, `_MAX_BATCH`, `_BLOCK_TOKENS`.
+_PREPOSITIONS = "OF|IN|ON|FOR|TO|FROM|WITH|BESIDE|ACROSS|ABOVE|BELOW"
+_ADVERBS = "ALWAYS|NEVER|HARDLY|MOSTLY|NEARLY|EXACTLY|ELSEWHERE|ASIDE|AGAIN"
+_ADJECTIVES = (
+    "CLOSE|NEAR|FEW|MANY|LARGE|SMALL|SHORT|LONG|WIDE|HIGH|QUICK|FAST|SLOW|ODD|BUSY|FULL|FREE|ANY"
+    "|REALISTIC|SHARED|MEASURED|COMPARED|DIVIDED|AVERAGED|COPIED|CACHED|SKIPPED|SHOWN|WRITTEN|KEPT"
+    "|WIDEST|NARROWEST|LONGEST|SHORTEST|COLDEST|SLOWEST"
+)
+PHRASES = re.compile(
+    rf"^_?(?:{_PREPOSITIONS})_|_(?:AT_ONCE|EVERY|AGAIN|ANEW)$|^_?(?:{_ADVERBS}|{_ADJECTIVES})$"
+)
+
+
+def test_no_constant_is_a_lone_adjective_or_a_phrase() -> None:
+    assert all(map(PHRASES.search, ("_OF_RESULTS", "_AT_ONCE", "_LOOK_EVERY", "_ALWAYS", "_FEW")))
+    assert not any(map(PHRASES.search, ("_SHORT_LINE", "_POLL_SECONDS", "_FREE_FRACTION")))
+    phrases = {f"{name.file}: {name.text}" for name in every_name() if PHRASES.search(name.text)}
+    assert sorted(phrases) == []
+
+
 def test_every_exception_ends_in_error() -> None:
     classes = {
         node.name: {ast.unparse(base).split(".")[-1] for base in node.bases}

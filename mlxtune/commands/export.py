@@ -73,7 +73,7 @@ def _merge(config: ExportConfig, source: verified_output.Source, folder: Path) -
             source, converter, merged, stored, "use mlxtune fuse to write a model folder"
         )
         certificate = replace(certificate, format="gguf")
-        written, target = merged / merged_gguf.MERGED, folder / merged_gguf.MERGED
+        written, target = merged / merged_gguf.MERGED_MODEL, folder / merged_gguf.MERGED_MODEL
         if config.quantize and quantizer is not None:
             console.say("Quantising", f"to {config.quantize} with {quantizer}")
             merged_gguf.quantize_gguf(quantizer, written, target, config.quantize)

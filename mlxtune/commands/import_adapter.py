@@ -7,7 +7,7 @@ from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.file_formats.adapter import completed
 from mlxtune.backend.adapters.file_formats.mlx_lm import read_mlx_lm, write_mlx_lm
 from mlxtune.backend.adapters.file_formats.peft import (
-    PICKLED,
+    PICKLED_WEIGHTS,
     WEIGHTS,
     base_of,
     read_config,
@@ -65,13 +65,13 @@ def _find(path: str) -> tuple[Path, bool]:
     """Return an adapter's weights file, and whether PEFT wrote it. Raises ModelError."""
     source = as_path(path)
     for candidate in (source, source / WEIGHTS, source / ADAPTER):
-        if candidate.is_file() and candidate.name != PICKLED:
+        if candidate.is_file() and candidate.name != PICKLED_WEIGHTS:
             if candidate.suffix != ".safetensors":
                 raise ModelError(f"{candidate}: not a safetensors file: name the adapter's folder")
             return candidate, candidate.name == WEIGHTS
-    if source.name == PICKLED or (source / PICKLED).is_file():
+    if source.name == PICKLED_WEIGHTS or (source / PICKLED_WEIGHTS).is_file():
         raise ModelError(
-            f"{source} holds {PICKLED}, which can run code when it is loaded: if you trust it, "
-            "load it with PEFT and save it with save_pretrained, which writes safetensors"
+            f"{source} holds {PICKLED_WEIGHTS}, which can run code when it is loaded: if you trust "
+            "it, load it with PEFT and save it with save_pretrained, which writes safetensors"
         )
     raise ModelError(f"{source} holds neither PEFT's {WEIGHTS} nor mlx-lm's {ADAPTER}")

@@ -60,7 +60,7 @@ _GPU = Sizes(
     (Size(1024, 2048, 2048), Size(16, 2048, 2048)), (Size(300, 2048, 1024), Size(1, 2048, 1024))
 )
 # GPUs use split-K for other matmuls with a large inner dimension.
-_SPLIT = Size(512, 3072, 992)
+_SPLIT_SIZE = Size(512, 3072, 992)
 _GPU_EXPERTS = Sizes((Size(1024, 1024, 512),), (Size(1024, 256, 256),))
 # The CPU's quantised matmuls are slow.
 _CPU = Sizes((Size(64, 512, 256),), (Size(30, 512, 256), Size(1, 1024, 256)))
@@ -86,7 +86,7 @@ class Matmul:
             sizes = _CPU_EXPERTS if self.experts else _CPU
         else:
             sizes = _GPU_EXPERTS if self.experts else _GPU
-        odd = [*sizes.odd] if self.bits or on_cpu() else [*sizes.odd, _SPLIT]
+        odd = [*sizes.odd] if self.bits or on_cpu() else [*sizes.odd, _SPLIT_SIZE]
         more = self.group_size
         return [*sizes.even, *(Size(rows, inner + more, n + more) for rows, inner, n in odd)]
 

@@ -35,7 +35,7 @@ _TRAINING = (
 )
 # An epoch has 8 steps; runs on the 4-bit base stop after 3.
 _BASE_STEPS = ("--max-steps", "3")
-_INTERRUPTED = 130
+_INTERRUPT_STATUS = 130
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Workbench:
         status = self._train(name, folder, until=has_begun, stop=stop)
         if status == 0:
             raise HelperError("the run ended before it was stopped")
-        _expect(status, -9 if stop == signal.SIGKILL else _INTERRUPTED, folder)
+        _expect(status, -9 if stop == signal.SIGKILL else _INTERRUPT_STATUS, folder)
         step = read_bytes(metrics).count(b"\n")
         resume = ["-m", "mlxtune", "train", "--resume", "--quiet"]
         _expect(Helpers(self.scratch).call(resume, folder), 0, folder)

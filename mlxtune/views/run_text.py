@@ -63,7 +63,7 @@ _MIN_LOSSES = 5
 # In normal training, no loss is this many times the untrained model's loss.
 _JUMP_RATIO = 1.5
 # Nats per token by which chosen answers may become less likely without a warning.
-_MAX_CHOSEN_DROP = 0.1
+_MAX_LOGP_DROP = 0.1
 # Few rows teach a policy if more than this fraction have equal rewards.
 _MAX_ALIKE_FRACTION = 0.5
 # A rate below this fraction of the objective's default hardly trains.
@@ -265,13 +265,13 @@ def less_likely_line(evaluation: Evaluation, objective: str) -> str | None:
         preference is None
         or not preference.pairs
         or difference is None
-        or difference.loss <= _MAX_CHOSEN_DROP
+        or difference.loss <= _MAX_LOGP_DROP
     ):
         return None
     option = {"dpo": "--sft-weight", "orpo": "a lower --beta"}.get(objective, "--cpo-alpha")
     return (
         f"the chosen answers became less likely, by {difference.loss:.2f} nats per token, more "
-        f"than {_MAX_CHOSEN_DROP:g}: try {option}, or a lower --lr"
+        f"than {_MAX_LOGP_DROP:g}: try {option}, or a lower --lr"
     )
 
 

@@ -86,7 +86,8 @@ def test_user_file_named_like_a_library_is_kept(tmp_path: Path) -> None:
 def test_mlx_imported_first_is_detected() -> None:
     code = (
         "import mlx.core; from mlxtune.diagnosis import doctor\n"
-        "print(doctor._mlx_first(doctor.facts.Device('CPU', '', 1, None, 1, blas='b')))"
+        "device = doctor.facts.Device('CPU', '', 1, None, 1, blas='b')\n"
+        "print(doctor._was_mlx_imported_first(device))"
     )
     first = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert first.stdout == "True\n"

@@ -33,7 +33,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmuls, "has_metal", lambda: True)
     monkeypatch.setattr(matmuls, "_GPU", GPU)
     monkeypatch.setattr(matmuls, "_GPU_EXPERTS", GPU)
-    monkeypatch.setattr(matmuls, "_SPLIT", Size(40, 480, 96))
+    monkeypatch.setattr(matmuls, "_SPLIT_SIZE", Size(40, 480, 96))
     # Elsewhere than on the CPU, sums are in float32.
     _in_float32(monkeypatch, "quantized_matmul")
     _in_float32(monkeypatch, "gather_qmm")
@@ -64,9 +64,9 @@ def test_real_sizes_reach_the_kernels_that_were_wrong() -> None:
     """The conditions are those of MLX's sources, and of the issues."""
     gpu, experts = matmuls._GPU, matmuls._GPU_EXPERTS
     assert any(size >= (1024, 2048, 2048) for size in gpu.even)
-    more = [inner + 32 for _, inner, _ in (*gpu.odd, *experts.odd, matmuls._SPLIT)]
+    more = [inner + 32 for _, inner, _ in (*gpu.odd, *experts.odd, matmuls._SPLIT_SIZE)]
     assert all(inner % 64 for inner in more)
-    rows, inner, columns = matmuls._SPLIT
+    rows, inner, columns = matmuls._SPLIT_SIZE
     assert inner + 32 >= 3 * max(rows, columns + 32)
     assert any(size.tokens == 1 and size.inner >= 1024 for size in gpu.odd)
 

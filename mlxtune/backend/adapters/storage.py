@@ -18,7 +18,7 @@ from mlxtune.errors import ConfigError
 
 # The numbers of bits that are tried after the base's own.
 _MORE_BITS = (6, 8)
-_QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
+_QUANTIZED_LAYERS = (nn.QuantizedLinear, QuantizedSwitchLinear)
 # The smallest group size of the affine format; formats of 4-bit floats have smaller groups.
 _MIN_GROUP_SIZE = 32
 
@@ -47,7 +47,7 @@ AS_BASE, PLAIN = Storage("as the base", 0), Storage("plain", None)
 
 def quantized_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the quantised projections among some modules."""
-    return [module for module in modules if isinstance(module, _QUANTIZED)]
+    return [module for module in modules if isinstance(module, _QUANTIZED_LAYERS)]
 
 
 def storages_for(modules: Iterable[nn.Module], bits: int | None = None) -> list[Storage]:
@@ -88,7 +88,7 @@ def layer_like(module: nn.Module, weight: mx.array, storage: Storage = AS_BASE) 
     layer.weight = weight
     if "bias" in module:
         layer.bias = module.bias
-    if isinstance(module, _QUANTIZED) and storage.bits is not None:
+    if isinstance(module, _QUANTIZED_LAYERS) and storage.bits is not None:
         return layer.to_quantized(**format_of(module, storage.bits))
     return layer
 
@@ -110,8 +110,8 @@ def add_to_config(
     """
     exceptions: dict[str, Any] = {}
     for path, module, layer in layers:
-        if isinstance(module, _QUANTIZED):
-            new = format_of(layer) if isinstance(layer, _QUANTIZED) else False
+        if isinstance(module, _QUANTIZED_LAYERS):
+            new = format_of(layer) if isinstance(layer, _QUANTIZED_LAYERS) else False
             if new != format_of(module):
                 exceptions[path] = new
     for key in ("quantization", "quantization_config"):

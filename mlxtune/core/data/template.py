@@ -215,7 +215,7 @@ PLAIN = "plain"
 
 
 def built_in_jinja(name: str) -> str:
-    """Return a built-in template as Jinja text, that renders BOS, then the same text as this module.
+    """Return a built-in template as Jinja text, which renders BOS, then the text of this module.
 
     There is no function for the plain template: its Jinja text renders it.
     """

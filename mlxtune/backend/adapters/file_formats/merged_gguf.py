@@ -22,7 +22,7 @@ from mlxtune.core.formatting import pluralize
 from mlxtune.core.machine.installation import pip_command
 from mlxtune.errors import OutputError, one_line
 
-MERGED = "model.gguf"
+MERGED_MODEL = "model.gguf"
 MODELFILE = "Modelfile"
 # The converter's names in llama.cpp's repository, and in the packages of some systems.
 _CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
@@ -54,7 +54,7 @@ def quantizer() -> str | None:
 
 def conversion(program: str, folder: Path, dtype: str) -> list[str]:
     """Return the command that converts a folder with weights of this dtype to GGUF."""
-    target = ["--outfile", str(folder / MERGED), "--outtype", _OUTTYPES[dtype]]
+    target = ["--outfile", str(folder / MERGED_MODEL), "--outtype", _OUTTYPES[dtype]]
     return [program, str(folder), *target]
 
 
@@ -66,13 +66,13 @@ def advice(folder: Path, dtype: str) -> str:
 
 def write_modelfile(folder: Path) -> None:
     """Write a Modelfile that makes Ollama load the folder's GGUF or, without one, the folder."""
-    model = f"./{MERGED}" if (folder / MERGED).is_file() else "."
+    model = f"./{MERGED_MODEL}" if (folder / MERGED_MODEL).is_file() else "."
     write_file(folder / MODELFILE, [f"FROM {model}\n".encode()])
 
 
 def ollama_advice(folder: Path, quantize: str | None, *, converted: bool) -> str:
     """Return a message that names the missing tool and gives an Ollama command to use instead."""
-    missing, written, get = _QUANTIZER, f"{MERGED} is not quantised", _QUANTIZER_REMEDY
+    missing, written, get = _QUANTIZER, f"{MERGED_MODEL} is not quantised", _QUANTIZER_REMEDY
     if not converted:
         missing, get = _CONVERTERS[0], _CONVERTER_REMEDY
         written = "a model folder is written instead"
@@ -83,7 +83,7 @@ def ollama_advice(folder: Path, quantize: str | None, *, converted: bool) -> str
 
 def convert(program: str, folder: Path, dtype: str, remedy: str) -> None:
     """Run llama.cpp's converter on a folder whose weights have this dtype. Raises OutputError."""
-    _run(conversion(program, folder, dtype), folder / MERGED, remedy)
+    _run(conversion(program, folder, dtype), folder / MERGED_MODEL, remedy)
 
 
 def quantize_gguf(program: str, plain: Path, target: Path, type_name: str) -> None:
@@ -134,23 +134,25 @@ def check_merged(folder: Path, adapter: Adapter, options: BaseOptions) -> str:
 
     base = open_base(folder, "float32", options)
     modules = dict(base.model.named_modules())
-    tensors = _tensors(folder / MERGED)
+    tensors = _tensors(folder / MERGED_MODEL)
     if not tensors:
         raise OutputError(
-            f"{MERGED}: the gguf package cannot read what llama.cpp's converter wrote"
+            f"{MERGED_MODEL}: the gguf package cannot read what llama.cpp's converter wrote"
         )
     names = gguf_names(adapter.modules, base)
     for name, update in adapter.modules.items():
         tensor = tensors.get(names.get(name, ""))
         if tensor is None:
-            raise OutputError(f"{MERGED} has no weight of {name}, which the adapter changes")
+            raise OutputError(f"{MERGED_MODEL} has no weight of {name}, which the adapter changes")
         written = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         wanted = np.array(modules[name].weight.astype(mx.float32))
         if not update.is_of_experts:
             columns, rows = orders(name, update, base)
             wanted = wanted[rows][:, columns]
         if written.shape != wanted.shape or not np.array_equal(written, wanted):
-            raise OutputError(f"{MERGED}: {tensor.name} differs from {name} of the fused model")
+            raise OutputError(
+                f"{MERGED_MODEL}: {tensor.name} differs from {name} of the fused model"
+            )
         mx.clear_cache()
     fused = pluralize(len(adapter.modules), "fused weight")
-    return f"{MERGED}: {pluralize(len(tensors), 'tensor')}; {fused} equal to the folder's"
+    return f"{MERGED_MODEL}: {pluralize(len(tensors), 'tensor')}; {fused} equal to the folder's"

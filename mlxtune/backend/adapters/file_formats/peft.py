@@ -35,7 +35,7 @@ from mlxtune.core.formatting import join_few
 from mlxtune.errors import ModelError, one_line
 
 WEIGHTS = "adapter_model.safetensors"
-PICKLED = "adapter_model.bin"
+PICKLED_WEIGHTS = "adapter_model.bin"
 CONFIG = "adapter_config.json"
 # From `layers.N` on, a module has the same name in PEFT and mlx-lm.
 _LAYER_NAME = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
