@@ -186,7 +186,7 @@ def _check_output(run: Path, config: TrainConfig) -> None:
     """Raise ConfigError if a run's own options would write its adapter outside its folder."""
     output = config.output_path.resolve()
     own_folders = (run.resolve(), run.parent.resolve())
-    if not any(same_place(output.parent, own_folder) for own_folder in own_folders):
+    if not any(is_same_place(output.parent, own_folder) for own_folder in own_folders):
         raise ConfigError(
             [f"--output: the run writes to {output}, outside its own folder: pass --output again"]
         )
@@ -197,7 +197,7 @@ def _in_folder(run: Path, config: TrainConfig, changes: Mapping[str, Any]) -> Tr
 
     Another --output moves only the adapter. Raises ConfigError for another --checkpoint-dir.
     """
-    if same_place(config.checkpoint_path, run):
+    if is_same_place(config.checkpoint_path, run):
         return config
     if (other := changes.get("checkpoint_dir")) is not None:
         raise ConfigError(

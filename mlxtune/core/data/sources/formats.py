@@ -183,14 +183,14 @@ def check_kind(content: JsonObject, objective: str) -> None:
             raise BadRowError("a preference pair", f"{_PAIR}: use --objective dpo")
         if (key := pair_keys(content).get("rejected")) is not None:
             raise BadRowError("a preference pair", f"{shorten(key)}: use --objective dpo")
-        verdict = label_of(content)
-        bad = recognize(content) != "text" and str(verdict).strip().lower() in _BAD
-        if bad or (kind == "labelled" and verdict is False):
-            label = str(content["label"]).lower()
+        label = label_of(content)
+        bad = recognize(content) != "text" and str(label).strip().lower() in _BAD
+        if bad or (kind == "labelled" and label is False):
+            text = str(content["label"]).lower()
             use = "use --objective kto"
-            if label.strip() in ("0", "0.0"):
+            if text.strip() in ("0", "0.0"):
                 use += ", or --field label= if it is a class"
-            raise BadRowError("an answer labelled as bad", f"'label' is {label}: {use}")
+            raise BadRowError("an answer labelled as bad", f"'label' is {text}: {use}")
     elif objective in PAIR_OBJECTIVES and kind == "labelled":
         raise BadRowError("an answer with a label, not a pair", "use --objective kto")
     elif objective in LABEL_OBJECTIVES and kind == "pair":

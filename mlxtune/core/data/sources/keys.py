@@ -152,12 +152,12 @@ def is_learned(marks: Mapping[str, Any], where: str) -> bool:
     """
     learned: dict[str, bool] = {}
     for key, value in marks.items():
-        name, verdict = letters(key), as_bool(value)
+        name, is_true = letters(key), as_bool(value)
         if name in _AMBIGUOUS:
             raise BadRowError(f"{shorten(key)} of a turn is ambiguous", f"{where}: write 'weight'")
-        if verdict is None:
+        if is_true is None:
             raise BadRowError(f"{shorten(key)} is neither 0 nor 1", where)
-        learned[key] = verdict is not (name in _MASKED)
+        learned[key] = is_true is not (name in _MASKED)
     if len({*learned.values()}) > 1:
         names = " and ".join(map(shorten, learned))
         raise BadRowError("contradictory marks on a turn", f"{where}: {names}")
@@ -170,10 +170,10 @@ def check_row_is_learned(marks: Mapping[str, Any]) -> None:
     Numbers such as a row's measured loss are no marks.
     """
     for key, value in marks.items():
-        name, verdict = letters(key), as_bool(value)
-        if name in _AMBIGUOUS and verdict is not None:
+        name, is_true = letters(key), as_bool(value)
+        if name in _AMBIGUOUS and is_true is not None:
             raise BadRowError(f"{shorten(key)} of a row is ambiguous", "write 'weight'")
-        if verdict is (name in _MASKED) and name in _LEARNED | _MASKED:
+        if is_true is (name in _MASKED) and name in _LEARNED | _MASKED:
             raise BadRowError(MARK_REASONS["row"], f"{shorten(key)}: {json_text(value)}")
 
 
@@ -195,7 +195,7 @@ def are_learned(listed: Mapping[str, Any]) -> dict[str, list[bool]]:
             continue
         if name in _AMBIGUOUS:
             raise BadRowError(f"{shorten(key)} of a row is ambiguous", "write 'loss_mask'")
-        learned[key] = [verdict is not (name in _MASKED) for verdict in verdicts]
+        learned[key] = [is_true is not (name in _MASKED) for is_true in flags]
     return learned
 
 
@@ -224,9 +224,9 @@ def template_options(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _switch(name: str, value: Any) -> bool:
     """Return an option that templates compare with true or false. Raises BadRowError."""
-    if (verdict := as_bool(value)) is None:
+    if (is_true := as_bool(value)) is None:
         raise BadRowError(f"'{name}' is neither true nor false", json_text(value))
-    return verdict
+    return is_true
 
 
 def _options_in(value: Any, key: str) -> Mapping[str, Any]:
