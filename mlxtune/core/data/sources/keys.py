@@ -190,8 +190,8 @@ def are_learned(listed: Mapping[str, Any]) -> dict[str, list[bool]]:
     """
     learned = {}
     for key, value in listed.items():
-        name, verdicts = letters(key), [as_bool(each) for each in value]
-        if None in verdicts:
+        name, flags = letters(key), [as_bool(each) for each in value]
+        if None in flags:
             continue
         if name in _AMBIGUOUS:
             raise BadRowError(f"{shorten(key)} of a row is ambiguous", "write 'loss_mask'")
