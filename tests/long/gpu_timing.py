@@ -89,7 +89,7 @@ def compared(
     values: dict[str, Any] = {"tokens_per_s": case["tokens"] / fastest}
     if ours := case["sides"].get("mlxtune", {}).get("losses"):
         apart = agreement(ours[:1], found["losses"][:1], case["dtype"])
-        values |= {"loss_difference": apart.first, "losses_agree": apart.agree}
+        values |= {"loss_difference": apart.first, "losses_agree": apart.losses_agree}
     if "needed_flops" in found and "measured_tflops" in card:
         rate = found["needed_flops"] / fastest / 1e12
         values["share_of_measured_peak"] = rate / card["measured_tflops"]
