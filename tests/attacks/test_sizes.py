@@ -208,7 +208,7 @@ FUSED = ("LICENSE", "NOTICE", "code.py", "words.tiktoken", "x.txt", "additional.
 
 
 @pytest.mark.parametrize("name", slow_except(FUSED, "LICENSE", "code.py"))
-def test_fuse_copies_no_file_that_is_not_there(
+def test_fuse_skips_missing_files(
     cli: Cli, model: Path, adapter: Path, broken: Path, tmp_path: Path, name: str
 ) -> None:
     enlarge(broken / name, 5_400_000_000)

@@ -178,7 +178,7 @@ def test_start_is_the_adapter_that_a_pipeline_begins_with(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_peer_has_and_computes_in_the_dtype_that_is_asked_for(tmp_path: Path, dtype: str) -> None:
+def test_peer_stores_and_computes_in_the_given_dtype(tmp_path: Path, dtype: str) -> None:
     half = write_model(tmp_path / "half", "qwen3", dtype="bfloat16")
     model = MlxLm(half, options(half, dtype=dtype))._model
     assert {value.dtype for _, value in tree_flatten(model.parameters())} == {getattr(mx, dtype)}

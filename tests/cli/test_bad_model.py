@@ -331,7 +331,7 @@ def test_invalid_path_is_reported(train: Cli, path: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["./missing", "../missing"])
-def test_relative_folder_that_is_missing_is_not_looked_for_on_the_hub(
+def test_missing_relative_folder_is_not_searched_on_the_hub(
     train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

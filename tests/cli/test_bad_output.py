@@ -11,7 +11,7 @@ import pytest
 from tests.command import Cli, files_in
 
 
-def test_output_that_is_a_folder_named_as_a_file_is_refused(train: Cli, tmp_path: Path) -> None:
+def test_output_folder_with_a_file_name_is_refused(train: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "a.safetensors"
     folder.mkdir()
     outcome = train("--output", folder)

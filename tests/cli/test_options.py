@@ -117,7 +117,7 @@ def test_config_file_without_options_changes_nothing(
     assert load_config_file(write(tmp_path, name, content), TrainConfig) == ({}, [])
 
 
-def test_config_file_that_is_missing_or_a_folder_is_named(tmp_path: Path) -> None:
+def test_missing_config_file_or_a_folder_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path):
         with pytest.raises(ConfigError, match="cannot be read") as raised:
             load_config_file(path, TrainConfig)
@@ -235,7 +235,7 @@ def test_message_suggests_commas_between_names(cli: Cli, values: tuple[str, ...]
     assert ("use --targets q_proj,v_proj; see --help" in error) is (len(values) > 1)
 
 
-def test_option_without_its_choice_is_named_with_one(cli: Cli) -> None:
+def test_option_without_a_value_shows_an_example(cli: Cli) -> None:
     named = "--grad-checkpoint needs a value: --grad-checkpoint on"
     assert cli("train", "--grad-checkpoint").error == named
     assert cli("train", "--grad-checkpoint", "--output", "q").error == named

@@ -73,7 +73,7 @@ def trained_logits(model: Path, adapter: Path) -> np.ndarray:
 # Fuse
 
 
-def test_fused_folder_is_a_model_of_its_own_in_mlx_lm(
+def test_mlx_lm_loads_the_fused_folder_as_a_model(
     cli: Cli, trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
     from mlx_lm.utils import load
@@ -154,7 +154,7 @@ def test_dequantized_weights_are_plain_and_near_what_was_trained(
 
 
 @pytest.mark.parametrize("spoilt", ["fused", "other"])
-def test_fused_weight_that_is_wrong_is_found_and_nothing_is_left(
+def test_wrong_fused_weight_leaves_no_output(
     trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: str
 ) -> None:
     from mlxtune.backend.adapters import fusing

@@ -178,7 +178,7 @@ def test_pipe_without_a_writer_does_not_block(say: Any, tmp_path: Path) -> None:
     assert "cannot be read" in say("generate", "--messages", tmp_path).error
 
 
-def test_prompt_that_is_longer_than_what_the_model_reads_is_refused(say: Any) -> None:
+def test_prompt_beyond_the_models_context_is_refused(say: Any) -> None:
     long = "a, " * 3000
     assert "the model reads at most" in say("generate", "--quiet", stdin=long).error
     outcome = say("chat", "--quiet", stdin=f"{long}\n{PROMPT}\n")

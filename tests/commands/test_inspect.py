@@ -188,7 +188,7 @@ def test_html_prints_the_path_of_the_page(inspect: Cli, tmp_path: Path) -> None:
     assert "page: " not in inspect("--html", page, "--json").out
 
 
-def test_html_replaces_a_page_of_its_own_and_nothing_else(
+def test_html_overwrites_only_our_own_page(
     inspect: Cli, train: Cli, tmp_path: Path, output: Path
 ) -> None:
     page = tmp_path / "page.html"

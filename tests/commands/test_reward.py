@@ -179,9 +179,7 @@ def test_data_without_a_prompt_is_an_error(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupt_ends_a_function_that_hangs_and_what_it_started(
-    rows: Path, tmp_path: Path
-) -> None:
+def test_interrupt_ends_a_hanging_function_and_its_processes(rows: Path, tmp_path: Path) -> None:
     pids, file = tmp_path / "pids", tmp_path / "hangs.py"
     file.write_text(
         "import os, time\n"

@@ -53,7 +53,7 @@ def test_sort_and_json(cli: Cli) -> None:
     assert cli("runs", "--sort", "colour").code == 2
 
 
-def test_run_that_is_named_twice_is_listed_once(cli: Cli) -> None:
+def test_run_given_twice_is_listed_once(cli: Cli) -> None:
     write_run(Path("a"))
     assert len(json.loads(cli("runs", "--json", ".", "a", "a/checkpoints").out)) == 1
 

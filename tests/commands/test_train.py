@@ -522,7 +522,7 @@ def test_errors_are_the_packages_own(model: Path, tmp_path: Path) -> None:
         train(config(model, tmp_path / "missing.jsonl", tmp_path))
 
 
-def test_run_that_is_asked_to_stop_saves_its_step_and_ends(
+def test_stop_request_saves_the_step_and_ends_the_run(
     model: Path, chat: Path, tmp_path: Path
 ) -> None:
     configured = config(model, chat, tmp_path)

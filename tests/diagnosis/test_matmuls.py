@@ -117,7 +117,7 @@ def test_columns_that_are_never_written_are_found(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_tail_of_the_inner_size_that_is_read_wrongly_is_found(
+def test_misread_tail_of_the_inner_size_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As mlx#3887: sorted experts read the tail of an inner size that is no multiple of 64."""
@@ -133,7 +133,7 @@ def test_tail_of_the_inner_size_that_is_read_wrongly_is_found(
 
 
 @pytest.mark.slow
-def test_product_that_is_wrong_from_1024_rows_only_is_found(
+def test_matmul_wrong_from_1024_rows_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As PrismML-Eng/Bonsai-Image-Demo#12: 256 rows are right in bfloat16, 1,024 are not."""
@@ -178,7 +178,7 @@ def test_product_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("length", "dtype"), [(300, "float32"), slow(512, "float32")])
-def test_attention_that_is_wrong_in_its_last_block_is_found(
+def test_attention_wrong_in_its_last_block_is_detected(
     monkeypatch: pytest.MonkeyPatch, length: int, dtype: str
 ) -> None:
     name = f"32 heads, {length} tokens"

@@ -257,7 +257,7 @@ def test_file_without_the_hubs_headers_is_an_error(hub: Hub) -> None:
     ("code", "message"),
     [(500, "not working (500)"), (503, "not working (503)"), (429, "too many requests")],
 )
-def test_hub_that_is_down_or_busy_is_an_error(hub: Hub, part: str, code: int, message: str) -> None:
+def test_unavailable_hub_is_an_error(hub: Hub, part: str, code: int, message: str) -> None:
     def fault(handler: Handler, method: str, path: str) -> bool:
         if part in path:
             handler.refuse(code, "", "<html>oh no</html>")

@@ -24,7 +24,7 @@ from tests.sources import PACKAGE, nodes_of
         ),
     ],
 )
-def test_name_has_its_parts_and_is_written_as_it_is_read(text: str, name: DatasetName) -> None:
+def test_name_is_parsed_and_written_unchanged(text: str, name: DatasetName) -> None:
     assert dataset_name(text) == name
     assert str(name) == text
 

@@ -69,7 +69,7 @@ def test_files_arrive_in_one_commit_of_a_private_repository(hub: Hub, folder: Pa
     assert len(model.commits) == 1
 
 
-def test_public_repository_has_to_be_asked_for(hub: Hub, folder: Path) -> None:
+def test_public_repository_needs_an_option(hub: Hub, folder: Path) -> None:
     push(folder, public=True)
     assert not hub.models["me/sums"].private
 

@@ -184,7 +184,7 @@ def test_seeds_name_the_step_the_row_its_use_and_the_sample(path: Path) -> None:
     assert seeds == [(42, 7, key, use, number) for use in (0, 1) for number in range(SIZE)]
 
 
-def test_row_that_is_used_twice_is_two_groups(path: Path) -> None:
+def test_row_used_twice_is_two_groups(path: Path) -> None:
     examples, _ = made(path).draw(1, [1, 1])
     assert len({each.key for each in examples}) == 2
 
@@ -251,7 +251,7 @@ def test_remedy_for_functions_that_raise_is_given_once(path: Path) -> None:
     ]
 
 
-def test_answer_that_was_cut_is_masked_if_asked(path: Path) -> None:
+def test_truncated_answer_is_masked_with_the_option(path: Path) -> None:
     examples, metrics = made(path, mask_truncated=True).draw(1)
     assert [each.masked for each in examples] == [False, False, True] * 2
     assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 3)

@@ -56,7 +56,7 @@ def test_entries_are_within_the_limits_of_the_model(
         ({"xtc_threshold": 0.7}, "xtc_threshold must be from 0 to 0.5"),
     ],
 )
-def test_number_that_is_wrong_is_named(body: dict[str, Any], problem: str) -> None:
+def test_invalid_number_is_named(body: dict[str, Any], problem: str) -> None:
     with pytest.raises(RefusedRequestError) as raised:
         checked_body(body, 100, 512)
     assert str(raised.value) == problem

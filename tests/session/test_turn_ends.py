@@ -102,7 +102,7 @@ def test_turn_whose_end_is_text_has_a_prompt_and_an_answer(tmp_path: Path) -> No
         assert (turn.prompt.end, turn.prompt.end_text) == (None, "</turn>")
 
 
-def test_answer_that_is_cut_before_its_text_ends_is_not_asked(tmp_path: Path) -> None:
+def test_truncated_answer_has_no_last_turn(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", NO_TOKEN)
     dataset, reader = load(
         folder, [ROWS[0], {"messages": [USER, ANSWER | {"content": "a" * 200}]}], max_seq_len=60

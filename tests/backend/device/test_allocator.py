@@ -206,7 +206,7 @@ def test_peak_is_kept_when_a_step_resets_it() -> None:
     assert allocator.peak_bytes() == peak
 
 
-def test_memory_that_is_held_counts_though_nothing_new_is_taken() -> None:
+def test_held_memory_counts_without_a_new_allocation() -> None:
     held = mx.ones(SIZE // 4)
     mx.eval(held)
     allocator.reset_peaks()

@@ -293,7 +293,7 @@ def test_layer_that_runs_again_waits_for_its_gradient() -> None:
     assert "Sin" in graph.getvalue()
 
 
-def test_recomputing_keeps_the_input_of_a_layer_and_no_more(tmp_path: Path) -> None:
+def test_recomputing_keeps_only_the_input_of_a_layer(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
     config = InstructConfig(lora_rank=4, targets=("all",))
     mask = np.ones(257, dtype=np.uint8)

@@ -55,7 +55,7 @@ def test_named_dtype_is_used(tmp_path: Path) -> None:
     assert dtypes(base) == {mx.float16}
 
 
-def test_quantized_weights_stay_as_they_are(tmp_path: Path) -> None:
+def test_quantized_weights_are_unchanged(tmp_path: Path) -> None:
     base = load_base(write_model(tmp_path, "llama", quantize=4), "auto")
     parameters = dict(tree_flatten(base.model.parameters()))
     weight = parameters["model.layers.0.self_attn.q_proj.weight"]

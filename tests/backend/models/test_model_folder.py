@@ -98,7 +98,7 @@ def test_pointer_of_git_lfs_in_a_model_folder_is_named(tmp_path: Path, name: str
         read_config(tmp_path)
 
 
-def test_adapter_that_is_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+def test_git_lfs_pointer_as_adapter_is_named(tmp_path: Path) -> None:
     write_pointer(tmp_path / "adapters.safetensors")
     with pytest.raises(ModelError, match=r"is a Git LFS pointer: run git lfs pull in its folder"):
         AdapterFile.find(str(tmp_path))

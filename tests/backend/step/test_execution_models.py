@@ -41,7 +41,7 @@ def same_bytes(one: Step, other: Step) -> bool:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", slow("gemma3_text")])
-def test_other_models_in_the_process_stay_as_they_are(architecture: str) -> None:
+def test_other_models_in_the_process_are_unchanged(architecture: str) -> None:
     folder = model_folder(architecture)
     other = fresh(folder)
     kinds = {name: type(part) for name, part in other.model.named_modules()}

@@ -112,7 +112,7 @@ def test_step_that_is_not_profiled_evaluates_no_more_than_it_needs(
     assert counted(pipeline, monkeypatch)["eval"] == expected["eval"] + 4 * batches
 
 
-def test_profiling_leaves_the_peaks_of_the_run_as_they_are() -> None:
+def test_profiling_does_not_change_the_peaks_of_the_run() -> None:
     plain, profiled = (fresh(model_folder("qwen3"), SPLIT, 100_000) for _ in range(2))
     peaks = []
     for pipeline in (plain, profiled):

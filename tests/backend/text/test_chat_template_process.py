@@ -489,7 +489,7 @@ def test_long_conversations_are_not_started_all_at_once(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("depth", [900, 5000])
-def test_value_that_is_nested_too_deeply_refuses_the_row(depth: int) -> None:
+def test_deeply_nested_value_refuses_the_row(depth: int) -> None:
     value: list[Any] = []
     for _ in range(depth):
         value = [value]

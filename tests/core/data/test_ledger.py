@@ -145,7 +145,7 @@ def test_ledger_counts_equal_a_loop_over_rows(
     )
 
 
-def test_file_that_is_truncated_twice_counts_each_row_once() -> None:
+def test_file_truncated_twice_counts_each_row_once() -> None:
     file = encoded([(1, [[0, 1, 1]]), (2, [[0, 0, 0, 1]])])
     first, second = file.truncate(2), file.truncate(2)
 

@@ -60,7 +60,7 @@ def test_thinking_is_supervised_once_in_field_or_content(
 
 
 @pytest.mark.parametrize("message", THOUGHTFUL.values(), ids=THOUGHTFUL)
-def test_thinking_that_is_switched_off_is_taken_out_and_noted(message: dict[str, Any]) -> None:
+def test_disabled_thinking_is_removed_and_noted(message: dict[str, Any]) -> None:
     rendering = thoughtful(message, qwen3_like, thinking="off")
 
     assert answers(rendering) == ["4" + END]
@@ -71,7 +71,7 @@ def test_thinking_that_is_switched_off_is_taken_out_and_noted(message: dict[str,
 
 
 @pytest.mark.parametrize("message", THOUGHTFUL.values(), ids=THOUGHTFUL)
-def test_thinking_goes_on_from_a_prompt_that_has_opened_it(message: dict[str, Any]) -> None:
+def test_thinking_continues_from_a_prompt_that_opened_it(message: dict[str, Any]) -> None:
     (one,) = thoughtful(message, r1_like).texts
 
     assert picture(one) == "\n".join(

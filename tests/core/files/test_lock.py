@@ -65,7 +65,7 @@ def test_lock_names_its_process_and_ends_with_it(tmp_path: Path) -> None:
     Lock(path).release()
 
 
-def test_lock_removed_while_opening_is_taken_again(
+def test_lock_removed_while_opening_is_reacquired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / ".lock"

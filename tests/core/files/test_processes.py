@@ -77,7 +77,7 @@ def test_process_without_end_is_an_error(tmp_path: Path) -> None:
         Helpers(tmp_path, limit=0.1).call(["-c", SLEEPING], tmp_path / "run")
 
 
-def test_interrupt_ends_the_process_and_what_it_started(tmp_path: Path) -> None:
+def test_interrupt_ends_the_process_and_its_children(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code = (
         "import os, subprocess, sys, time\n"
@@ -161,7 +161,7 @@ def test_python_is_started_in_one_place() -> None:
     assert (PACKAGE / "core/files/processes.py").read_text().count("sys.executable") == 1
 
 
-def test_process_that_cannot_start_is_an_error_of_its_own(
+def test_process_that_cannot_start_raises_its_own_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever writes to a folder meanwhile must not take it for an error of the folder."""

@@ -121,7 +121,7 @@ def test_file_with_under_a_64th_on_disk_is_refused(
             check_stored(path)
 
 
-def test_small_hole_is_taken(tmp_path: Path) -> None:
+def test_small_hole_is_accepted(tmp_path: Path) -> None:
     enlarge(tmp_path / "a", 2**20 - 1)
     check_stored(tmp_path / "a")
 

@@ -162,7 +162,7 @@ def test_folder_is_created_with_its_parents_and_may_exist(tmp_path: Path) -> Non
     assert names_in(folder) == []
 
 
-def test_file_hash_is_of_all_of_its_content(tmp_path: Path) -> None:
+def test_file_hash_covers_the_whole_content(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(b"ab" * (1 << 20) + b"c")
 

@@ -132,7 +132,7 @@ def test_mac_without_metal_is_a_problem_that_does_not_stop() -> None:
     assert not check.stops
 
 
-def test_gpu_that_is_not_used_is_noted() -> None:
+def test_unused_gpu_is_noted() -> None:
     assert "'mlxtune-lora[cuda13]'" in only(replace(LINUX, has_nvidia=True), "device").remedy
 
 

@@ -187,7 +187,7 @@ def test_row_is_read_once_the_advice_is_followed(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_layout_that_is_not_read_is_named_with_the_remedy(tmp_path: Path, name: str) -> None:
+def test_unsupported_layout_is_named_with_a_remedy(tmp_path: Path, name: str) -> None:
     row, objective, said = REFUSED[name]
 
     good, reason = follow(tmp_path, row, objective)

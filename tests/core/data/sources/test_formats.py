@@ -50,9 +50,7 @@ def test_row_without_known_keys_has_no_format(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("row", [CHAT, PROMPT, SHAREGPT, ALPACA, TEXT])
-def test_answer_that_is_not_to_be_learned_is_skipped_by_name(
-    tmp_path: Path, row: dict[str, Any]
-) -> None:
+def test_unlearned_answer_is_skipped_with_its_reason(tmp_path: Path, row: dict[str, Any]) -> None:
     rows = [row, *(row | {"label": label} for label in (True, False, "False", "spam", 0))]
     pair = row | {"chosen": "yes", "rejected": "no"}
 

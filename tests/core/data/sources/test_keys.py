@@ -197,7 +197,7 @@ MARKED = [
 
 @pytest.mark.parametrize(("key", "context", "learned"), MARKED)
 @pytest.mark.parametrize("format", ["chat", "sharegpt", "prompt"])
-def test_turn_that_is_marked_is_context(
+def test_marked_turn_is_context(
     tmp_path: Path, key: str, context: Any, learned: Any, format: str
 ) -> None:
     turns = [USER, ANSWER | {key: context}, USER, ANSWER | {key: learned}]
@@ -228,7 +228,7 @@ def test_turn_that_is_marked_is_context(
     ],
 )
 @pytest.mark.parametrize("name", FORMATS)
-def test_row_that_is_marked_is_skipped(tmp_path: Path, key: str, name: str) -> None:
+def test_marked_row_is_skipped(tmp_path: Path, key: str, name: str) -> None:
     row = EVERY[name][1] | {key: False}
     assert reason(tmp_path, row) == f"a row that is marked not to be learned ('{key}': false)"
     assert notes(tmp_path, row | {key: True}) == {}
@@ -718,7 +718,7 @@ def test_switch_of_a_template_may_be_text_or_a_number(
         assert converted(tmp_path, CHAT | row).options == {"enable_thinking": thinks}
 
 
-def test_switch_that_is_neither_true_nor_false_is_a_reason(tmp_path: Path) -> None:
+def test_non_boolean_switch_is_a_reason(tmp_path: Path) -> None:
     said = reason(tmp_path, CHAT | {"enable_thinking": "maybe"})
     assert said == """'enable_thinking' is neither true nor false ("maybe")"""
 

@@ -102,7 +102,7 @@ def test_image_is_out_of_scope_by_name(kind: str) -> None:
         ([], "message 2: a list"),
     ],
 )
-def test_part_that_is_not_text_is_named(part: Any, named: str) -> None:
+def test_non_text_part_is_named(part: Any, named: str) -> None:
     problem = refused(USER, {"role": "user", "content": [text_part("See:"), part]}, ANSWER)
 
     assert problem.kind == "content has a part that is not text"

@@ -138,7 +138,7 @@ def test_object_over_several_lines_is_a_bad_row_that_says_what_is_expected(
         (GOOD + b",", f"comma after the end at column {len(GOOD) + 1}"),
     ],
 )
-def test_first_line_that_is_not_valid_is_a_bad_row(tmp_path: Path, line: bytes, said: str) -> None:
+def test_invalid_first_line_is_a_bad_row(tmp_path: Path, line: bytes, said: str) -> None:
     rows = read(write(tmp_path, line + b"\n" + GOOD))
 
     assert rows == [(1, f"not valid JSON ({said})"), (2, ROW)]
