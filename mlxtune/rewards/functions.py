@@ -48,7 +48,7 @@ _THINKING_ENDS, _THINKING_STARTS = "</think>", "<think>"
 _SEARCH_SECONDS = 0.5
 # Numbers are equal if they differ by this fraction of the larger.
 _PRECISION = 1e-6
-_INVALID = object()
+INVALID = object()
 
 # The longest name of a reward that is looked up.
 _MAX_NAME = 60
@@ -71,7 +71,8 @@ class RewardSpec:
     `kind` is `function` or the name of a built-in reward. `argument` is what follows the name: the
     name of the function in `file`, a pattern, a tolerance, a schema's file or a length. `content`
     is the text of the Python file or the schema, which is read once, so that all uses agree.
-    `modules` has the path and the text of each module of the file's folder that it imports.
+    `modules` has the path and the text of each module of the file's folder that it imports. Rewards
+    with a `content` may take any time, so they run in the helper process only.
     """
 
     kind: str
@@ -111,8 +112,11 @@ class RewardSpec:
         if kind not in _BUILT_IN:
             remedy = f"name a FILE.py, FILE.py:FUNCTION or {_KNOWN}"
             raise ValueError(f"is unknown{_suggestion(kind, argument)}: {remedy}")
-        schema = _read(as_path(argument), CONFIG_LIMITS) if kind == "json" and argument else None
-        spec = cls(kind, argument, weight, content=schema)
+        if kind == "json" and argument:
+            schema = _read(as_path(argument), CONFIG_LIMITS)
+            _check_schema(schema)
+            return cls(kind, argument, weight, content=schema)
+        spec = cls(kind, argument, weight)
         spec.built_in()
         return spec
 
@@ -140,9 +144,10 @@ class RewardSpec:
         return f"{self.kind}{separator}{argument}" if argument else self.kind
 
     def built_in(self) -> Score:
-        """Return the function of a built-in reward. Raises ValueError for a bad argument."""
-        if self.content is not None:
-            return _json_schema(self.content)
+        """Return the function of a built-in reward, which takes a limited time for any answer.
+
+        Raises ValueError for a bad argument.
+        """
         if (made := _WITH_ARGUMENT.get(self.kind)) is not None:
             return made(self.argument)
         if self.argument:
@@ -317,22 +322,22 @@ def _required(answer: str | None) -> str:
 # JSON
 
 
-def _parsed(text: str) -> Any:
-    """Return the value of JSON in the strict sense, without NaN; `_INVALID` for other texts."""
+def parsed(text: str) -> Any:
+    """Return the value of JSON in the strict sense, without NaN; INVALID for other texts."""
     with suppress(ValueError):
         return parse_json(text.encode(), RECORD_LIMITS, "the answer", constants=False)
-    return _INVALID
+    return INVALID
 
 
 def _json(text: str, answer: str) -> float:
-    value, expected = _parsed(text), _parsed(answer)
-    if expected is _INVALID:
+    value, expected = parsed(text), parsed(answer)
+    if expected is INVALID:
         raise NoRewardError("the row's answer is not JSON")
-    return float(value is not _INVALID and canonical(value) == canonical(expected))
+    return float(value is not INVALID and canonical(value) == canonical(expected))
 
 
 def _json_keys(text: str, answer: str) -> float:
-    values, expected = _parsed(text), _parsed(answer)
+    values, expected = parsed(text), parsed(answer)
     if not isinstance(expected, dict) or not expected:
         raise NoRewardError("the row's answer is not a JSON object with keys")
     if not isinstance(values, dict):
@@ -342,42 +347,18 @@ def _json_keys(text: str, answer: str) -> float:
     return right / len(expected.keys() | values.keys())
 
 
-def _json_schema(content: bytes) -> Score:
-    """Return the reward of a JSON schema. Raises ValueError."""
+def _check_schema(content: bytes) -> None:
+    """Raise ValueError for a JSON schema that the helper cannot apply."""
     # Import only for a schema, because the package is optional.
     try:
         from jsonschema import Draft202012Validator, SchemaError, validators
-        from referencing import Registry
     except ImportError as error:
         raise ValueError(f"needs jsonschema: {installs_extra('schema')}") from error
     schema = parse_json(content, CONFIG_LIMITS, "the schema")
-    validator = validators.validator_for(schema, Draft202012Validator)
     try:
-        validator.check_schema(schema)
+        validators.validator_for(schema, Draft202012Validator).check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"names a wrong JSON schema: {one_line(error.message)}") from error
-    if b'"patternProperties"' in content:
-        raise ValueError("has a schema with patternProperties: list the properties instead")
-    # No reference is downloaded, and a search has a limit.
-    limited = validators.extend(validator, {"pattern": _schema_pattern})
-    allows = limited(schema, registry=Registry()).is_valid
-
-    def score(text: str, answer: str | None) -> float:
-        value = _parsed(without_thinking(text))
-        try:
-            return float(value is not _INVALID and allows(value))
-        except Exception as error:  # an unknown or endless reference, or a slow pattern
-            raise NoRewardError(f"the schema cannot be applied: {one_line(error)}") from error
-
-    return score
-
-
-def _schema_pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Exception]:
-    """Yield an error for a text without a match, as jsonschema asks."""
-    from jsonschema import ValidationError
-
-    if isinstance(value, str) and not _search(pattern, value):
-        yield ValidationError("no match")
 
 
 # Numbers

@@ -1,8 +1,9 @@
-"""Script that scoring.py runs to call users' reward functions; imports nothing from mlxtune.
+"""Script that scoring.py runs to call users' reward functions and to apply JSON schemas.
 
-core/files/limited_helper.py runs it under a memory limit. Functions may print, read stdin, fork,
-close files, handle signals, change folders or end the process. So the pipes to the parent are kept
-apart from the streams that functions see, and every call starts with the same state of these.
+It imports nothing from mlxtune. core/files/limited_helper.py runs it under a memory limit.
+Functions may print, read stdin, fork, close files, handle signals, change folders or end the
+process. So the pipes to the parent are kept apart from the streams that functions see, and every
+call starts with the same state of these.
 """
 
 import inspect
@@ -101,12 +102,16 @@ def _number(value: Any) -> float:
 def prepare() -> Prepared:
     """Import the functions, before memory is limited.
 
-    The first request lists them as [name, path, source, function].
+    The first request lists them as [name, path, source, function]. A schema has no function, and
+    its name as the path.
     """
     channel, state, path = Channel(), State(), ""
     modules, functions = dict[str, types.ModuleType](), dict[str, tuple[str, Function]]()
     try:
         for name, path, source, function in channel.request():
+            if function is None:
+                functions[name] = path, _schema(source)
+                continue
             if path not in modules:
                 modules[path] = _import(path, source, len(modules))
             functions[name] = path, _function(modules[path], function)
@@ -149,6 +154,33 @@ def _import(path: str, source: str, number: int) -> types.ModuleType:
     # Latin-1 stands for the bytes of the file, which may declare its encoding.
     exec(compile(source.encode("latin-1"), path, "exec"), module.__dict__)
     return module
+
+
+def _schema(source: str) -> Function:
+    """Return the reward of an answer's JSON value by a schema, which may be written to run forever.
+
+    A search for a pattern keeps other threads from running, so the process could not see its parent
+    end: SIGPROF ends it after twice the `seconds` that the parent waits.
+    """
+    from jsonschema import Draft202012Validator, validators
+    from referencing import Registry
+
+    schema = json.loads(source)
+    # No reference is downloaded.
+    validator = validators.validator_for(schema, Draft202012Validator)(schema, registry=Registry())
+
+    def score(value: Any, seconds: float) -> float:
+        signal.setitimer(signal.ITIMER_PROF, 2 * seconds)
+        try:
+            return float(validator.is_valid(value))
+        except MemoryError:
+            raise
+        except Exception as error:  # an unknown or endless reference
+            raise _FunctionError(f"the schema cannot be applied: {error}") from error
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    return score
 
 
 def _function(module: types.ModuleType, name: str) -> Function:

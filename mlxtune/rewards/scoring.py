@@ -1,4 +1,4 @@
-"""Scores sampled answers: users' functions run in a process that may be ended at any time.
+"""Scores sampled answers: users' functions and schemas run in a process that may be ended anytime.
 
 A function that does not return in time, or ends its process, leaves its answer without a reward;
 the process is started again, and the other answers are scored.
@@ -7,7 +7,7 @@ the process is started again, and the other answers are scored.
 import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -21,7 +21,13 @@ from mlxtune.core.formatting import byte_size
 from mlxtune.core.objectives.policy import MAX_REWARD
 from mlxtune.errors import ConfigError
 from mlxtune.rewards import reward_helper
-from mlxtune.rewards.functions import NoRewardError, RewardSpec
+from mlxtune.rewards.functions import (
+    INVALID,
+    NoRewardError,
+    RewardSpec,
+    parsed,
+    without_thinking,
+)
 from mlxtune.views.output import print_answer
 
 # The memory that functions may take in addition to the memory of their imports.
@@ -77,13 +83,12 @@ class RewardScorer:
         self._weights = {spec.name: spec.weight for spec in rewards}
         if len(self._weights) < len(rewards):
             raise ConfigError(["two rewards have the same name: rename one, or leave it out"])
-        self._built_in = {spec.name: spec.built_in() for spec in rewards if spec.file is None}
-        # The functions, as the process imports them. Latin-1 stands for bytes, as JSON has none.
+        self._built_in = {spec.name: spec.built_in() for spec in rewards if spec.content is None}
+        # The functions and schemas, as the process imports them.
         self._functions = [
-            (spec.name, str(spec.file.absolute()), spec.content.decode("latin-1"), spec.argument)
-            for spec in rewards
-            if spec.file is not None and spec.content is not None
+            _imported(spec, spec.content) for spec in rewards if spec.content is not None
         ]
+        self._schemas = {name for name, *_, function in self._functions if function is None}
         self._ids, self._timeout = count(), timeout
         # The bytes of functions' output that are still to show.
         self._left, self._decoder = _MAX_OUTPUT, codecs.getincrementaldecoder("utf-8")("replace")
@@ -133,7 +138,11 @@ class RewardScorer:
     def _value(self, name: str, row: PromptRow, text: str) -> float:
         if (score := self._built_in.get(name)) is not None:
             return score(text, row.answer)
-        value = self._call(name, row, text)
+        if name in self._schemas:
+            value = parsed(without_thinking(text))
+            given = {"value": value, "seconds": self._timeout}
+            return 0.0 if value is INVALID else self._call(name, given)
+        value = self._call(name, {"prompt": row.prompt, "completion": text, "row": {**row.row}})
         if abs(value) > MAX_REWARD:
             raise NoRewardError(f"returned {value:g}: return a number up to {MAX_REWARD:g}")
         return value
@@ -164,9 +173,8 @@ class RewardScorer:
         if process is not None:
             process.close()
 
-    def _call(self, name: str, row: PromptRow, text: str) -> float:
+    def _call(self, name: str, arguments: Mapping[str, Any]) -> float:
         """Return a function's value. Raises NoRewardError if it has none."""
-        arguments = {"prompt": row.prompt, "completion": text, "row": {**row.row}}
         content = json.dumps([name, arguments], sort_keys=True, default=str).encode()
         seed = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
         while True:
@@ -206,6 +214,14 @@ class RewardScorer:
             if self._left <= 0:
                 note = f"reward functions print more than {_MAX_OUTPUT:,} bytes: not shown"
                 print_answer(f"\n{note}\n", stderr=True)
+
+
+def _imported(spec: RewardSpec, content: bytes) -> tuple[str, str, str, str | None]:
+    """Return the name, path, source and function of a reward for the process, as it documents."""
+    if spec.file is None:
+        return spec.name, spec.name, content.decode(), None
+    # Latin-1 stands for bytes, as JSON has none.
+    return spec.name, str(spec.file.absolute()), content.decode("latin-1"), spec.argument
 
 
 def _sha256(content: bytes) -> str:

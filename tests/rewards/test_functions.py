@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -223,90 +219,6 @@ def test_every_number_equals_itself_as_python_writes_it(number: float, form: str
     found = last_number(f"It is {text}.")
     assert found is not None
     assert math.isclose(found.value, float(text.replace(",", "")), rel_tol=1e-12)
-
-
-# JSON schemas
-
-# As pydantic writes a model within a model.
-SCHEMA = {
-    "type": "object",
-    "required": ["day", "guest"],
-    "properties": {
-        "day": {"type": "string", "pattern": "^[A-Z][a-z]+day$"},
-        "guest": {"$ref": "#/$defs/Guest"},
-    },
-    "$defs": {"Guest": {"properties": {"age": {"type": "integer"}}, "required": ["age"]}},
-}
-
-
-def schema_reward(folder: Path, schema: Any) -> Callable[[str], float]:
-    pytest.importorskip("jsonschema")
-    (folder / "schema.json").write_text(json.dumps(schema))
-    score = RewardSpec.parse(f"json:{folder}/schema.json").built_in()
-    return lambda text: score(text, None)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ('{"day": "Monday", "guest": {"age": 3}}', 1),
-        ('<think>{</think>{"day": "Monday", "guest": {"age": 3.0}}', 1),
-        ('{"day": "Monday", "guest": {"age": true}}', 0),
-        ('{"day": "monday", "guest": {"age": 3}}', 0),
-        ('{"day": "Monday"}', 0),
-        ('{"day": "Monday", "guest": {"age": NaN}}', 0),
-        ("Monday", 0),
-    ],
-)
-def test_schema_allows_an_answer(tmp_path: Path, text: str, value: float) -> None:
-    assert schema_reward(tmp_path, SCHEMA)(text) == value
-
-
-@pytest.mark.parametrize(
-    ("schema", "why"),
-    [
-        ({"$ref": "https://example.com/schema.json"}, "example.com"),
-        ({"$ref": "#"}, "recursion"),
-        ({"pattern": "(?:a|aa)+$"}, "a search takes more than"),
-    ],
-)
-def test_schema_that_cannot_be_applied_gives_no_reward(
-    tmp_path: Path, schema: Any, why: str
-) -> None:
-    """References are not downloaded, and neither they nor searches run forever."""
-    with pytest.raises(NoRewardError, match=why):
-        schema_reward(tmp_path, schema)(json.dumps("a" * 200 + "b"))
-
-
-def test_name_of_a_schema_has_no_folder(tmp_path: Path) -> None:
-    """Names are in records, tables and model cards."""
-    (tmp_path / "schema.json").write_text("{}")
-    assert RewardSpec.parse(f"json:{tmp_path}/schema.json=2").name == "json:schema.json"
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ("[]", "wrong JSON schema: \\[\\] is not of type 'object', 'boolean'"),
-        ('{"type": "int"}', "wrong JSON schema: 'int' is not valid"),
-        ('{"pattern": "("}', "wrong JSON schema: '[(]' is not a 'regex'"),
-        ("{", "the schema"),
-        ("", "the schema"),
-        ('{"items": {"patternProperties": {"(a|aa)+$": true}}}', "list the properties instead"),
-    ],
-)
-def test_wrong_schema_is_refused(tmp_path: Path, content: str, problem: str) -> None:
-    pytest.importorskip("jsonschema")
-    (tmp_path / "schema.json").write_text(content)
-    with pytest.raises(ConfigError, match=problem):
-        RewardSpec.parse(f"json:{tmp_path}/schema.json")
-
-
-def test_schema_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jsonschema", None)
-    (tmp_path / "schema.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"needs jsonschema: .*'mlxtune-lora\[schema\]'"):
-        RewardSpec.parse(f"json:{tmp_path}/schema.json")
 
 
 def test_one_reward_must_have_a_weight() -> None:
