@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
+from mlxtune.config.limits import RECORD_LIMITS, parse_json
 from mlxtune.core.data.prompt import PromptRow
 from mlxtune.core.files.processes import LimitedProcess, ProcessEndedError
 from mlxtune.core.formatting import byte_size
@@ -160,7 +161,7 @@ class RewardScorer:
         )
         try:
             reply = self._ask(self._functions, _IMPORT_SECONDS)
-            problem = f"reward {reply['path']} {reply['error']}" if reply else ""
+            problem = f"reward {reply.get('path')} {reply.get('error')}" if reply else ""
         except ProcessEndedError as error:
             files = " or ".join(dict.fromkeys(path for _, path, *_ in self._functions))
             problem = f"importing {files} {_why(error.reason, f'{_IMPORT_SECONDS:g} s')}"
@@ -184,26 +185,29 @@ class RewardScorer:
                 number = next(self._ids)
                 request = {"id": number, "name": name, "seed": seed, "given": arguments}
                 reply = self._ask(request, self._timeout)
-                if reply.get("id") != number:
+                value, error = reply.get("value"), reply.get("error")
+                usable = isinstance(value, float) or isinstance(error, str)
+                if reply.get("id") != number or not usable:
                     raise ProcessEndedError("reply")
                 break
-            except ProcessEndedError as error:
+            except ProcessEndedError as ended:
                 self._close()
                 # An earlier call may have broken an older process: try again in a new one.
-                if is_new or error.reason == "time":
+                if is_new or ended.reason == "time":
                     limit = f"{self._timeout:g} s: make it faster, or raise --reward-timeout"
-                    raise NoRewardError(_why(error.reason, limit)) from None
-        if "error" in reply:
-            raise NoRewardError(reply["error"])
-        return float(reply["value"])
+                    raise NoRewardError(_why(ended.reason, limit)) from None
+        if isinstance(value, float):
+            return value
+        raise NoRewardError(error)
 
     def _ask(self, request: Any, seconds: float) -> dict[str, Any]:
         assert self._process is not None
         sending = json.dumps(request, default=str).encode() + b"\n"
         line = self._process.read_line(_MAX_REPLY, sending=sending, seconds=seconds)
         with suppress(ValueError):
-            if isinstance(reply := json.loads(line), dict):
-                return reply
+            reply = parse_json(line, RECORD_LIMITS, "a reply", constants=False)
+            if isinstance(reply, dict):
+                return {name: _valid(each) for name, each in reply.items()}
         raise ProcessEndedError("reply")
 
     def _show(self, message: bytes) -> None:
@@ -222,6 +226,11 @@ def _imported(spec: RewardSpec, content: bytes) -> tuple[str, str, str, str | No
         return spec.name, spec.name, content.decode(), None
     # Latin-1 stands for bytes, as JSON has none.
     return spec.name, str(spec.file.absolute()), content.decode("latin-1"), spec.argument
+
+
+def _valid(each: Any) -> Any:
+    """Return a value of a reply; half a surrogate pair in text, which no file takes, is escaped."""
+    return each.encode("utf-8", "backslashreplace").decode() if isinstance(each, str) else each
 
 
 def _sha256(content: bytes) -> str:

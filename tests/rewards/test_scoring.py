@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data.prompt import PromptRow
+from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord
 from mlxtune.errors import ConfigError
 from mlxtune.rewards.functions import RewardSpec
 from mlxtune.rewards.scoring import Reward, RewardScorer
@@ -343,6 +345,80 @@ def test_file_that_cannot_be_used_is_an_error_at_the_start(
         RewardScorer([RewardSpec.parse(f"{tmp_path}/check.py")], SECONDS).__enter__()
     assert problem in str(raised.value)
     assert "check.py" in str(raised.value)
+
+
+# Every text that reaches us from a file of functions has half a surrogate pair.
+HALVES = r"""
+import os
+class Named(type):
+    __name__ = property(lambda self: "Odd\udc80")
+class Odd(Exception, metaclass=Named): pass
+def reward(prompt, completion, row): return globals()[completion](row)
+def message(row): raise ValueError("half \udc80")
+def name(row): raise Odd
+def returned(row): return Odd()
+def printed(row): os.write(2, b"half \xed\xb2\x80"); raise ValueError
+"""
+
+
+def test_text_from_functions_is_valid_unicode(tmp_path: Path) -> None:
+    shown: list[str] = []
+    file = tmp_path / "check.py"
+    file.write_text(HALVES)
+    names = ("message", "name", "returned", "printed")
+    with RewardScorer([RewardSpec.parse(str(file))], SECONDS, shown.append) as scorer:
+        rewards = [scorer.score(*completion({}, name)) for name in names]
+    for reward in rewards:
+        tokens = (1,), (-1.0,)
+        sample = SampleRecord(*tokens, "", True, reward.values, None, problems=reward.problems)
+        group = GroupRecord(1, "rows.jsonl:1", 0, 0, "a", "", (1,), (sample,))
+        assert json.loads(group.as_json())["samples"][0]["problems"] == list(reward.problems)
+    assert r"raised ValueError: half \udc80 (line 7)" in rewards[0].problems[0]
+    assert r"raised Odd\udc80" in rewards[1].problems[0]
+    assert r"returned Odd\udc80, not a number" in rewards[2].problems[0]
+    assert "".join(shown).encode().startswith(b"half ")
+
+
+def test_text_of_a_failed_import_is_valid_unicode(tmp_path: Path) -> None:
+    (tmp_path / "check.py").write_text(r"raise ValueError('half \udc80')")
+    with pytest.raises(ConfigError) as raised:
+        RewardScorer([RewardSpec.parse(f"{tmp_path}/check.py")], SECONDS).__enter__()
+    assert str(raised.value).encode().endswith(rb"raised ValueError: half \udc80 (line 1)")
+
+
+class Answering:
+    """A process that answers with a given line; a new one imports its functions."""
+
+    answer = b""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        self._lines = iter((b"{}", self.answer))
+
+    def read_line(self, *arguments: object, **options: object) -> bytes:
+        return next(self._lines)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(b'{"id": %d, "value": ' + value for value in (b"NaN}", b'"1"}', b"true}", b"[]}")),
+        *(b"[]", b"[" * 60_000, b'{"id": %d}', b'{"id": %d, "error": 5}', b'"\xff"', b"{}"),
+    ],
+    ids=lambda value: value[:20].decode(errors="replace"),
+)
+def test_reply_that_a_function_wrote_is_no_reward(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    monkeypatch.setattr("mlxtune.rewards.scoring.LimitedProcess", Answering)
+    with RewardScorer([RewardSpec.parse(f"{folder}/check.py")], 1) as scorer:
+        monkeypatch.setattr(Answering, "answer", answer.replace(b"%d", b"0"))
+        scorer._close()
+        (reward,) = score(scorer, completions(folder, "fine"))
+    assert reward.problems == (
+        "rows.jsonl:1: reward check.reward: wrote to the pipe of its results",
+    )
 
 
 def test_two_rewards_of_one_name_are_an_error() -> None:
