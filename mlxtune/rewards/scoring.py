@@ -36,6 +36,8 @@ _MAX_MEMORY = 4 * 10**9
 # Seconds that the imports of users' files may take.
 _IMPORT_SECONDS = 120.0
 _MAX_REPLY = 2**16
+# Starts the reason of a process that a signal ended, as the system does for lack of memory.
+_BY_A_SIGNAL = "exit status -"
 # The most bytes of the functions' own output to print.
 _MAX_OUTPUT = 2**16
 
@@ -148,8 +150,11 @@ class RewardScorer:
             raise NoRewardError(f"returned {value:g}: return a number up to {MAX_REWARD:g}")
         return value
 
-    def _start(self) -> None:
-        """Start the process if there is none. Raises ConfigError if a file cannot be imported."""
+    def _start(self, *, again: bool = True) -> None:
+        """Start the process if there is none; once more if a signal ends it.
+
+        Raises ConfigError if a file cannot be imported.
+        """
         if self._process is not None or not self._functions:
             return
         # Sets have one order in all processes.
@@ -163,11 +168,15 @@ class RewardScorer:
             reply = self._ask(self._functions, _IMPORT_SECONDS)
             problem = f"reward {reply.get('path')} {reply.get('error')}" if reply else ""
         except ProcessEndedError as error:
+            if again and error.reason.startswith(_BY_A_SIGNAL):
+                self._close()
+                return self._start(again=False)
             files = " or ".join(dict.fromkeys(path for _, path, *_ in self._functions))
             problem = f"importing {files} {_why(error.reason, f'{_IMPORT_SECONDS:g} s')}"
         if problem:
             self._close()
             raise ConfigError([problem])
+        return None
 
     def _close(self) -> None:
         process, self._process = self._process, None

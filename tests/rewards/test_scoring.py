@@ -421,6 +421,28 @@ def test_reply_that_a_function_wrote_is_no_reward(
     )
 
 
+@pytest.mark.parametrize("kills", [1, 2])
+def test_process_that_is_killed_while_it_imports_is_started_once_more(
+    tmp_path: Path, kills: int
+) -> None:
+    (tmp_path / "check.py").write_text(
+        "import os, pathlib, signal\n"
+        f"marks = pathlib.Path({str(tmp_path)!r})\n"
+        f"if len([*marks.glob('*.mark')]) < {kills}:\n"
+        "    (marks / f'{os.getpid()}.mark').touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def reward(prompt, completion, row): return 1\n"
+    )
+    scorer = RewardScorer([RewardSpec.parse(f"{tmp_path}/check.py")], SECONDS)
+    if kills == 1:
+        with scorer:
+            assert scorer.score(*completion({})).total == 1
+    else:
+        with pytest.raises(ConfigError, match="ended its process with exit status -9"):
+            scorer.__enter__()
+    assert len([*tmp_path.glob("*.mark")]) == kills
+
+
 def test_two_rewards_of_one_name_are_an_error() -> None:
     with pytest.raises(ConfigError, match="the same name"):
         RewardScorer([RewardSpec.parse("exact"), RewardSpec.parse("exact=2")], 1)
