@@ -159,7 +159,7 @@ def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> s
     names = {field.name for field in fields(RewardedConfig)} & options.keys()
     config: RewardedConfig = from_json(RewardedConfig, {name: options[name] for name in names})
     seed = get_int(options, "seed") or 0
-    expected, last, end, groups = _expected(progress, config.updates), 0, 0, 0
+    expected, end, groups = _expected(progress, config.updates), 0, 0
     with open_regular(path, links=False) as file:
         size = os.fstat(file.fileno()).st_size
         for step, _, end, content, _ in read_members(file):  # noqa: B007
@@ -167,14 +167,12 @@ def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> s
             try:
                 check_rollout(own, config, seed)
                 _check_places(own, [ledger.path for ledger in ledgers])
-                if step <= last:
-                    raise ValueError(f"comes after step {last}")
                 # An unfinished run may have the samples of its next step.
                 if finished or step != progress.step + 1:
                     _check_steps(own, expected.pop(step, None))
             except ValueError as problem:
                 raise ValueError(f"step {step}: {problem}") from None
-            last, groups = step, groups + len(own)
+            groups += len(own)
     if finished and end < size:
         raise ValueError(f"has {pluralize(size - end, 'byte')} behind its last step")
     if expected:

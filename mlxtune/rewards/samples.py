@@ -37,6 +37,7 @@ class SampleRecords:
     ) -> None:
         self._path, self._on_problem = path, on_problem
         self._members: dict[int, Member] = {}
+        self._has_damaged_end = False
         # The last step whose samples must not be used, because other runs drew them.
         self._foreign_until = 0
         if checkpoint is not None:
@@ -57,6 +58,7 @@ class SampleRecords:
         except ValueError as problem:
             if not members or (isinstance(needed, int) and end < needed):
                 raise self._damaged(problem) from problem
+            self._has_damaged_end = True
             self._on_problem(
                 f"{self._path} {problem} behind step {[*members][-1]}: the rest is replaced"
             )
@@ -76,6 +78,11 @@ class SampleRecords:
         """Return a rollout's groups; None if LoRA matrices other than `adapter` sampled them."""
         if step not in self._members or step <= self._foreign_until:
             return None
+        if self._has_damaged_end:
+            # Perhaps no rollout is left to draw, which would replace it.
+            with as_output_error(self._path, "file"), open_to_append(self._path) as file:
+                file.truncate(self._last_before(max(self._members) + 1).end)
+            self._has_damaged_end = False
         try:
             with as_output_error(self._path, "file"), open_regular(self._path, links=False) as file:
                 groups = groups_at(file, self._members[step].start)

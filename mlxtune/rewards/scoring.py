@@ -170,13 +170,13 @@ class RewardScorer:
         except ProcessEndedError as error:
             if again and error.reason.startswith(_BY_A_SIGNAL):
                 self._close()
-                return self._start(again=False)
+                self._start(again=False)
+                return
             files = " or ".join(dict.fromkeys(path for _, path, *_ in self._functions))
             problem = f"importing {files} {_why(error.reason, f'{_IMPORT_SECONDS:g} s')}"
         if problem:
             self._close()
             raise ConfigError([problem])
-        return None
 
     def _close(self) -> None:
         process, self._process = self._process, None

@@ -74,8 +74,11 @@ EDITS: dict[str, tuple[Callable[[list[Member]], object], str]] = {
     "empty": (list.clear, "lacks the samples of step 1"),
     "last": (list.pop, "lacks the samples of step 4"),
     "middle": (lambda members: members.pop(1), "lacks the samples of step 2"),
-    "twice": (lambda members: members.append(members[-1]), "step 4: comes after step 4"),
-    "order": (list.reverse, "step 3: comes after step 4"),
+    "twice": (
+        lambda members: members.append(members[-1]),
+        "the samples up to step 4 is not that in",
+    ),
+    "order": (list.reverse, "the samples up to step 4 is not that in"),
     "later": (add_step, "step 100: is no step of metrics.jsonl"),
     "rows": (lambda members: members[2].pop(), "has rows 1, but metrics.jsonl has 2"),
     "samples": (shorten, "not 4 samples"),
@@ -204,15 +207,42 @@ def same_as(finished: Path, stopped: Path, *, samples: bool = True) -> bool:
     return (own[0], own[2]) == (expected[0], expected[2]) and (not samples or own[1] == expected[1])
 
 
+@pytest.mark.parametrize(
+    ("steps", "end", "last"),
+    [
+        ((), bytes(300), 2),
+        ((3, 4, 4), b"", 4),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in (
+                ((1, 2), b"", 2),
+                ((2, 3, 4), b"", 2),
+                ((4, 3), b"", 4),
+                ((3, 4, 1), b"", 4),
+                ((3, 4), bytes(300), 4),
+            )
+        ),
+    ],
+    ids=lambda value: str(value)[:20],
+)
 def test_damaged_end_is_replaced(
-    finished: Path, stopped: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path,
+    stopped: Path,
+    capsys: pytest.CaptureFixture[str],
+    steps: tuple[int, ...],
+    end: bytes,
+    last: int,
 ) -> None:
-    path = stopped / SAMPLE_RECORDS
-    content = path.read_bytes()
-    path.write_bytes(content + bytes(300))
+    """Members of some `steps` follow that of step 2, and bytes follow these."""
+    with (finished / SAMPLE_RECORDS).open("rb") as file:
+        members = {each.step: slice(each.start, each.end) for each in read_members(file)}
+    path, content = stopped / SAMPLE_RECORDS, (finished / SAMPLE_RECORDS).read_bytes()
+    added = b"".join(content[members[step]] for step in steps)
+    path.write_bytes(path.read_bytes() + added + end)
     resume(stopped, quiet=True)
     assert same_as(finished, stopped)
-    assert "behind step 2: the rest is replaced" in " ".join(capsys.readouterr().err.split())
+    assert f"behind step {last}: the rest is replaced" in " ".join(capsys.readouterr().err.split())
+    assert problem_of(stopped) == ""
 
 
 @pytest.mark.slow

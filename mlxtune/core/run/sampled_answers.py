@@ -330,11 +330,11 @@ def read_members(
 ) -> Iterator[Member]:
     """Yield each complete gzip member from here, with the first `keep` bytes of its content.
 
-    An incomplete member at the end is left out. Raises ValueError for a damaged one, and
-    TooLargeError for one that unpacks to more than MAX_MEMBER_BYTES, or if all together unpack to
-    more than `most`.
+    An incomplete member at the end is left out. Raises ValueError for a damaged one, or for steps
+    that do not increase, and TooLargeError for a member that unpacks to more than MAX_MEMBER_BYTES,
+    or if all together unpack to more than `most`.
     """
-    start, total, digest = file.tell(), 0, sha256()
+    start, total, digest, last = file.tell(), 0, sha256(), 0
     while True:
         file.seek(start)
         unpack, parts, size, piece = zlib.decompressobj(wbits=31), list[bytes](), 0, b""
@@ -356,5 +356,7 @@ def read_members(
         content, end = b"".join(parts), file.tell() - len(unpack.unused_data)
         if (step := _STEP.match(content)) is None:
             raise ValueError("is damaged: it has samples without a step")
-        yield Member(int(step[1]), start, end, content, digest.copy())
-        start = end
+        if (number := int(step[1])) <= last:
+            raise ValueError(f"is damaged: step {number} comes after step {last}")
+        yield Member(number, start, end, content, digest.copy())
+        start, last = end, number

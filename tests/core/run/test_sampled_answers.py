@@ -94,3 +94,11 @@ def test_damaged_record_is_a_value_error(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"^(is damaged: |its |it has )"):
         read_shown(path)
+
+
+@pytest.mark.parametrize("steps", [(1, 1), (2, 1), (1, 3, 2)])
+def test_steps_that_do_not_increase_are_damage(path: Path, steps: tuple[int, ...]) -> None:
+    write(path, *([group(step)] for step in steps))
+    for read in (read_shown, lambda path: list(read_samples(path))):
+        with pytest.raises(ValueError, match=f"step {steps[-1]} comes after step {steps[-2]}$"):
+            read(path)
