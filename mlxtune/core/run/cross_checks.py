@@ -35,7 +35,7 @@ from mlxtune.core.run.run_folder import (
     RESULT_KEYS,
     RESUMED,
 )
-from mlxtune.core.run.stored_run import get_mapping, read_evaluation, read_ledgers
+from mlxtune.core.run.stored_run import get_mapping, read_evaluation, read_ledgers, whole
 
 # The fraction by which a loss may differ between training and the evaluation afterwards, and a
 # difference in nats below which it is rounding.
@@ -103,11 +103,12 @@ def check_ledger(run: Path, ended: Checkpoint | None, progress: Progress | None)
         raise ValueError("has no rows, but the run trained on some")
     if ended is not None:
         _check_files(ledgers, get_mapping(ended.metadata, "config"))
-    if progress is not None:
-        _check_trained(ledgers, progress)
     about: Mapping[str, Any] | None = None
     with suppress(OSError, ValueError):  # another check reports the error
         about = read_json(run / ABOUT)
+    if progress is not None:
+        updates = whole(get_mapping(about or {}, "config"), "updates") or 1
+        _check_trained(ledgers, progress, updates)
     if about is not None:
         _check_plan(ledgers, about)
     return f"{pluralize(rows, 'row')}, all accounted for"
@@ -122,14 +123,15 @@ def _check_files(ledgers: Sequence[Ledger], config: Mapping[str, Any]) -> None:
             raise ValueError(f"lacks {path}, on which the run was trained")
 
 
-def _check_trained(ledgers: Sequence[Ledger], progress: Progress) -> None:
+def _check_trained(ledgers: Sequence[Ledger], progress: Progress, updates: int) -> None:
+    """Compare the ledger with the rows of each epoch's steps, of which `updates` share rows."""
     expected = 0
     for ledger in ledgers:
         whole, part = rows_used(ledger.rows_train, ledger.weight)
         expected += whole * ledger.rows_train + part
     rows: dict[int, int] = {}
     for record in progress:
-        if isinstance(record, StepRecord | SkippedStep):
+        if isinstance(record, StepRecord | SkippedStep) and (record.step - 1) % updates == 0:
             own = record.rows if isinstance(record, StepRecord) else len(record.rows)
             rows[record.epoch] = rows.get(record.epoch, 0) + own
     for epoch, used in rows.items():
