@@ -37,7 +37,7 @@ from mlxtune.core.run.replay_checks import (
     checks_of_files,
     up_to,
 )
-from mlxtune.core.run.run_folder import REFERENCE, SAMPLE_RECORDS, ResumePoint
+from mlxtune.core.run.run_folder import SAMPLE_RECORDS, ResumePoint
 from mlxtune.core.run.stored_run import get_mapping, run_folder_at
 from mlxtune.core.run.verification import Verification, verify_files
 from mlxtune.core.training.schedule import make_schedule
@@ -353,10 +353,8 @@ def _check_earlier(
 
 
 def _copy_state(run: Path, first: Checkpoint, again: Path) -> None:
-    """Copy the files that a replay from a run's first checkpoint reads or adds to in its folder."""
+    """Copy the files of a run that a replay from its first checkpoint adds to, or may end with."""
     make_folder(again)
-    with suppress(OSError):  # training reports the error
-        copy_file(run / REFERENCE, again / REFERENCE)
     if (run / SAMPLE_RECORDS).exists():
         from mlxtune.rewards.samples import copy_samples
 

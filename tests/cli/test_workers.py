@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from mlxtune import TrainConfig, resume, train
+from mlxtune import TrainConfig, TrainingInterrupted, resume, train
 from mlxtune.commands.verify import verify
 from mlxtune.core.run.run_folder import SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import read_samples
@@ -132,6 +133,25 @@ def test_two_workers_learn_from_rewards_what_one_does(tmp_path: Path) -> None:
         assert [s.tokens for s in group.samples] == [s.tokens for s in other.samples]
         assert [s.reward for s in group.samples] == [s.reward for s in other.samples]
     assert verify(both).ok
+
+
+@pytest.mark.slow
+def test_two_workers_resume_preferences_without_a_cache(tmp_path: Path) -> None:
+    both, one = tmp_path / "both", tmp_path / "one"
+    config = TrainConfig(
+        str(DATA / "demo-qwen3"),
+        (str(DATA / "bookings_pairs.jsonl"),),
+        output=str(both / "adapters.safetensors"),
+        objective="dpo",
+        **{"max_steps": 2, "val_rows": 8, "samples": 0, "no_cache": True, "quiet": True},
+    )
+    with pytest.raises(TrainingInterrupted):
+        train(config, stop_after=1)
+    shutil.copytree(both, one)
+    resume(one, no_cache=True)
+    resumed(2, both, "--no-cache")
+    assert_same_but_for_rounding(both, one)
+    assert "trained_rows.bin" not in (both / "checkpoints" / "worker-1.log").read_text()
 
 
 @pytest.mark.long

@@ -32,6 +32,7 @@ from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import OPTIONS, TrainConfig, user_cache
 from mlxtune.config.option import Affects
 from mlxtune.core.files.hashing import model_hash
+from mlxtune.core.files.ours import is_ours
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.scratch import lasting_folder, nowhere, scratch_folder
 from mlxtune.core.files.writing import as_output_error, open_to_append
@@ -40,7 +41,12 @@ from mlxtune.core.machine.facts import machine_id, versions
 from mlxtune.core.machine.machine_checks import PROBLEM, Check
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.progress import Progress
-from mlxtune.core.run.run_folder import ResumePoint, find_resume_point
+from mlxtune.core.run.run_folder import (
+    REFERENCE,
+    TRAINED_ROWS,
+    ResumePoint,
+    find_resume_point,
+)
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.errors import (
     ConfigError,
@@ -95,8 +101,8 @@ def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False
 def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, ResumePoint]:
     """Return the run's folder and checkpoint that `find` returns on worker 0.
 
-    The other workers get a copy of the checkpoint, which is deleted when the process ends. Raises
-    the errors of `find`.
+    The other workers get a copy of the checkpoint, and of the run's files that they read, which is
+    deleted when the process ends. Raises the errors of `find`.
     """
     workers = join()
     if workers.world_size == 1:
@@ -108,6 +114,9 @@ def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, R
             with zipfile.ZipFile(packed, "w", strict_timestamps=False) as files:
                 for folder in dict.fromkeys([resume_point.checkpoint.folder, run / BEST]):
                     for path in folder.glob("*"):
+                        files.write(path, path.relative_to(run))
+                for path in (run / REFERENCE, run / TRAINED_ROWS):
+                    if is_ours(path):
                         files.write(path, path.relative_to(run))
         content = workers.broadcast_bytes(packed.getvalue())
         run = Path(workers.all_gather_text(str(run))[0])

@@ -99,24 +99,25 @@ def with_reference_logps(
     model: Mapping[str, Any],
     stored: Path,
     cache: Path | None,
-    compute: Callable[[Sequence[Example]], npt.NDArray[np.float64]] | None,
+    compute: Callable[[Sequence[Example]], npt.NDArray[np.float64]],
+    earlier: Path | None = None,
 ) -> list[PreferenceRows]:
     """Return the parts of a run's rows with the reference's log-probabilities.
 
     They are read from the cache, or computed and cached, and written to `stored`, in the run's
-    folder. Without `compute`, they are also read from there. Raises OutputError.
+    folder. A resumed run reads the `earlier` file instead of computing them. Raises OutputError.
     """
     key = reference_key(model, parts)
     examples = [example for rows in parts for row in rows for example in row]
     kept = cached(cache, key)
     # The cache comes first: a run's folder may be untrusted, so its values are never cached.
-    logps = read_references(kept if compute else [*kept, stored], key, len(examples))
+    logps = read_references([*kept, *filter(None, [earlier])], key, len(examples))
     if logps is None:
-        if compute is None:
+        if earlier is not None:
             raise OutputError(
-                f"{stored} is missing, damaged, or from another model or other data, and cannot be "
-                "computed again, because the reference is the model before its first step: start "
-                "over with --overwrite"
+                f"{earlier} is missing, damaged, or from another model or other data, and cannot "
+                "be computed again, because the reference is the model before its first step: "
+                "start over with --overwrite"
             )
         logps = [float(value) for value in compute(examples)]
         keep(kept, key, logps)

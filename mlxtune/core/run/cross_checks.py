@@ -35,7 +35,7 @@ from mlxtune.core.run.run_folder import (
     RESULT_KEYS,
     RESUMED,
 )
-from mlxtune.core.run.stored_run import get_mapping, read_evaluation, read_ledgers, whole
+from mlxtune.core.run.stored_run import get_int, get_mapping, read_evaluation, read_ledgers
 
 # The fraction by which a loss may differ between training and the evaluation afterwards, and a
 # difference in nats below which it is rounding.
@@ -107,7 +107,7 @@ def check_ledger(run: Path, ended: Checkpoint | None, progress: Progress | None)
     with suppress(OSError, ValueError):  # another check reports the error
         about = read_json(run / ABOUT)
     if progress is not None:
-        updates = whole(get_mapping(about or {}, "config"), "updates") or 1
+        updates = get_int(get_mapping(about or {}, "config"), "updates") or 1
         _check_trained(ledgers, progress, updates)
     if about is not None:
         _check_plan(ledgers, about)

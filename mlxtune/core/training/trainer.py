@@ -290,7 +290,8 @@ class InstructTrainer:
                 self.pipeline.reference(),
                 self._folder / run_folder.REFERENCE,
                 self._cache,
-                self._reference_logps if resume is None else None,
+                self._reference_logps,
+                None if resume is None else resume.checkpoint.run / run_folder.REFERENCE,
             )
 
     def _reference_logps(self, examples: Sequence[Example]) -> npt.NDArray[np.float64]:
