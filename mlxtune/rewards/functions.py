@@ -39,10 +39,9 @@ from mlxtune.core.evaluation.matching import canonical
 from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.machine.installation import installs_extra
 from mlxtune.errors import ConfigError, one_line, shorten
+from mlxtune.rewards.reward_helper import USUAL
 
 FUNCTION = "function"
-# The name of the function in FILE.py, unless the option names another.
-_USUAL = "reward"
 _FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>[^\W\d]\w*))?", re.DOTALL)
 _THINKING_ENDS, _THINKING_STARTS = "</think>", "<think>"
 _SEARCH_SECONDS = 0.5
@@ -105,7 +104,7 @@ class RewardSpec:
             kind, argument = "regex", text.removeprefix("regex=")
         elif match := _FILE.fullmatch(text):
             file = as_path(match["file"])
-            content, function = _read(file, CODE_LIMITS), match["function"] or _USUAL
+            content, function = _read(file, CODE_LIMITS), match["function"] or USUAL
             return cls(FUNCTION, function, weight, file, content, _modules_beside(file, content))
         else:
             kind, _, argument = text.partition(":")

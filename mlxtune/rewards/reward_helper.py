@@ -6,6 +6,7 @@ process. So the pipes to the parent are kept apart from the streams that functio
 call starts with the same state of these.
 """
 
+import difflib
 import inspect
 import json
 import math
@@ -24,14 +25,37 @@ import numpy as np
 
 _MAX_ERROR_CHARS = 500
 CLOSED = 78  # exit status
-# Starts the problem of a function that raised an error.
-RAISED = "raised "
+# Starts the problem of a function that raised an error, and the keys of a row that lacks one.
+RAISED, ROW_KEYS = "raised ", "the row's keys: "
+# The function of a file, unless the option names another.
+USUAL = "reward"
 
 Function = Callable[..., Any]
 
 
 class _FunctionError(Exception):
     """A function returned something else."""
+
+
+class _MissingKeyError(KeyError):
+    """A function asked a row for a key that it lacks; `keys` lists the row's keys."""
+
+    keys = ""
+
+
+class _Row(dict[str, Any]):
+    """A row, whose missing keys are errors that list its keys; its copies are plain."""
+
+    def __missing__(self, key: Any) -> Any:
+        error = _MissingKeyError(key)
+        error.keys = ", ".join(map(repr, self))[:_MAX_ERROR_CHARS]
+        raise error
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return super().pop(key, *default) if key in self or default else self[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ({**self},)
 
 
 class Channel:
@@ -88,6 +112,9 @@ Prepared = tuple[Channel, State, dict[str, tuple[str, Function]]]
 def _number(value: Any) -> float:
     if value is None or isinstance(value, str | bytes | bytearray):
         raise _FunctionError(f"returned {'None' if value is None else 'text'}, not a number")
+    if inspect.iscoroutine(value):
+        value.close()  # otherwise, Python warns that nothing awaits it
+        raise _FunctionError("returned a coroutine, not a number: define it without async")
     try:
         number = float(value)
     except OverflowError:
@@ -127,12 +154,14 @@ def serve(prepared: Prepared) -> None:
     state.restore()
     channel.reply({})
     while (request := channel.request()) is not None:
-        path, function = functions[request["name"]]
+        (path, function), given = functions[request["name"]], request["given"]
+        if "row" in given:
+            given["row"] = _Row(given["row"])
         state.restore()
         random.seed(request["seed"])
         np.random.seed(request["seed"] % 2**32)
         try:
-            reply: dict[str, Any] = {"value": _number(function(**request["given"]))}
+            reply: dict[str, Any] = {"value": _number(function(**given))}
         except MemoryError:  # the next process starts with free memory
             raise
         except BaseException as error:  # noqa: BLE001  a function may fail in any way
@@ -187,7 +216,10 @@ def _function(module: types.ModuleType, name: str) -> Function:
     """Return a function that takes our arguments by their names."""
     call, remedy = getattr(module, name, None), f"define {name}(prompt, completion, row)"
     if not callable(call):
-        raise _FunctionError(f"has no function {name}{_suggestion(module)}: {remedy}")
+        missing = f"has no function {name}"
+        if name in vars(module):
+            missing = f"has a {name} that is not a function"
+        raise _FunctionError(f"{missing}{_suggestion(module, name)}: {remedy}")
     if not _takes_arguments(call):
         signature = inspect.signature(call)
         raise _FunctionError(f"has the function {name}{signature}: {remedy}")
@@ -202,13 +234,21 @@ def _takes_arguments(call: Function) -> bool:
     return True
 
 
-def _suggestion(module: types.ModuleType) -> str:
-    """Return a question that names the first function of a file that can be a reward, if any."""
-    for name, each in vars(module).items():
-        own = inspect.isfunction(each) and each.__module__ == module.__name__
-        if own and not name.startswith("_") and _takes_arguments(each):
-            return f" (did you mean {Path(str(module.__file__)).name}:{name}?)"
-    return ""
+def _suggestion(module: types.ModuleType, name: str) -> str:
+    """Return a question that names a function which the file has instead; empty if none is likely.
+
+    It has a similar name, or is the only one, and the option named none.
+    """
+    names = [
+        each
+        for each, function in vars(module).items()
+        if inspect.isfunction(function) and function.__module__ == module.__name__
+        if not each.startswith("_") and _takes_arguments(function)
+    ]
+    is_only = name == USUAL and len(names) == 1
+    likely = names if is_only else difflib.get_close_matches(name, names, 1)
+    file = Path(str(module.__file__)).name
+    return "".join(f" (did you mean {file}:{each}?)" for each in likely)
 
 
 def _describe(error: BaseException, path: str) -> str:
@@ -224,5 +264,10 @@ def _describe(error: BaseException, path: str) -> str:
         for frame, line in traceback.walk_tb(error.__traceback__)
         if frame.f_code.co_filename == path
     ]
-    name = type(error).__name__ + f": {message}" * bool(message)
-    return RAISED + name + (f" (line {lines[-1]})" if lines else "")
+    details = [f"line {lines[-1]}"] if lines else []
+    kind = type(error).__name__
+    if isinstance(error, _MissingKeyError):
+        kind = KeyError.__name__
+        details.append(ROW_KEYS + error.keys)
+    raised = RAISED + kind + f": {message}" * bool(message)
+    return raised + f" ({'; '.join(details)})" * bool(details)

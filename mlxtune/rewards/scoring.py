@@ -4,9 +4,11 @@ A function that does not return in time, or ends its process, leaves its answer 
 the process is started again, and the other answers are scored.
 """
 
+import builtins
 import codecs
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +40,10 @@ _IMPORT_SECONDS = 120.0
 _MAX_REPLY = 2**16
 # Starts the reason of a process that a signal ended, as the system does for lack of memory.
 _BY_A_SIGNAL = "exit status -"
+# An error that a function raised: its name, and its message.
+_RAISED = re.compile(rf": {reward_helper.RAISED}(\w+)(.*)", re.DOTALL)
+# Faults of the code or of the machine, not of an answer.
+_BY_NO_ANSWER = (NameError, ImportError, OSError)
 # The most bytes of the functions' own output to print.
 _MAX_OUTPUT = 2**16
 
@@ -62,9 +68,21 @@ def unrewarded_text(count: int, total: int, noun: str, reason: str) -> str:
 
 
 def with_remedy(sentence: str) -> str:
-    """Add to a sentence how a function can score an answer for which it raised an error."""
-    raised = f": {reward_helper.RAISED}" in sentence
-    return sentence + ": return 0 if such an answer is wrong" * raised
+    """Add to a sentence how a function can score an answer that made it raise an error."""
+    raised = _RAISED.search(sentence)
+    by_answer = raised is not None and _is_by_answer(*raised.groups())
+    return sentence + ": return 0 if such an answer is wrong" * by_answer
+
+
+def _is_by_answer(name: str, message: str) -> bool:
+    """Return whether an answer can be the cause of an error, given the error's name."""
+    kind = getattr(builtins, name, Exception)
+    if not isinstance(kind, type) or not issubclass(kind, BaseException):
+        kind = Exception
+    if not issubclass(kind, Exception) or issubclass(kind, _BY_NO_ANSWER):
+        return False
+    is_of_module = kind is AttributeError and "module '" in message.partition(" has no ")[0]
+    return not is_of_module and reward_helper.ROW_KEYS not in message
 
 
 def mean_of(rewards: Iterable[float | None]) -> float | None:

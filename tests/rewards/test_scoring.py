@@ -13,13 +13,13 @@ from mlxtune.core.data.prompt import PromptRow
 from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord
 from mlxtune.errors import ConfigError
 from mlxtune.rewards.functions import RewardSpec
-from mlxtune.rewards.scoring import Reward, RewardScorer
+from mlxtune.rewards.scoring import Reward, RewardScorer, with_remedy
 from tests.core.files.test_processes import alive
 from tests.waiting import SECONDS, wait_until
 
 # Each function is the behavior that a completion names.
 SOURCE = """
-import json, math, os, random, signal, subprocess, sys, threading, time
+import copy, json, math, os, pickle, random, signal, subprocess, sys, threading, time
 import beside
 
 def reward(prompt, completion, row):
@@ -45,6 +45,12 @@ def array(row): return numpy().zeros(3)
 def complex_number(row): return 1j
 def raises(row):
     return row["missing"]
+def pops(row): return row.pop("missing")
+def gets(row): return row.get("missing", row.pop("missing", 8))
+def copies(row):
+    given = [copy.copy(row), copy.deepcopy(row), pickle.loads(pickle.dumps(row)), {**row}]
+    return all(each == row and type(each) is dict for each in given)
+async def awaits(row): return 1
 def exits(row): sys.exit(3)
 def interrupts(row): signal.raise_signal(signal.SIGINT)
 class Bad(Exception):
@@ -112,13 +118,14 @@ def hangs_printing(row):
 def stops(row): os.kill(os.getpid(), signal.SIGSTOP)
 """
 RAISING = SOURCE.splitlines().index('    return row["missing"]') + 1
+KEYS = "the row's keys: 'n', 'list', 'folder', 'pids'"
 # The rewards of behaviors that have one, and of the others the reason.
 VALUES: dict[str, float] = {
     **dict.fromkeys(("fine", "library", "yes", "true_of_numpy", "changes_folder"), 1.0),
     **dict.fromkeys(("sees_folder", "handles_signals", "sees_signals", "closes_streams"), 1.0),
     **dict.fromkeys(("prints", "prints_megabytes", "ends_in_the_next_call"), 1.0),
     **{"follows": 6, "beside_it": 5, "float32": 0.25, "int64": 7, "mutates": 3},
-    **{"reads_stdin": 0, "forks": 2, "forks_and_stays": 3, "daemonises": 4},
+    **{"copies": 1, "gets": 8, "reads_stdin": 0, "forks": 2, "forks_and_stays": 3, "daemonises": 4},
 }
 WHY = {
     "text": "returned text, not a number",
@@ -129,7 +136,9 @@ WHY = {
     "large": "returned 1e+50: return a number up to 1e+38",
     "array": "returned ndarray, not a number",
     "complex_number": "returned complex, not a number",
-    "raises": f"raised KeyError: 'missing' (line {RAISING})",
+    "raises": f"raised KeyError: 'missing' (line {RAISING}; {KEYS})",
+    "pops": f"raised KeyError: 'missing' (line {RAISING + 1}; {KEYS})",
+    "awaits": "returned a coroutine, not a number: define it without async",
     "exits": "raised SystemExit: 3",
     "interrupts": "raised KeyboardInterrupt",
     "bad_error": "raised Bad",
@@ -327,6 +336,8 @@ def test_sum_beyond_the_range_of_records_is_not_a_reward(tmp_path: Path, weight:
             "def right(prompt, completion, row): ...",
             "has no function reward (did you mean check.py:right?): define reward(prompt, ",
         ),
+        ("reward = 1", "has a reward that is not a function: define reward(prompt, "),
+        ("reward = None", "has a reward that is not a function: define reward(prompt, "),
         (
             "def reward(a): ...",
             "has the function reward(a): define reward(prompt, completion",
@@ -441,6 +452,63 @@ def test_process_that_is_killed_while_it_imports_is_started_once_more(
         with pytest.raises(ConfigError, match="ended its process with exit status -9"):
             scorer.__enter__()
     assert len([*tmp_path.glob("*.mark")]) == kills
+
+
+@pytest.mark.parametrize(
+    ("named", "meant"),
+    [(":totl", ":total"), (":wonder", None), ("", None), (":CONSTANT", None)],
+)
+def test_missing_function_names_a_similar_one(
+    tmp_path: Path, named: str, meant: str | None
+) -> None:
+    (tmp_path / "check.py").write_text(
+        "CONSTANT = 1\n"
+        "def other(prompt, completion, row): ...\n"
+        "def total(prompt, completion, row): ...\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        RewardScorer([RewardSpec.parse(f"{tmp_path}/check.py{named}")], SECONDS).__enter__()
+    kind = "has a CONSTANT that is not a function" if "C" in named else "has no function"
+    assert kind in str(raised.value)
+    asked = f" (did you mean check.py{meant}?)" if meant else ""
+    assert f"{asked}: define " in str(raised.value)
+    assert ("did you mean" in str(raised.value)) == bool(asked)
+
+
+# Each way in which a function may fail, and whether the answer can be the cause.
+FAILURES = {
+    "float(completion)": True,
+    "json.loads(completion)['answer']": True,
+    "{}['answer']": True,
+    "re.match('a', completion).group()": True,
+    "completion.split()[3]": True,
+    "1 / (len(completion) - 2)": True,
+    "eval(completion[0])": True,
+    "int('9' * 5000)": True,
+    "row['answer']": False,
+    "row.pop('answer')": False,
+    "undefined": False,
+    "json.load_s(completion)": False,
+    "__import__('missing')": False,
+    "open('missing.txt')": False,
+    "sys.exit()": False,
+    "signal.raise_signal(signal.SIGINT)": False,
+    "None": False,
+}
+
+
+def test_advice_for_wrong_answers_is_given_where_the_answer_can_be_the_cause(
+    tmp_path: Path,
+) -> None:
+    functions = "".join(
+        f"def f{i}(prompt, completion, row): return {each}\n" for i, each in enumerate(FAILURES)
+    )
+    (tmp_path / "check.py").write_text(f"import json, re, signal, sys\n{functions}")
+    specs = [RewardSpec.parse(f"{tmp_path}/check.py:f{i}") for i in range(len(FAILURES))]
+    with RewardScorer(specs, SECONDS) as scorer:
+        reward = scorer.score(*completion({}, "{}"))
+    advised = [with_remedy(each) != each for each in reward.problems]
+    assert dict(zip(FAILURES, advised, strict=True)) == FAILURES, reward.problems
 
 
 def test_two_rewards_of_one_name_are_an_error() -> None:
