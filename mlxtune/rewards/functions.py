@@ -53,6 +53,7 @@ INVALID = object()
 _MAX_NAME = 60
 # What a number after the colon of a built-in reward is, and weights that look like one.
 _COLON_SETS = {"number": "the tolerance", "length": "the number of characters"}
+_EXAMPLES = {"number": "0.01", "length": "200"}
 _LIKE_A_TOLERANCE, _LIKE_A_LENGTH = 0.01, 10
 
 # Returns the reward of an answer, given the row's answer.
@@ -281,7 +282,7 @@ def _search(pattern: str, text: str) -> Any:
 
 
 def _length(argument: str) -> Score:
-    most = _number_argument(argument, "the number of characters") if argument else None
+    most = _number_argument("length", argument) if argument else None
     if most is not None and most < 1:
         raise ValueError("needs a length of at least 1")
 
@@ -293,7 +294,7 @@ def _length(argument: str) -> Score:
 
 
 def _number(argument: str) -> Score:
-    tolerance = _number_argument(argument, "the tolerance") if argument else 0.0
+    tolerance = _number_argument("number", argument) if argument else 0.0
 
     def score(text: str, answer: str | None) -> float:
         expected = last_number(_required(answer))
@@ -305,9 +306,12 @@ def _number(argument: str) -> Score:
     return score
 
 
-def _number_argument(argument: str, meaning: str) -> float:
-    if not NUMBER.fullmatch(argument) or not 0 <= (number := float(argument)) < math.inf:
-        raise ValueError(f"must have {meaning} after the colon, such as 0.01 or 200")
+def _number_argument(kind: str, argument: str) -> float:
+    meaning, example = _COLON_SETS[kind], f"such as {kind}:{_EXAMPLES[kind]}"
+    if not NUMBER.fullmatch(argument) or not math.isfinite(number := float(argument)):
+        raise ValueError(f"must have {meaning} after the colon, {example}")
+    if number < 0:
+        raise ValueError(f"has a negative number: {meaning} must not be negative, {example}")
     return number
 
 
