@@ -26,6 +26,8 @@ _MAX_PROBLEMS, _WIDTH = 10, 30
 _OWN, _OTHER, _EMPTY = "the row's", "another row's", "empty"
 _WRONG = {_OTHER: "a wrong answer", _EMPTY: "an empty answer"}
 
+_NOUNS = {_OWN: "the row's answer", _OTHER: "another row's answer", _EMPTY: "an empty answer"}
+
 # The kind of an answer, its row, its text, and its reward.
 Answer = tuple[str, PromptRow, str]
 Tried = tuple[str, PromptRow, str, Reward]
@@ -52,12 +54,16 @@ def show(config: RewardConfig) -> bool:
     else:
         names = [each.name + f" × {each.weight:g}" * (each.weight != 1) for each in rewards]
         _print(names, tried, means)
-    problems = [problem for reward in scored for problem in reward.problems]
+    problems = [
+        (f" for {_NOUNS[kind]}" if kind in _NOUNS else "", problem)
+        for kind, *_, reward in tried
+        for problem in reward.problems
+    ]
     advised = False
-    for problem in problems[:_MAX_PROBLEMS]:
+    for noun, problem in problems[:_MAX_PROBLEMS]:
         shown = problem if advised else with_remedy(problem)
         advised |= shown != problem
-        print_line(f"no reward: {as_called(shown)}", stderr=True)
+        print_line(f"no reward{noun}: {as_called(shown)}", stderr=True)
     if (more := len(problems) - _MAX_PROBLEMS) > 0:
         print_line(f"no reward: {more} more", stderr=True)
     for hint in filter(None, (each.hint for each in rewards)):

@@ -67,10 +67,24 @@ def test_problems_name_row_and_function_and_fail(cli: Cli, rows: Path, check: Pa
     outcome = cli("reward", check, "exact", "--data", rows, "--rows", 1)
     assert outcome.code == 1
     assert outcome.err == (
-        f"no reward: {rows}:1: reward check.reward: raised ValueError: could not convert string to "
-        "float: '' (line 1): return 0 if such an answer is wrong\n"
+        f"no reward for an empty answer: {rows}:1: reward check.reward: raised ValueError: could "
+        "not convert string to float: '' (line 1): return 0 if such an answer is wrong\n"
     )
     assert cells(outcome.out)[2] == ["rows.jsonl:1", "empty", "–", "0", "–"]
+
+
+def test_problems_name_the_answer(cli: Cli, rows: Path, tmp_path: Path) -> None:
+    file = tmp_path / "check.py"
+    file.write_text("def reward(prompt, completion, row): return None\n")
+    lines = cli("reward", file, "--data", rows, "--rows", 2).err.splitlines()
+    nouns = ("the row's answer", "another row's answer", "an empty answer")
+    assert lines[:3] == [
+        f"no reward for {noun}: {rows}:1: reward check.reward: returned None, not a number"
+        for noun in nouns
+    ]
+    answers = write(tmp_path / "answers.jsonl", [{"row": 1, "answer": "5"}])
+    outcome = cli("reward", file, "--data", rows, "--answers", answers)
+    assert outcome.err.startswith(f"no reward: {rows}:1: ")
 
 
 def test_constant_reward_is_a_warning(cli: Cli, rows: Path, check: Path) -> None:
