@@ -108,6 +108,8 @@ class Option:
 
     def _convert(self, value: Any, annotation: Any) -> Any:
         if typing.get_origin(annotation) is tuple:
+            if self.metavar == "REWARD":
+                _check_no_function(value)
             return _read_items(value, self.path) if self.several else _read_names(value)
         if annotation is str:
             if isinstance(value, str | os.PathLike):
@@ -177,6 +179,15 @@ def _read_names(value: Any) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"must be names separated by commas, {_not(value)}")
     return tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
+
+
+def _check_no_function(value: Any) -> None:
+    """Raise ValueError for a reward function instead of its name, as other tools take it."""
+    for each in value if isinstance(value, list | tuple) else (value,):
+        if callable(each):
+            name = str(getattr(each, "__name__", ""))
+            name = name if name.isidentifier() else "FUNCTION"
+            raise ValueError(f"takes no function: put it into a file, and name it: FILE.py:{name}")
 
 
 def _read_items(value: Any, are_paths: bool) -> tuple[str, ...]:

@@ -244,6 +244,18 @@ def test_whole_number_is_not_rounded_from_another(value: Any) -> None:
         ("model_path", None, "--model-path is required"),
         ("data", 5, "--data must be text or a list of texts, not 5"),
         ("data", ["a.jsonl", 5], "--data must be text or a list of texts, not ['a.jsonl', 5]"),
+        *(
+            (
+                "reward",
+                given,
+                f"--reward takes no function: put it into a file, and name it: {name}",
+            )
+            for given, name in (
+                (json.dumps, "FILE.py:dumps"),
+                (["json", json.dumps], "FILE.py:dumps"),
+                (lambda prompt, completion, row: 1, "FILE.py:FUNCTION"),
+            )
+        ),
         ("data", "  ", "--data is required"),
         ("data", [" ", ""], "--data is required"),
         ("data", [], "--data is required"),
