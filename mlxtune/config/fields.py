@@ -156,7 +156,9 @@ class CheckedConfig:
                     raise ValueError(f"is empty: leave it out for its default, {field.default}")
                 value = option.read(value, types[field.name])
             except ValueError as problem:
-                problems.append(f"{flag(field.name)} {problem}")
+                missing = option.argument and str(problem) == option.missing
+                named = f"name {option.argument}" if missing else f"{flag(field.name)} {problem}"
+                problems.append(named)
             else:
                 object.__setattr__(self, field.name, value)
         if not problems:

@@ -183,6 +183,7 @@ _COMMAND_HINTS: tuple[tuple[str, str, str], ...] = (
         "adapter run",
         "pass the path alone, without an option",
     ),
+    ("reward", "reward", "name a REWARD without an option, such as json"),
     ("push", "private", "leave it out: private is the default"),
     ("push", "repo repo_id repository hub_model_id", "name OWNER/NAME after the run"),
     ("push", "token hf_token", "run hf auth login, or set HF_TOKEN"),

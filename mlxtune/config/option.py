@@ -74,6 +74,8 @@ class Option:
     meant: tuple[tuple[str, str], ...] = ()
     metavar: str | None = None
     required: bool = False
+    # The noun, with an example, of an option that is its command's argument and has no flag.
+    argument: str = ""
     # The flag may be repeated.
     several: bool = False
 

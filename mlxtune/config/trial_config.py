@@ -109,6 +109,7 @@ class RewardConfig(CheckedConfig):
         required=True,
         several=True,
         metavar="REWARD",
+        argument="a REWARD, such as json",
     )
     data: tuple[str, ...] = same_option(
         DataConfig,

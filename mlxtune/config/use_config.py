@@ -315,6 +315,7 @@ class ImportConfig(CheckedConfig):
         "",
         "Adapter of mlx-lm or PEFT: its folder, or its weights.",
         required=True,
+        argument="an adapter to import, such as their-peft-adapter",
     )
     output: str = EXPORT.option(
         "", "Folder to write, or its main file.", COMMAND, required=True, path=True

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
 import pytest
 
 from mlxtune.cli import COMMANDS
-from mlxtune.cli.options import load_config_file
+from mlxtune.cli.options import ConfigCommand, load_config_file
 from mlxtune.config import TrainConfig
+from mlxtune.config.fields import options_of
 from mlxtune.config.known_names import COMMAND_HINTS
 from mlxtune.config.known_names import COMMANDS as COMMAND_EQUIVALENTS
 from mlxtune.errors import ConfigError
@@ -248,3 +250,20 @@ def test_numbers_are_not_shown_as_paths(cli: Cli) -> None:
     shown = cli("train", "--help-all").out
     for option in ("--lr", "--beta", "--cpo-alpha"):
         assert f"{option} X" in shown
+
+
+def test_missing_argument_is_named_without_a_flag(cli: Cli) -> None:
+    """It has no flag that could be passed."""
+    named = []
+    for command in (each for each in COMMANDS if isinstance(each, ConfigCommand)):
+        options = options_of(command.config)
+        arguments = {each.name for each in command.params if isinstance(each, click.Argument)}
+        required = {name for name in arguments & options.keys() if options[name].required}
+        assert required == {name for name, option in options.items() if option.argument}
+        for name in required:
+            named.append(command.name)
+            problems = cli(str(command.name)).error.split("; ")
+            assert f"name {options[name].argument}" in problems
+            assert f"--{name} is required" not in problems
+            assert "without an option" in cli(str(command.name), f"--{name}", "x").error
+    assert named == ["reward", "import"]

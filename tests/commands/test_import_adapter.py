@@ -281,4 +281,5 @@ def test_pickled_adapter_is_not_read(cli: Cli, model: Path, tmp_path: Path) -> N
 def test_folder_of_nothing_and_missing_path_are_errors(cli: Cli, tmp_path: Path) -> None:
     error = cli("import", tmp_path, "--output", tmp_path / "ours").error
     assert "holds neither" in error
-    assert "--adapter is required" in cli("import", "--output", tmp_path / "ours").error
+    error = cli("import", "--output", tmp_path / "ours").error
+    assert error == "name an adapter to import, such as their-peft-adapter"

@@ -168,7 +168,8 @@ def test_prompts_without_answers_are_tried_with_empty_ones(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "--reward is required"),
+        ([], "name a REWARD, such as json"),
+        (["--reward", "json"], "option --reward: name a REWARD without an option, such as json"),
         (["exakt", "regex=("], "reward 'exakt' is unknown (did you mean exact?): name a FILE.py"),
         (["exakt", "regex=("], "reward 'regex=(' is not a pattern"),
         (["missing.py"], "reward missing.py cannot be read: No such file or directory"),
