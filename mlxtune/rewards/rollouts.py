@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,7 @@ _MAX_UNREWARDED_IN_A_ROW = 3
 # A run warns if none of its first rollouts had a gradient.
 _FIRST_ROLLOUTS = 3
 
+T = TypeVar("T")
 _Logps = npt.NDArray[np.float32]
 
 
@@ -102,6 +103,14 @@ class Prompts:
             for row, requests in questions
         ]
 
+    def rewarded_again(self, row: PromptRow, sample: SampleRecord) -> SampleRecord:
+        """Return a sample with new rewards; its log-probabilities of other passes are left out."""
+        reward = self.scorer.score(row, sample.text) if sample.problems else None
+        new = replace(sample, advantage=0.0, old_logps=None, reference_logps=None)
+        if reward is None:
+            return new
+        return replace(new, rewards=reward.values, reward=reward.total, problems=reward.problems)
+
     def _rewarded(self, row: PromptRow, answer: SampledAnswer) -> SampleRecord:
         text = self.text(answer)
         reward = self.scorer.score(row, text)
@@ -146,6 +155,8 @@ class Rollouts:
         self._policy, self._sampling, self._stop_tokens = policy, sampling_of(config), stop_tokens
         self._prompts, self._records, self._on_problem = prompts, records, on_problem
         self._advised = False
+        # Whether this process has computed rewards of a rollout.
+        self._has_rewarded = False
         self._unrewarded_in_a_row = self._first_without_gradient = 0
         # The first step of the last rollout, and its groups.
         self._last: tuple[int, list[GroupRecord]] = 0, []
@@ -161,27 +172,31 @@ class Rollouts:
     def examples_of(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
         """Return the samples of a step's rows; several updates use the same samples.
 
-        Raises NonFiniteLossError if no answer of the run's first rollout, or of three rollouts in a
-        row, has a reward.
+        Raises NonFiniteLossError if no answer of the first rollout that this process rewards, or of
+        three rollouts in a row, has a reward.
         """
         first = (step.number - 1) // self.updates * self.updates + 1
         rows = rows.only(np.array(step.row_indices))
         if self._last[0] != first:
+            had_rewarded = self._has_rewarded
             groups = self._rollout(rows, first, step.number == first, on_progress)
-            self._stop_without_rewards(first, groups)
+            is_first = self._has_rewarded and not had_rewarded
+            self._stop_without_rewards(first, groups, is_first)
             self._warn_without_gradient(first, groups)
             self._last = first, groups
         groups = self._last[1]
         return StepData(self._examples(rows, groups), step_metrics(groups))
 
-    def _stop_without_rewards(self, step: int, groups: Sequence[GroupRecord]) -> None:
+    def _stop_without_rewards(
+        self, step: int, groups: Sequence[GroupRecord], is_first: bool
+    ) -> None:
         samples = [sample for group in groups for sample in group.samples]
         if any(sample.reward is not None for sample in samples):
             self._unrewarded_in_a_row = 0
             return
         self._unrewarded_in_a_row += 1
         count, reason = self._unrewarded_in_a_row, samples[0].problems[0]
-        if step == 1 or count >= _MAX_UNREWARDED_IN_A_ROW:
+        if is_first or count >= _MAX_UNREWARDED_IN_A_ROW:
             steps = f"{count} rollouts in a row" if count > 1 else f"step {step}"
             raise NonFiniteLossError(
                 f"no answer of {steps} has a reward; the first: {reason}: check --reward and the "
@@ -211,23 +226,59 @@ class Rollouts:
             adapter = self._policy.adapter_hash()
         if recorded := self._recorded(step, adapter):
             self._check_recorded(rows, step, recorded)
-            return recorded
+            return self._rewarded_again(rows, recorded) if is_new else recorded
         if adapter is None:
             raise OutputError(
                 f"the record of samples has none of step {step}, which the next step trains "
                 "on: bring it back, or start over with --overwrite"
             )
         groups = self._drawn(rows, step, adapter, on_progress)
+        self._complete(rows, groups)
+        return groups
+
+    def _complete(self, rows: CorpusRows, groups: Sequence[GroupRecord]) -> None:
+        """Set what follows from the rewards of all samples of a rollout, and record the rollout."""
+        rewards = [[sample.reward for sample in group.samples] for group in groups]
+        advantages = advantages_of(rewards, self._config.scale_rewards)
+        for group, own in zip(groups, advantages, strict=True):
+            for sample, advantage in zip(group.samples, own, strict=True):
+                sample.advantage = advantage
         self._add_logps(rows, groups)
         if self._workers.rank == 0:
             self._records.add(groups)
-        return groups
 
     def _recorded(self, step: int, adapter: str | None) -> list[GroupRecord]:
         """Return the recorded groups of a rollout that the given or any LoRA matrices sampled."""
         groups = self._records.read(step, adapter) if self._workers.rank == 0 else None
         content = b"".join(group.as_json() for group in groups or ())
         return groups_in(self._workers.broadcast_bytes(content))
+
+    def _rewarded_again(self, rows: CorpusRows, recorded: list[GroupRecord]) -> list[GroupRecord]:
+        """Return recorded groups with rewards for the samples of which functions failed, if any.
+
+        Where the functions failed for a passing reason, the groups become those of a run in which
+        they did not.
+        """
+        samples = [sample for group in recorded for sample in group.samples]
+        if not any(sample.problems for sample in samples):
+            return recorded
+        prompts, self._has_rewarded = self._prompts, True
+        answered = self._shared(
+            [
+                [prompts.rewarded_again(prompts.row(rows, i), sample) for sample in group.samples]
+                for i, group in self._own_part(list(enumerate(recorded)))
+            ],
+            len(recorded),
+        )
+        again = [sample for own in answered for sample in own]
+        if all(one.rewards == other.rewards for one, other in zip(samples, again, strict=True)):
+            return recorded
+        groups = [
+            replace(group, samples=tuple(own))
+            for group, own in zip(recorded, answered, strict=True)
+        ]
+        self._complete(rows, groups)
+        return groups
 
     def _check_recorded(self, rows: CorpusRows, step: int, groups: Sequence[GroupRecord]) -> None:
         """Raise OutputError for samples that this run cannot have drawn for the rows of a step."""
@@ -254,11 +305,7 @@ class Rollouts:
         seed, prompts = self._seed, self._prompts
         questions = prompts.questions(rows, self._config.group_size, seed, step)
         answered = self._answered(questions, self._sampling, on_progress)
-        rewards = [[sample.reward for sample in samples] for samples in answered]
-        advantages = advantages_of(rewards, self._config.scale_rewards)
-        for samples, own in zip(answered, advantages, strict=True):
-            for sample, advantage in zip(samples, own, strict=True):
-                sample.advantage = advantage
+        self._has_rewarded = True
         return [
             GroupRecord(
                 step=step,
@@ -277,13 +324,24 @@ class Rollouts:
         self, questions: Sequence[Question], sampling: Sampling, on_progress: OnProgress
     ) -> list[list[SampleRecord]]:
         """Return the rewarded answers to each row, without advantages."""
-        workers = self._workers
 
         def sample(requests: list[SampleRequest]) -> list[SampledAnswer]:
             return self._policy.sample(requests, sampling, self._stop_tokens, on_progress)
 
-        own = self._prompts.answered(questions[workers.rank :: workers.world_size], sample)
-        # A reward may differ between two calls, so no worker computes another's again.
+        return self._shared(
+            self._prompts.answered(self._own_part(questions), sample), len(questions)
+        )
+
+    def _own_part(self, values: Sequence[T]) -> Sequence[T]:
+        """Return this worker's part of the values for each row."""
+        return values[self._workers.rank :: self._workers.world_size]
+
+    def _shared(self, own: list[list[SampleRecord]], count: int) -> list[list[SampleRecord]]:
+        """Return the samples for `count` rows, of which each worker has its own part.
+
+        A reward may differ between two calls, so no worker computes another's again.
+        """
+        workers = self._workers
         parts = [
             from_json(
                 list[list[SampleRecord]],
@@ -291,7 +349,7 @@ class Rollouts:
             )
             for worker, part in enumerate(workers.all_gather_text(json.dumps(own, default=asdict)))
         ]
-        answered = [parts[i % len(parts)][i // len(parts)] for i in range(len(questions))]
+        answered = [parts[i % len(parts)][i // len(parts)] for i in range(count)]
         self._report([sample for samples in answered for sample in samples])
         return answered
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Barrier
@@ -80,12 +81,14 @@ class FakeScorer:
         self.rewards = parse_rewards(["length"])
         self.scored: list[tuple[PromptRow, str]] = []
         self.equal_row, self.bonus, self.broken = 0, 0.0, False
+        # The row of which an answer has no reward.
+        self.bad_row = 3
         self.problem = "no"
 
     def score(self, row: PromptRow, text: str) -> Reward:
         self.scored.append((row, text))
         number = row.row["number"]
-        if self.broken or (number == 3 and text == "11"):
+        if self.broken or (number == self.bad_row and text == "11"):
             problem = "broken" if self.broken else self.problem
             return Reward({"length": None}, None, (f"{row.place}: {problem}",))
         value = 1.0 if number == self.equal_row else len(text) + self.bonus
@@ -403,6 +406,87 @@ def test_resumed_run_reads_the_samples_of_a_step(path: Path) -> None:
     assert again == metrics
     assert resumed.policy.asked == []
     assert resumed.scorer.scored == []
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["one answer", "all answers"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"updates": 2}, {"kl": 0.1}, {"updates": 2, "kl": 0.1, "scale_rewards": "batch"}],
+    ids=str,
+)
+def test_recorded_samples_without_a_reward_are_rewarded_again(
+    path: Path, options: dict[str, Any], is_broken: bool
+) -> None:
+    whole, failed = (made(each, **options) for each in (path.with_name("whole.gz"), path))
+    whole.scorer.bad_row, failed.scorer.broken = 0, is_broken
+    with suppress(NonFiniteLossError):
+        failed.draw(1, [0, 2])
+    resumed = made(path, **options)
+    resumed.scorer.bad_row = 0
+    expected, metrics = whole.draw(1, [0, 2])
+    found, again = resumed.draw(1, [0, 2])
+    assert same(found, expected)
+    assert again == metrics
+    assert resumed.policy.asked == [] and resumed.problems == []
+    assert len(resumed.scorer.scored) == (2 * SIZE if is_broken else 1)
+    assert path.read_bytes() == path.with_name("whole.gz").read_bytes()
+
+
+def test_workers_reward_recorded_samples_again_together(path: Path) -> None:
+    barrier, texts = Barrier(2), ["", ""]
+    paths = [path, path.with_name("other.gz")]
+
+    def start(bad_row: int) -> list[Made]:
+        own = [made(each, InThreads(i, 2, barrier, texts)) for i, each in enumerate(paths)]
+        for each in own:
+            each.scorer.bad_row = bad_row
+        return own
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda own: own.draw(1, [0, 2]), start(3)))
+        one, other = pool.map(lambda own: own.draw(1, [0, 2]), start(0))
+    assert same(one[0], other[0])
+    assert one[1] == other[1]
+    assert not any(sample.problems for each in read_samples(path) for sample in each.samples)
+
+
+def test_samples_that_still_have_no_reward_stay_on_record(path: Path) -> None:
+    """So do later rollouts, although adding one removes them."""
+    own = made(path)
+    for step in (1, 2):
+        own.draw(step, [2])
+    content = path.read_bytes()
+    resumed = made(path)
+    resumed.draw(1, [2])
+    assert path.read_bytes() == content
+    assert resumed.problems == ["rows.jsonl:3: no"]
+    resumed.draw(2, [2])
+    assert resumed.policy.asked == []
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_first_step_after_a_resume_without_any_reward_ends_the_run(
+    path: Path, updates: int
+) -> None:
+    made(path, updates=updates).draw(1)
+    for _ in range(2):  # the samples are on record now
+        resumed = made(path, updates=updates)
+        resumed.scorer.broken = True
+        # The rewards of this step are on record, so they are no sign that functions work.
+        resumed.draw(1)
+        with pytest.raises(NonFiniteLossError, match="no answer of step 3 has a reward"):
+            resumed.draw(3)
+
+
+def test_resume_within_the_updates_on_samples_without_a_reward_trains_on(path: Path) -> None:
+    own = made(path, updates=2)
+    own.draw(1)
+    own.scorer.broken = True
+    own.draw(3)
+    content = path.read_bytes()
+    examples, _ = made(path, updates=2).draw(4)
+    assert all(each.masked for each in examples)
+    assert path.read_bytes() == content
 
 
 def test_missing_samples_of_a_step_are_an_error(path: Path) -> None:
