@@ -289,7 +289,7 @@ def open_rewards(session: RunSession, cleanup: ExitStack) -> "RewardSession | No
     from mlxtune.session.rewarding import RewardSession
 
     options = session.config.part(RewardedConfig)
-    return RewardSession(session, options, cleanup, session.resume)
+    return RewardSession(session, options, cleanup, session)
 
 
 def make_trainer(

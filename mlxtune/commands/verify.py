@@ -195,6 +195,7 @@ class _Replay:
     step: int
     resumed: ResumePoint | None
     whole: bool
+    newest: Checkpoint
 
     @classmethod
     def of(cls, good: list[Checkpoint], *, finished: bool) -> "_Replay":
@@ -209,11 +210,21 @@ class _Replay:
             records = written if whole else records
         step = records.step
         resumed = _resume_point(first) if first.step < step else None
-        return cls(list(records), step, resumed, whole)
+        return cls(list(records), step, resumed, whole, newest)
 
     @property
     def start(self) -> int:
         return self.resumed.checkpoint.step if self.resumed else 0
+
+    def train(self, config: TrainConfig, **options: Any) -> None:
+        """Train as the run did, with the options of `config`."""
+        with _interrupts():
+            train(ResolvedOptions.recorded(config, self.newest), **options)
+
+    def train_to(self, config: TrainConfig, step: int, resumed: ResumePoint | None) -> None:
+        """Train to a step, or to the end of the run."""
+        with suppress(TrainingInterrupted):
+            self.train(config, resume=resumed, stop_after=step)
 
 
 def _train_again(config: TrainConfig, newest: Checkpoint, replay: _Replay) -> str | None:
@@ -229,27 +240,20 @@ def _train_again(config: TrainConfig, newest: Checkpoint, replay: _Replay) -> st
         own = replace(config, epochs=extension.epochs, max_steps=extension.max_steps)
         # A complete run was also validated at its end.
         complete = extension.step == extension.total_steps and extension.step in validated
-        _train_to(own, extension.step + complete, resumed)
+        replay.train_to(own, extension.step + complete, resumed)
         written, _ = find_checkpoints(config.checkpoint_path)
         resumed = _resume_point(written[0])
     if replay.whole:
         try:
-            with _interrupts():
-                train(ResolvedOptions.recorded(config), resume=resumed)
+            replay.train(config, resume=resumed)
         except ModelError as error:
             # Training that ends elsewhere may look for a best checkpoint that the run never had.
             return str(error)
     else:
         # One step more, for what the run recorded after the last step: a validation, an epoch.
         ended = not isinstance(replay.records[-1], StepRecord | SkippedStep)
-        _train_to(config, replay.step + ended, resumed)
+        replay.train_to(config, replay.step + ended, resumed)
     return None
-
-
-def _train_to(config: TrainConfig, step: int, resumed: ResumePoint | None) -> None:
-    """Train to a step, or to the end of the run."""
-    with suppress(TrainingInterrupted), _interrupts():
-        train(ResolvedOptions.recorded(config), resume=resumed, stop_after=step)
 
 
 @contextmanager
@@ -339,12 +343,9 @@ def _check_earlier(
             return
     losses: list[float] = []
     config = replace(config, output=str(scratch / ADAPTER), checkpoint_dir=str(scratch))
-    with suppress(TrainingInterrupted), _interrupts():
-        train(
-            ResolvedOptions.recorded(config),
-            stop_after=0,
-            on_validation=lambda step, loss: losses.append(loss),
-        )
+    with suppress(TrainingInterrupted):
+        on_validation = lambda step, loss: losses.append(loss)  # noqa: E731
+        replay.train(config, stop_after=0, on_validation=on_validation)
     problem = None
     if losses != [each.val_loss for each in own if each.step == 0]:
         problem = f"the validation before the first step gives {losses[0]:.6g}"

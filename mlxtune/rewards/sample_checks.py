@@ -14,8 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from mlxtune.config.objective_config import RewardedConfig, reward_weight
-from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.files.reading import open_regular, read_own
+from mlxtune.core.files.reading import open_regular, read_json, read_own
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.formatting import pluralize
 from mlxtune.core.objectives.policy import MAX_REWARD, advantages_of, deviation
@@ -29,7 +28,7 @@ from mlxtune.core.run.metrics import (
     StepRecord,
 )
 from mlxtune.core.run.progress import Progress
-from mlxtune.core.run.run_folder import LEDGER, SAMPLE_RECORDS
+from mlxtune.core.run.run_folder import ABOUT, LEDGER, ROW_FILES, SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_in, read_members
 from mlxtune.core.run.stored_run import get_int, get_mapping, read_ledgers
 
@@ -152,10 +151,13 @@ def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> s
     """
     path, options = run / SAMPLE_RECORDS, get_mapping(good[0].metadata, "config")
     _check_hashes(path, good)
-    progress, ledgers = Progress(), list[Ledger]()
+    progress, files = Progress(), list[str]()
     with suppress(OSError, ValueError):  # other checks report the error
         progress = Progress.from_jsonl(read_own(run / METRICS))
-        ledgers = read_ledgers(run / LEDGER)
+        files += [ledger.path for ledger in read_ledgers(run / LEDGER)]
+        # A run that resumed elsewhere keeps the names of its start.
+        names = read_json(run / ABOUT).get(ROW_FILES)
+        files += map(str, names if isinstance(names, list) else ())
     names = {field.name for field in fields(RewardedConfig)} & options.keys()
     config: RewardedConfig = from_json(RewardedConfig, {name: options[name] for name in names})
     seed = get_int(options, "seed") or 0
@@ -166,7 +168,7 @@ def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> s
             own = groups_in(content)
             try:
                 check_rollout(own, config, seed)
-                _check_places(own, [ledger.path for ledger in ledgers])
+                _check_places(own, files)
                 # An unfinished run may have the samples of its next step.
                 if finished or step != progress.step + 1:
                     _check_steps(own, expected.pop(step, None))

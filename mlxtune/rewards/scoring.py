@@ -94,12 +94,15 @@ def mean_of(rewards: Iterable[float | None]) -> float | None:
 class RewardScorer:
     """Computes rewards; a function may take `timeout` seconds for an answer.
 
-    Prints what users' functions print on stderr, up to a limit. As a context manager, imports the
+    Prints what users' functions print on stderr, up to a limit. Functions are called in `folder`,
+    or else the current folder. As a context manager, imports the
     functions, and ends their process with all that it started. Raises ConfigError for a file that
     cannot be imported, and for two rewards of one name.
     """
 
-    def __init__(self, rewards: Sequence[RewardSpec], timeout: float) -> None:
+    def __init__(
+        self, rewards: Sequence[RewardSpec], timeout: float, folder: Path | None = None
+    ) -> None:
         self.rewards = tuple(rewards)
         self._weights = {spec.name: spec.weight for spec in rewards}
         if len(self._weights) < len(rewards):
@@ -110,7 +113,7 @@ class RewardScorer:
             _imported(spec, spec.content) for spec in rewards if spec.content is not None
         ]
         self._schemas = {name for name, *_, function in self._functions if function is None}
-        self._ids, self._timeout = count(), timeout
+        self._ids, self._timeout, self._folder = count(), timeout, folder
         # The bytes of functions' output that are still to show.
         self._left, self._decoder = _MAX_OUTPUT, codecs.getincrementaldecoder("utf-8")("replace")
         self._process: LimitedProcess | None = None
@@ -180,6 +183,7 @@ class RewardScorer:
             Path(reward_helper.__file__),
             _MAX_MEMORY,
             on_message=self._show,
+            folder=self._folder,
             variables={"PYTHONHASHSEED": "0"},
         )
         try:

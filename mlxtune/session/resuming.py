@@ -4,6 +4,8 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,20 @@ from mlxtune.config import OPTIONS, TrainConfig, as_path
 from mlxtune.config.fields import check_names, field_types, flag, flag_value
 from mlxtune.config.option import Affects, Option
 from mlxtune.config.train_config import adapter_path
-from mlxtune.core.files.reading import file_hash
+from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.files.writing import is_same_place
 from mlxtune.core.formatting import pluralize
 from mlxtune.core.run.checkpoint import FACTS, Checkpoint
-from mlxtune.core.run.run_folder import LEDGER, ResumePoint, find_resume_point
-from mlxtune.core.run.stored_run import get_mapping, read_ledgers, run_folder_at
+from mlxtune.core.run.run_folder import (
+    ABOUT,
+    LEDGER,
+    ROW_FILES,
+    STARTED_IN,
+    ResumePoint,
+    find_resume_point,
+)
+from mlxtune.core.run.stored_run import get_mapping, get_str, read_ledgers, run_folder_at
 from mlxtune.core.run.trained_rows import read_trained_rows
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, OutputError, shorten
@@ -84,7 +93,7 @@ def find_run(
     config = run_config(run, point.checkpoint, changes)
     if "output" not in changes:
         _check_output(run, config)
-    return ResolvedOptions.recorded(config), point
+    return ResolvedOptions.recorded(config, point.checkpoint), point
 
 
 def _find_point(folder: str, changes: Mapping[str, Any]) -> tuple[Path, ResumePoint]:
@@ -282,6 +291,28 @@ def _from(working_directory: str, path: str, name: str) -> str:
 def _has_null(value: Any) -> bool:
     texts = value if isinstance(value, list) else [value]
     return any(isinstance(text, str) and "\0" in text for text in texts)
+
+
+@dataclass(frozen=True)
+class StartPlace:
+    """The folder in which a run was started, and the names that its records have for its files."""
+
+    folder: Path
+    files: list[str]
+
+
+def start_of(checkpoint: Checkpoint) -> StartPlace:
+    """Return where the run of a checkpoint was started, perhaps before it resumed elsewhere."""
+    about, names = dict[str, Any](), list[Any]()
+    with suppress(OSError, ValueError):
+        about = read_json(checkpoint.run / ABOUT)
+    if isinstance(recorded := about.get(ROW_FILES), list):
+        names = recorded
+    else:
+        with suppress(OSError, ValueError):
+            names = [ledger.path for ledger in read_ledgers(checkpoint.run / LEDGER)]
+    folder = get_str(about, STARTED_IN) or get_str(checkpoint.metadata, "working_directory")
+    return StartPlace(Path(folder), list(map(str, names)))
 
 
 def check_unchanged(resume: ResumePoint, trainer: InstructTrainer) -> None:

@@ -24,7 +24,7 @@ from mlxtune.core.evaluation.verdict import JudgedRows, RowRewards, evaluate_rew
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
 from mlxtune.core.run.checkpoint import FILE_HASHES
-from mlxtune.core.run.run_folder import REFERENCE_LORA, SAMPLE_RECORDS, ResumePoint
+from mlxtune.core.run.run_folder import REFERENCE_LORA, SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import SampleRecord
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.training.pipeline import StepSource
@@ -78,8 +78,8 @@ class RewardSession:
 
     Files of rewards and the rows are read once, so a change of a file during a run changes nothing.
     The process of reward functions ends when `cleanup` closes. Raises ConfigError for rewards that
-    cannot be used, ModelError if only a text ends answers, and DataError if the run to `resume` had
-    other rewards.
+    cannot be used, ModelError if only a text ends answers, and DataError if a `run` that resumes
+    had other rewards.
     """
 
     def __init__(
@@ -87,17 +87,18 @@ class RewardSession:
         session: Session[Any],
         config: RewardedConfig,
         cleanup: ExitStack,
-        resume: ResumePoint | None = None,
+        run: RunSession | None = None,
     ) -> None:
         self._session, self._config = session, config
         specs = parse_rewards(config.reward)
         for hint in filter(None, (spec.hint for spec in specs)):
             session.console.warn(hint)
-        scorer = RewardScorer(specs, config.reward_timeout)
-        if resume is not None:
-            check_rewards(resume, scorer.hash)
+        folder = None if run is None else run.reward_folder
+        scorer = RewardScorer(specs, config.reward_timeout, folder)
+        if run is not None and run.resume is not None:
+            check_rewards(run.resume, scorer.hash)
         self._stop_tokens = _stop_tokens(session.reader)
-        self._prompts = _read_prompts(session, scorer)
+        self._prompts = _read_prompts(session, scorer, None if run is None else run.start.files)
         self._names = [spec.name for spec in specs]
         cleanup.enter_context(scorer)
 
@@ -239,11 +240,16 @@ def _stop_tokens(reader: Reader) -> frozenset[int]:
     return reader.tokenizer.eos_ids | ({end} if end is not None else set())
 
 
-def _read_prompts(session: Session[Any], scorer: RewardScorer) -> Prompts:
-    """Read the rows of the data files again, in the form that reward functions get."""
+def _read_prompts(
+    session: Session[Any], scorer: RewardScorer, names: Sequence[str] | None
+) -> Prompts:
+    """Read the rows of the data files again, in the form that reward functions get.
+
+    `names` are the files' names in records, if they are recorded.
+    """
     config, fields = session.config, parse_fields(session.config.field)
-    rows = {}
-    for path in session.source.files.all:
+    rows, files = {}, session.source.files.all
+    for path, name in zip(files, names or map(shown, files), strict=True):
         read = read_prompts(path, SkippedRows(path), format=config.format, fields=fields)
-        rows[shown(path)] = {each.number: each for each in read}
+        rows[shown(path)] = {each.number: replace(each, file=name) for each in read}
     return Prompts(rows, session.reader.tokenizer.token_bytes, scorer)

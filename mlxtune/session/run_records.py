@@ -25,7 +25,7 @@ from mlxtune.core.files.writing import make_folder
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructTrainResult
-from mlxtune.core.run.run_folder import ABOUT, RESUMED, ResumePoint
+from mlxtune.core.run.run_folder import ABOUT, RESUMED, ROW_FILES, STARTED_IN, ResumePoint
 from mlxtune.core.run.saving import write_adapter_of
 from mlxtune.core.run.stored_run import get_str
 from mlxtune.core.steps.memory_plan import MemoryPlan
@@ -45,9 +45,13 @@ def about_run(
     A resumed run keeps its original command of --auto and start time.
     """
     config, dataset, command = session.config, session.dataset, session.command
-    resumed = {} if session.resume is None else {RESUMED: session.resume.checkpoint.step}
+    resumed: dict[str, Any] = {}
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     if session.resume is not None:
+        resumed[RESUMED] = session.resume.checkpoint.step
+        if config.is_rewarded:
+            start = session.start
+            resumed |= {STARTED_IN: str(start.folder), ROW_FILES: start.files}
         with suppress(OSError, ValueError):
             earlier = read_json(config.checkpoint_path / ABOUT)
             started = get_str(earlier, "started_at") or started

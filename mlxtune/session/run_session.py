@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from mlxtune.backend.adapters.adapter_folder import check_known, check_replaceab
 from mlxtune.backend.adapters.attach import check_base
 from mlxtune.backend.workers.launch import WorkerRun
 from mlxtune.config import TrainConfig, as_path
+from mlxtune.core.files.remembered import is_own
 from mlxtune.core.files.writing import check_outputs, check_writable, is_same_place
 from mlxtune.core.run import run_folder, trained_rows
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.errors import ConfigError, OutputError, resume_command
 from mlxtune.session.arguments import ResolvedOptions
+from mlxtune.session.resuming import StartPlace, start_of
 from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole
 
@@ -39,7 +42,7 @@ class RunSession(TrainingSession[TrainConfig]):
         resume: ResumePoint | None = None,
     ) -> None:
         super().__init__(worker_run.config, worker_run.console, options.explicit_options)
-        self._initial = options.initial
+        self._initial, self._origin = options.initial, options.origin
         self.worker_run, self.workers, self.resume = worker_run, worker_run.workers, resume
 
     @contextmanager
@@ -54,6 +57,31 @@ class RunSession(TrainingSession[TrainConfig]):
         if self.config.init_adapter is None or self.resume is not None:
             return None
         return self._initial or AdapterFile.find(self.config.init_adapter, "--init-adapter")
+
+    @cached_property
+    def start(self) -> StartPlace:
+        """Where this run, or the earlier run that it resumes or repeats, was started."""
+        names = [self.source.titles[path] for path in self.source.files.all]
+        if self._origin is None:
+            return StartPlace(Path.cwd(), names)
+        start = start_of(self._origin)
+        return start if len(start.files) == len(names) else replace(start, files=names)
+
+    @property
+    def reward_folder(self) -> Path | None:
+        """The folder in which reward functions are called; None for the current folder.
+
+        Functions may read files relative to the folder in which the run was started, which is used
+        if the run is this user's.
+        """
+        folder = self.start.folder
+        if (
+            self._origin is None
+            or not is_own(self._origin.run)
+            or is_same_place(folder, Path.cwd())
+        ):
+            return None
+        return folder if folder.is_dir() else None
 
 
 def check_paths(session: RunSession) -> None:

@@ -19,7 +19,7 @@ from mlxtune.commands.verify import verify
 from mlxtune.config import PlanConfig
 from mlxtune.core.run.run_folder import REFERENCE_LORA, SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import read_samples
-from mlxtune.errors import ConfigError, DataError, ModelError
+from mlxtune.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from mlxtune.rewards import rollouts
 from mlxtune.rewards.rollouts import Rollouts
 from tests.configs import problems
@@ -315,6 +315,51 @@ def test_own_rewards_are_found_from_another_folder(
         f"json:{tmp_path}/any.json",
         rewards[2],
     ]
+
+
+@pytest.mark.slow
+def test_run_resumed_in_other_folders_ends_like_an_undisturbed_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its functions read a file, and its data and outputs are named, from where it started."""
+    start, bonus = tmp_path / "start", tmp_path / "start" / "bonus.txt"
+    start.mkdir()
+    bonus.write_text("1")
+    shutil.copy(folder / "prompts.jsonl", start)
+    code = LOW.replace("return", "return float(open('bonus.txt').read()) +")
+    (start / "own.py").write_text(code)
+    monkeypatch.chdir(start)
+
+    def made(output: str) -> TrainConfig:
+        own = config(folder, Path(output), reward=("own.py",), save_steps=1)
+        return dataclasses.replace(own, data=("prompts.jsonl",))
+
+    train(made("whole"))
+    with pytest.raises(TrainingInterrupted):
+        train(made("stopped"), stop_after=1)
+    whole, stopped = start / "whole", start / "stopped"
+
+    class Death(BaseException):
+        pass
+
+    def die(record: Any) -> None:
+        raise Death
+
+    for elsewhere in (tmp_path, folder):
+        monkeypatch.chdir(elsewhere)
+        bonus.rename(tmp_path / "moved.txt")
+        with pytest.raises(NonFiniteLossError, match=r"no answer of step \d has a reward"):
+            resume(stopped, quiet=True)
+        (tmp_path / "moved.txt").rename(bonus)
+        with pytest.raises(Death):
+            resume(stopped, quiet=True, on_step=die)
+    resume(stopped, quiet=True)
+    assert result_of(stopped) == result_of(whole)
+    for each in (start, tmp_path):
+        monkeypatch.chdir(each)
+        for run in (whole, stopped):
+            found = verify(run, replay=True)
+            assert found.ok, [check for check in found.checks if not check.ok]
 
 
 def test_plan_counts_sampled_tokens_and_promises_no_time(folder: Path, tmp_path: Path) -> None:

@@ -324,19 +324,21 @@ def shown(path: str | Path) -> str:
     return file.name.partition("-")[0] if file.parent == rows_folder() else str(path)
 
 
-def where(path: str | Path, row: int) -> str:
+def where(path: str | Path, row: int, name: str = "") -> str:
     """Return `path:26` for a line, `path[26]` for an element; both count from 1.
 
     For a line of a table with values of several lines, add the record, as spreadsheets count it.
+    `name` is the file's name, if it has another than its path.
     """
-    name = shown(path)
+    file = shown(path)
     try:
-        head = b"[" if name != str(path) else read_head(Path(path))
+        head = b"[" if file != str(path) else read_head(Path(path))
     except (OSError, ValueError, EOFError, zlib.error):
         head = b""
+    name = name or file
     if has_elements(head):
         return f"{name}[{row}]"
-    record = _record_at(Path(path), row) if name.lower().endswith(TABLE_ENDINGS) else None
+    record = _record_at(Path(path), row) if file.lower().endswith(TABLE_ENDINGS) else None
     return f"{name}:{row}" + ("" if record is None else f" (record {record})")
 
 

@@ -75,7 +75,8 @@ class LastTurn:
 class PromptRow:
     """The prompt of a row: its messages, and the answer to compare with, or None.
 
-    `row` is the row as it is in the file `path`, and `number` its number there.
+    `row` is the row as it is in the file `path`, and `number` its number there. `file` is the
+    file's name in records, if that is not its path.
     """
 
     messages: list[dict[str, Any]]
@@ -83,11 +84,12 @@ class PromptRow:
     row: Mapping[str, Any]
     path: Path
     number: int
+    file: str = ""
 
     @property
     def place(self) -> str:
         """The row's file and line."""
-        return where(self.path, self.number)
+        return where(self.path, self.number, self.file)
 
     @property
     def prompt(self) -> str:

@@ -208,6 +208,7 @@ class LimitedProcess:
         memory: int,
         *arguments: str,
         on_message: Callable[[bytes], None] | None = None,
+        folder: Path | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self._memory = memory
@@ -223,6 +224,7 @@ class LimitedProcess:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=None if on_message is None else PIPE,
+                folder=folder,
                 environment={**os.environ, **(variables or {}), _MARK: self._mark},
             )
         except OSError as error:

@@ -50,6 +50,9 @@ TRAINED_ROWS = "trained_rows.bin"
 # resumes writes them again: its run.json then has the step under the key RESUMED.
 BEFORE_STEPS = (LEDGER, ABOUT, TRAINED_ROWS)
 RESUMED = "resumed"
+# The keys of run.json, once a run that learns from rewards has resumed: the folder in which it was
+# started, and the names that its records have for its data files, in the order of the ledger.
+STARTED_IN, ROW_FILES = "started_in", "row_files"
 # The other keys of run.json and result.json, apart from those that not every run has.
 ABOUT_KEYS = (
     *("format", "started_at", "device", "model", "lora", "template", "plan", "lengths"),
