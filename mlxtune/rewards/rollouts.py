@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress, islice
+from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,11 +32,17 @@ from mlxtune.core.objectives.policy import (
 )
 from mlxtune.core.run.checkpoint import WRITTEN_SAMPLES
 from mlxtune.core.run.metrics import FileLoss, InstructBatchResult
-from mlxtune.core.run.sampled_answers import PARTIAL_CREDIT, GroupRecord, SampleRecord, groups_in
+from mlxtune.core.run.sampled_answers import (
+    GroupRecord,
+    SampleRecord,
+    groups_in,
+    nothing_learned,
+)
 from mlxtune.core.training.pipeline import OnProgress, Step, StepData
 from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.sample_checks import (
     check_rollout,
+    is_unrewarded,
     sample_metrics,
     step_metrics,
     without_gradient,
@@ -158,6 +165,8 @@ class Rollouts:
         # Whether this process has computed rewards of a rollout.
         self._has_rewarded = False
         self._unrewarded_in_a_row = self._first_without_gradient = 0
+        # The groups of the first rollouts, if they have no gradient.
+        self._first_groups: list[GroupRecord] = []
         # The first step of the last rollout, and its groups.
         self._last: tuple[int, list[GroupRecord]] = 0, []
 
@@ -209,11 +218,10 @@ class Rollouts:
         if number > _FIRST_ROLLOUTS or not all(map(without_gradient, groups)):
             return
         self._first_without_gradient += 1
+        self._first_groups += groups
         if self._first_without_gradient == _FIRST_ROLLOUTS:
-            self._on_problem(
-                f"in the first {_FIRST_ROLLOUTS} rollouts, all answers to a prompt got the same "
-                f"reward, so nothing was learned: {PARTIAL_CREDIT}"
-            )
+            why = nothing_learned(fmean(map(is_unrewarded, self._first_groups)))
+            self._on_problem(f"in the first {_FIRST_ROLLOUTS} rollouts, {why}")
 
     def _rollout(
         self, rows: CorpusRows, step: int, is_new: bool, on_progress: OnProgress

@@ -23,6 +23,7 @@ from mlxtune.core.run.metrics import (
     CLIPPED_RATIO,
     MEAN_LENGTH,
     REWARD,
+    ROWS_WITHOUT_REWARD,
     WITHOUT_GRADIENT,
     WITHOUT_REWARD,
     StepRecord,
@@ -47,11 +48,18 @@ def without_gradient(group: GroupRecord) -> bool:
     return all(sample.advantage == 0 for sample in group.samples)
 
 
+def is_unrewarded(group: GroupRecord) -> bool:
+    """Return whether no sample of a group has a reward."""
+    return all(sample.reward is None for sample in group.samples)
+
+
 def step_metrics(groups: Sequence[GroupRecord]) -> dict[str, float]:
     """Return the metrics of a step that its samples alone decide."""
     without = list(map(without_gradient, groups))
     samples = [sample for group in groups for sample in group.samples]
-    return {**sample_metrics(samples), WITHOUT_GRADIENT: fmean(without)}
+    metrics = {**sample_metrics(samples), WITHOUT_GRADIENT: fmean(without)}
+    unrewarded = fmean(map(is_unrewarded, groups))
+    return metrics | ({ROWS_WITHOUT_REWARD: unrewarded} if unrewarded else {})
 
 
 def sample_metrics(samples: Sequence[SampleRecord]) -> dict[str, float]:
@@ -228,6 +236,7 @@ def _check_steps(groups: Sequence[GroupRecord], records: Sequence[StepRecord] | 
     for record in records:
         recorded = {**record.metrics, "rows": record.rows}
         for name, own in metrics.items():
-            other = recorded.get(name)
+            # Earlier versions did not count these rows.
+            other = recorded.get(name, own if name == ROWS_WITHOUT_REWARD else None)
             if other is None or not _is_close(own, other):
                 raise ValueError(f"has {name} {own:.6g}, but {METRICS} has {other}")

@@ -95,9 +95,9 @@ class RewardScorer:
     """Computes rewards; a function may take `timeout` seconds for an answer.
 
     Prints what users' functions print on stderr, up to a limit. Functions are called in `folder`,
-    or else the current folder. As a context manager, imports the
-    functions, and ends their process with all that it started. Raises ConfigError for a file that
-    cannot be imported, and for two rewards of one name.
+    or else the current folder. As a context manager, imports the functions, and ends their process
+    with all that it started. Raises ConfigError for a file that cannot be imported, and for two
+    rewards of one name.
     """
 
     def __init__(

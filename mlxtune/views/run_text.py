@@ -5,6 +5,7 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from mlxtune.core.machine.installation import DISTRIBUTION
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import (
     REWARD,
+    ROWS_WITHOUT_REWARD,
     WITHOUT_GRADIENT,
     InstructEpochMetrics,
     InstructTrainResult,
@@ -46,8 +48,13 @@ from mlxtune.core.run.metrics import (
     measured,
 )
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
-from mlxtune.core.run.sampled_answers import PARTIAL_CREDIT, exploit_warning, gradient_warning
-from mlxtune.core.run.summary import EQUAL_REWARDS, RunView, option_text
+from mlxtune.core.run.sampled_answers import (
+    NoGradient,
+    exploit_warning,
+    gradient_warning,
+    nothing_learned,
+)
+from mlxtune.core.run.summary import RunView, option_text
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
 from mlxtune.views.plan_text import MIN_STEPS
@@ -64,8 +71,8 @@ _MIN_LOSSES = 5
 _JUMP_RATIO = 1.5
 # Nats per token by which chosen answers may become less likely without a warning.
 _MAX_LOGP_DROP = 0.1
-# Few rows teach a policy if more than this fraction have equal rewards.
-_MAX_ALIKE_FRACTION = 0.5
+# Few rows teach a policy if more than this fraction have equal rewards, or none.
+_MAX_WITHOUT_GRADIENT = 0.5
 # A rate below this fraction of the objective's default hardly trains.
 _TINY_RATE_FRACTION = 0.05
 
@@ -315,14 +322,16 @@ def _next_reward_line(
     """Return what to try if fewer answers are exact, or the greedy ones got no better rewards."""
     if any(each.name == EXACT and each.high < 0 for each in evaluation.rewards):
         return "fewer answers are exact than before: change --reward, or stay closer with --kl"
-    alike = [step.metrics.get(WITHOUT_GRADIENT, 0.0) for step in result.steps]
-    if evaluation.verdict == HELPED or not alike:
+    if evaluation.verdict == HELPED or not result.steps:
         return None
-    if (fraction := sum(alike) / len(alike)) > _MAX_ALIKE_FRACTION:
-        return (
-            f"for {fraction:.0%} of the rows, all answers got the same reward, so they taught "
-            f"nothing: {PARTIAL_CREDIT}"
-        )
+    without, unrewarded = (
+        fmean(step.metrics.get(key, 0.0) for step in result.steps)
+        for key in (WITHOUT_GRADIENT, ROWS_WITHOUT_REWARD)
+    )
+    if without > _MAX_WITHOUT_GRADIENT:
+        why = NoGradient.of(without, unrewarded)
+        rows = f"for {why.fraction:.0%} of the rows, {why.reason}"
+        return f"{rows}, so they taught nothing: {why.remedy}"
     if any(each.sampled and not each.name and each.low > 0 for each in evaluation.rewards):
         more = f"--epochs {2 * config.epochs}"
         if config.max_steps is not None:
@@ -347,7 +356,7 @@ def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
     if view.unrewarded_fraction:
         yield f"{view.unrewarded_fraction:.1%} of the sampled answers had no reward"
     if view.taught_nothing:
-        yield EQUAL_REWARDS
+        yield nothing_learned(view.unrewarded_rows)
     elif view.sampled is not None:
         yield f"reward of sampled answers: {view.sampled.sentence}"
         yield from gradient_warning(view.changes)

@@ -83,12 +83,17 @@ class FakeScorer:
         self.equal_row, self.bonus, self.broken = 0, 0.0, False
         # The row of which an answer has no reward.
         self.bad_row = 3
+        self.unrewarded_row = 0
         self.problem = "no"
 
     def score(self, row: PromptRow, text: str) -> Reward:
         self.scored.append((row, text))
         number = row.row["number"]
-        if self.broken or (number == self.bad_row and text == "11"):
+        if (
+            self.broken
+            or number == self.unrewarded_row
+            or (number == self.bad_row and text == "11")
+        ):
             problem = "broken" if self.broken else self.problem
             return Reward({"length": None}, None, (f"{row.place}: {problem}",))
         value = 1.0 if number == self.equal_row else len(text) + self.bonus
@@ -240,7 +245,20 @@ def test_first_rollouts_without_a_gradient_are_reported_once(
         own.draw(step, [0])
     assert len(own.problems) == (first_equal == 1)
     if own.problems:
-        assert own.problems[0].startswith("in the first 3 rollouts, all answers to a prompt got")
+        assert own.problems[0].startswith("in the first 3 rollouts, all answers to each prompt got")
+
+
+def test_first_rollouts_of_rows_without_any_reward_ask_to_fix_the_reward(path: Path) -> None:
+    own = made(path)
+    own.scorer.equal_row, own.scorer.unrewarded_row = 1, 2
+    metrics = [own.draw(step, [0, 1, 1])[1] for step in (1, 2, 3)]
+    assert own.problems[-1] == (
+        "in the first 3 rollouts, nothing was learned, and for 67% of the rows, no answer had a "
+        "reward: fix the reward, which mlxtune reward tries on rows"
+    )
+    assert {each["frac_without_reward"] for each in metrics} == {2 / 3}
+    assert {each["frac_reward_zero_std"] for each in metrics} == {1.0}
+    assert "frac_without_reward" not in own.draw(4, [0, 2])[1]
 
 
 def test_remedy_for_functions_that_raise_is_given_once(path: Path) -> None:

@@ -341,21 +341,26 @@ def test_less_likely_chosen_answers_suggest_a_weight_for_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alike", "sampled", "exact", "expected"),
+    ("alike", "unrewarded", "sampled", "exact", "expected"),
     [
-        (0.9, 0.1, -0.1, "fewer answers are exact than before"),
-        (0.9, 0.1, 0.0, "for 90% of the rows, all answers got the same reward"),
-        (0.1, 0.1, 0.0, "only the sampled answers got better, so more training may help"),
-        (0.1, -0.1, 0.0, "None"),
+        (0.9, 0.0, 0.1, -0.1, "fewer answers are exact than before"),
+        (0.9, 0.0, 0.1, 0.0, "for 90% of the rows, all answers got the same reward"),
+        (0.9, 0.4, 0.1, 0.0, "for 50% of the rows, all answers got the same reward"),
+        (0.9, 0.5, 0.1, 0.0, "for 50% of the rows, no answer had a reward, so they taught"),
+        (0.1, 0.1, 0.1, 0.0, "only the sampled answers got better, so more training may help"),
+        (0.1, 0.0, -0.1, 0.0, "None"),
     ],
 )
 def test_reward_that_did_not_rise_suggests_why(
-    alike: float, sampled: float, exact: float, expected: str
+    alike: float, unrewarded: float, sampled: float, exact: float, expected: str
 ) -> None:
     config = TrainConfig("m", data=("d",), objective="grpo", reward=("json",))
     result = result_of(20, {0: 0.0})
     steps = [
-        dataclasses.replace(step, metrics={"frac_reward_zero_std": alike}) for step in result.steps
+        dataclasses.replace(
+            step, metrics={"frac_reward_zero_std": alike, "frac_without_reward": unrewarded}
+        )
+        for step in result.steps
     ]
     changes = (
         RewardChange("", False, 0.5, 0.5, -0.1, 0.1),

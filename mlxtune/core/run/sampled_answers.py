@@ -36,6 +36,7 @@ from mlxtune.core.run.metrics import (
     CLIPPED_RATIO,
     MEAN_LENGTH,
     REWARD,
+    ROWS_WITHOUT_REWARD,
     WITHOUT_GRADIENT,
     WITHOUT_REWARD,
 )
@@ -50,12 +51,15 @@ _REWARDS, _MEAN = "rewards/", "/mean"
 FRACTION = "fraction of "
 # The remedy for answers to a prompt that all get the same reward.
 PARTIAL_CREDIT = "add a reward with partial credit, such as json_keys, or raise --group-size"
+# The remedy for answers of which none has a reward.
+_FIX_REWARD = "fix the reward, which mlxtune reward tries on rows"
 # The labels of what a run measures of its answers besides rewards.
 ANSWER_LABELS = {
     MEAN_LENGTH: "tokens per answer",
     CLIPPED_RATIO: "fraction of truncated answers",
     WITHOUT_GRADIENT: "fraction of rows without a gradient",
     WITHOUT_REWARD: "fraction of answers without a reward",
+    ROWS_WITHOUT_REWARD: "fraction of rows without a reward",
     "kl": "divergence from the start (KL)",
 }
 Kind = Literal["reward", "sum", "answers"]
@@ -126,9 +130,12 @@ def metric_values(run: Run, key: str) -> tuple[list[float], list[float]]:
     """Return the steps that have a metric, and its values."""
     steps, values = [], []
     for step, metrics in zip(run.column("step"), run.progress.steps.metrics, strict=True):
-        if key in metrics:
+        value = metrics.get(key)
+        if key == ROWS_WITHOUT_REWARD and WITHOUT_GRADIENT in metrics:
+            value = value or 0.0
+        if value is not None:
             steps.append(step)
-            values.append(metrics[key])
+            values.append(value)
     return steps, values
 
 
@@ -169,19 +176,49 @@ def _change(
     return MetricChange(name, first, last, moved, kind, penalty)
 
 
+@dataclass(frozen=True)
+class NoGradient:
+    """The main reason why rows have no gradient, its remedy, and the fraction of rows it is for."""
+
+    fraction: float
+    reason: str
+    remedy: str
+
+    @classmethod
+    def of(cls, without_gradient: float, unrewarded: float) -> NoGradient:
+        """Choose the reason; `unrewarded` is the fraction of rows of which no answer has a reward.
+
+        The other rows `without_gradient` have answers with the same reward.
+        """
+        if unrewarded > (equal := without_gradient - unrewarded):
+            return cls(unrewarded, "no answer had a reward", _FIX_REWARD)
+        return cls(equal, "all answers got the same reward", PARTIAL_CREDIT)
+
+
+def nothing_learned(unrewarded: float) -> str:
+    """Return a sentence on steps without any gradient; `unrewarded` is as in `NoGradient`."""
+    why = NoGradient.of(1.0, unrewarded)
+    if why.remedy != PARTIAL_CREDIT:
+        rows = f"for {why.fraction:.0%} of the rows"
+        return f"nothing was learned, and {rows}, {why.reason}: {why.remedy}"
+    return f"all answers to each prompt got the same reward, so nothing was learned: {why.remedy}"
+
+
 def gradient_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
     """Yield a line if most rows of the last third had no gradient."""
-    for each in changes:
-        if each.name == ANSWER_LABELS[WITHOUT_GRADIENT] and each.last > 0.5:
-            yield (
-                f"in the last third, {each.last:.0%} of the rows taught nothing, because all their "
-                "answers had the same reward"
-            )
+    last = {each.name: each.last for each in changes if each.kind == "answers"}
+    fraction = last.get(ANSWER_LABELS[WITHOUT_GRADIENT], 0.0)
+    if fraction > 0.5:
+        why = NoGradient.of(fraction, last.get(ANSWER_LABELS[ROWS_WITHOUT_REWARD], 0.0))
+        yield (
+            f"in the last third, {why.fraction:.0%} of the rows taught nothing, because "
+            f"{why.reason}"
+        )
 
 
-def unrewarded_fraction(run: Run) -> float:
-    """Return the fraction of a run's sampled answers without a reward; 0 without any answers."""
-    values = metric_values(run, WITHOUT_REWARD)[1]
+def mean_metric(run: Run, key: str) -> float:
+    """Return the mean of a metric over a run's steps; 0 if none has it."""
+    values = metric_values(run, key)[1]
     return float(np.mean(values)) if values else 0.0
 
 

@@ -20,18 +20,24 @@ from mlxtune.core.evaluation.outcome import CANNOT_TELL, HELPED, HURT, Evaluatio
 from mlxtune.core.evaluation.verdict_text import verdict_lines
 from mlxtune.core.formatting import duration, loss_text, pluralize, sentence
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
-from mlxtune.core.run.metrics import REWARD, TrainingMetrics, measured
+from mlxtune.core.run.metrics import (
+    REWARD,
+    ROWS_WITHOUT_REWARD,
+    WITHOUT_REWARD,
+    TrainingMetrics,
+    measured,
+)
 from mlxtune.core.run.run_folder import previous_number
 from mlxtune.core.run.sampled_answers import (
-    PARTIAL_CREDIT,
     MetricChange,
     exploit_sentence,
     exploit_warning,
+    mean_metric,
     mean_text,
     metric_changes,
     metric_values,
+    nothing_learned,
     taught_nothing,
-    unrewarded_fraction,
 )
 from mlxtune.core.run.stored_run import Run, get_int, get_mapping, get_str, number
 from mlxtune.errors import resume_command
@@ -40,15 +46,12 @@ _CURVE_POINTS = 12
 LOSS_MEASURE, REWARD_MEASURE = "validation loss", "mean reward"
 # The lines of a verdict on rewards: greedy answers, and sampled ones.
 _MAX_REWARD_LINES = 2
-EQUAL_REWARDS = (
-    f"all answers to each prompt got the same reward, so nothing was learned: {PARTIAL_CREDIT}"
-)
 Outcome = Literal["good", "uncertain", "bad"]
 _OUTCOMES: dict[str, Outcome] = {HELPED: "good", HURT: "bad", CANNOT_TELL: "uncertain"}
 # The fields that the JSON of a run leaves out.
 _OMITTED_FIELDS = (
     *("problems", "curve", "rows_per_second", "last_val_loss", "best_place", "judged", "changes"),
-    *("taught_nothing", "unrewarded_fraction"),
+    *("taught_nothing", "unrewarded_fraction", "unrewarded_rows"),
     *("trained_on", "steps_per_epoch"),
 )
 
@@ -74,7 +77,8 @@ class RunView:
     `judged` is the verdict of the evaluation, `best_place` the epoch or step of the best
     validation, `changes` the changes of sampled answers' rewards. `trained_on` has the data with
     training rows. A run `taught_nothing` if all answers to each prompt got the same reward in all
-    of its steps; `unrewarded_fraction` counts answers without a reward.
+    of its steps; `unrewarded_fraction` counts answers without a reward, and `unrewarded_rows`
+    rows of which no answer has one.
     """
 
     name: str
@@ -109,6 +113,7 @@ class RunView:
     changes: tuple[MetricChange, ...] = ()
     taught_nothing: bool = False
     unrewarded_fraction: float = 0.0
+    unrewarded_rows: float = 0.0
     trained_on: tuple[str, ...] = ()
     steps_per_epoch: int | None = None
 
@@ -149,7 +154,8 @@ class RunView:
             objective=get_str(run.config, "objective") or "sft",
             changes=tuple(metric_changes(run)),
             taught_nothing=taught_nothing(run),
-            unrewarded_fraction=unrewarded_fraction(run),
+            unrewarded_fraction=mean_metric(run, WITHOUT_REWARD),
+            unrewarded_rows=mean_metric(run, ROWS_WITHOUT_REWARD),
             trained_on=data_names(run, trained=True),
             steps_per_epoch=get_int(run.about, "plan", "steps_per_epoch"),
         )
@@ -223,7 +229,8 @@ class RunView:
             return self.judged
         ended = "stopped early" if self.status == "stopped early" else "finished"
         if self.taught_nothing:
-            return Verdict("uncertain", f"The run {ended}. {sentence(EQUAL_REWARDS)}")
+            why = sentence(nothing_learned(self.unrewarded_rows))
+            return Verdict("uncertain", f"The run {ended}. {why}")
         if not self.improved:
             text = f"The run {ended}. {sentence(self.not_better)}"
             if self.worsened and self.adapter:
@@ -286,7 +293,8 @@ class RunView:
         if self._is_partial:
             trained = f"{pluralize(self.step, 'step')} ({self.epochs_taken})"
         if self.taught_nothing and not (validated and self.improved):
-            return f"{trained} on {data} taught {model} nothing: its answers got equal rewards"
+            rewards = "no reward" if self.unrewarded_rows > 0.5 else "equal rewards"
+            return f"{trained} on {data} taught {model} nothing: its answers got {rewards}"
         if before is not None and best is not None:
             if not self.improved:
                 losses = f"{shown(before)} before, {shown(best)} at best"

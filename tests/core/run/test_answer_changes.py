@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlxtune.config import TrainConfig
 from mlxtune.core.run.sampled_answers import (
     MetricChange,
     gradient_warning,
@@ -17,6 +19,7 @@ from mlxtune.core.run.sampled_answers import (
 )
 from mlxtune.core.run.stored_run import Run, read_run
 from mlxtune.core.run.summary import RunView
+from mlxtune.views.run_text import summary_lines
 from tests.runs import as_lines, step_line, write_rewarded_run, write_run
 
 
@@ -118,6 +121,48 @@ def test_rows_without_gradient_are_reported_if_they_are_most() -> None:
     assert list(gradient_warning(fraction(0.5))) == []
     (text,) = gradient_warning(fraction(0.75))
     assert "75% of the rows taught nothing" in text
+
+
+@pytest.mark.parametrize(
+    ("unrewarded", "fraction", "reason", "remedy"),
+    [
+        (None, "100%", "all answers got the same reward", "partial credit"),
+        (0.25, "75%", "all answers got the same reward", "partial credit"),
+        (0.75, "75%", "no answer had a reward", "fix the reward"),
+        (1.0, "100%", "no answer had a reward", "fix the reward"),
+    ],
+)
+def test_every_text_names_the_main_reason_for_rows_without_a_gradient(
+    tmp_path: Path, unrewarded: float | None, fraction: str, reason: str, remedy: str
+) -> None:
+    """Steps without the metric, as most are, have no rows without a reward."""
+    values = {"rewards/json/mean": [1.0] * 12, "frac_reward_zero_std": [1.0] * 12}
+    if unrewarded is not None:
+        values["frac_without_reward"] = [unrewarded] * 12
+    run = changed(tmp_path, values, ("json",))
+    view = RunView.of(run)
+    (warning,) = gradient_warning(view.changes)
+    assert warning.endswith(f"{fraction} of the rows taught nothing, because {reason}")
+    config = TrainConfig("m", ("d",), objective="grpo", reward=("json",))
+    view = dataclasses.replace(view, initial_val_loss=None, best_val_loss=None)
+    is_equal = "same" in reason
+    texts = [
+        view.verdict.text,
+        next(line for line in summary_lines(view, config) if "nothing was learned" in line),
+    ]
+    for text in map(str.lower, texts):
+        assert remedy in text
+        assert ("all answers to each prompt got the same reward" in text) is is_equal
+        assert (f"for {fraction} of the rows, no answer had a reward" in text) is not is_equal
+    assert ("got equal rewards" in view.headline) is is_equal
+    assert ("got no reward" in view.headline) is not is_equal
+    assert "unrewarded_rows" not in view.as_dict()
+
+
+def test_steps_without_the_metric_have_no_row_without_a_reward(tmp_path: Path) -> None:
+    run = changed(tmp_path, {"frac_reward_zero_std": [1.0] * 2}, ("json",))
+    run.progress.steps.metrics[0]["frac_without_reward"] = 0.5
+    assert RunView.of(run).unrewarded_rows == 0.25
 
 
 def test_damaged_metrics_have_no_changes(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.run.metrics import (
     CLIPPED_RATIO,
     MEAN_LENGTH,
+    ROWS_WITHOUT_REWARD,
     WITHOUT_GRADIENT,
     WITHOUT_REWARD,
     TrainingMetrics,
@@ -110,7 +111,7 @@ def test_run_is_complete_at_max_steps() -> None:
 
 
 def test_each_metric_of_answers_has_one_name_and_one_label() -> None:
-    keys = {MEAN_LENGTH, CLIPPED_RATIO, WITHOUT_REWARD, WITHOUT_GRADIENT}
+    keys = {MEAN_LENGTH, CLIPPED_RATIO, WITHOUT_REWARD, WITHOUT_GRADIENT, ROWS_WITHOUT_REWARD}
     texts = {*keys, *(ANSWER_LABELS[key].removeprefix(FRACTION) for key in keys)}
     written = [
         (path.name, text)
