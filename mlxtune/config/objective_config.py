@@ -261,7 +261,7 @@ class RewardedConfig(PolicyConfig):
     )
     reward_timeout: float = TRAINING.option(
         10.0,
-        "Seconds that a reward function may take for an answer.",
+        "Seconds that a reward function or a schema may take for an answer.",
         RESULT,
         above=0,
         at_most=1e6,

@@ -325,7 +325,7 @@ def _required(answer: str | None) -> str:
 # JSON
 
 
-def parsed(text: str) -> Any:
+def json_value(text: str) -> Any:
     """Return the value of JSON in the strict sense, without NaN; INVALID for other texts."""
     with suppress(ValueError):
         return parse_json(text.encode(), RECORD_LIMITS, "the answer", constants=False)
@@ -333,14 +333,14 @@ def parsed(text: str) -> Any:
 
 
 def _json(text: str, answer: str) -> float:
-    value, expected = parsed(text), parsed(answer)
+    value, expected = json_value(text), json_value(answer)
     if expected is INVALID:
         raise NoRewardError("the row's answer is not JSON")
     return float(value is not INVALID and canonical(value) == canonical(expected))
 
 
 def _json_keys(text: str, answer: str) -> float:
-    values, expected = parsed(text), parsed(answer)
+    values, expected = json_value(text), json_value(answer)
     if not isinstance(expected, dict) or not expected:
         raise NoRewardError("the row's answer is not a JSON object with keys")
     if not isinstance(values, dict):

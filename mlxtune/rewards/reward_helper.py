@@ -154,14 +154,14 @@ def serve(prepared: Prepared) -> None:
     state.restore()
     channel.reply({})
     while (request := channel.request()) is not None:
-        (path, function), given = functions[request["name"]], request["given"]
-        if "row" in given:
-            given["row"] = _Row(given["row"])
+        (path, function), arguments = functions[request["name"]], request["given"]
+        if "row" in arguments:
+            arguments["row"] = _Row(arguments["row"])
         state.restore()
         random.seed(request["seed"])
         np.random.seed(request["seed"] % 2**32)
         try:
-            reply: dict[str, Any] = {"value": _number(function(**given))}
+            reply: dict[str, Any] = {"value": _number(function(**arguments))}
         except MemoryError:  # the next process starts with free memory
             raise
         except BaseException as error:  # noqa: BLE001  a function may fail in any way

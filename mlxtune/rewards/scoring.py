@@ -28,7 +28,7 @@ from mlxtune.rewards.functions import (
     INVALID,
     NoRewardError,
     RewardSpec,
-    parsed,
+    json_value,
     without_thinking,
 )
 from mlxtune.views.output import print_answer
@@ -163,9 +163,9 @@ class RewardScorer:
         if (score := self._built_in.get(name)) is not None:
             return score(text, row.answer)
         if name in self._schemas:
-            value = parsed(without_thinking(text))
-            given = {"value": value, "seconds": self._timeout}
-            return 0.0 if value is INVALID else self._call(name, given)
+            value = json_value(without_thinking(text))
+            arguments = {"value": value, "seconds": self._timeout}
+            return 0.0 if value is INVALID else self._call(name, arguments)
         value = self._call(name, {"prompt": row.prompt, "completion": text, "row": {**row.row}})
         if abs(value) > MAX_REWARD:
             raise NoRewardError(f"returned {value:g}: return a number up to {MAX_REWARD:g}")

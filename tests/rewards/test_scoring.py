@@ -419,7 +419,7 @@ class Answering:
     ],
     ids=lambda value: value[:20].decode(errors="replace"),
 )
-def test_reply_that_a_function_wrote_is_no_reward(
+def test_reply_in_another_form_gives_no_reward(
     folder: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
     monkeypatch.setattr("mlxtune.rewards.scoring.LimitedProcess", Answering)
@@ -497,7 +497,7 @@ FAILURES = {
 }
 
 
-def test_advice_for_wrong_answers_is_given_where_the_answer_can_be_the_cause(
+def test_advice_is_added_if_the_answer_can_be_the_cause(
     tmp_path: Path,
 ) -> None:
     functions = "".join(
