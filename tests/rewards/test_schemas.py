@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -112,8 +113,11 @@ def test_search_ends_even_if_its_parent_has_ended(schemas: Schemas) -> None:
     with schemas(slow=SLOW["pattern"]) as scorer:
         given = {"value": [_LONG], "seconds": 0.05}
         request = {"id": 0, "name": "json:slow.json", "seed": 0, "given": given}
+        process = scorer._process
+        assert process is not None
         with pytest.raises(ProcessEndedError, match="time"):
             scorer._ask(request, SECONDS)
+        assert process._process.returncode == -signal.SIGPROF
 
 
 def test_name_of_a_schema_has_no_folder(tmp_path: Path) -> None:
