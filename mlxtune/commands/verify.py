@@ -113,10 +113,8 @@ def _check_samples(result: Verification, run: Path, good: list[Checkpoint]) -> s
     return check_samples(run, good, finished=result.finished)
 
 
-def _compare_samples(result: Verification, run: Path, again: Path, replay: "_Replay") -> None:
-    """Compare the samples of the steps that were repeated."""
-    if not (run / SAMPLE_RECORDS).exists():  # another check reports that it is missing
-        return
+def _compare_samples(run: Path, again: Path, replay: "_Replay") -> str:
+    """Compare the samples of the repeated steps. Raises OSError, or ValueError for a difference."""
     from mlxtune.core.run.sampled_answers import read_samples
 
     def drawn(folder: Path) -> list[Any]:
@@ -125,10 +123,11 @@ def _compare_samples(result: Verification, run: Path, again: Path, replay: "_Rep
 
     own, drawn_again = drawn(run), drawn(again)
     differing = (one for one, other in zip(own, drawn_again, strict=False) if one != other)
-    problem = None if len(own) == len(drawn_again) else "another number of samples"
     if (first := next(differing, None)) is not None:
-        problem = f"step {first.step} gives other samples for {first.row}"
-    result.add("samples", problem, f"{pluralize(len(own), 'prompt')} answered again")
+        raise ValueError(f"step {first.step} gives other samples for {first.row}")
+    if len(own) != len(drawn_again):
+        raise ValueError("another number of samples")
+    return f"{pluralize(len(own), 'prompt')} answered again"
 
 
 def show(
@@ -305,7 +304,9 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
             _copy_state(run, replay.resumed.checkpoint, scratch / "checkpoints")
         unended = _train_again(replayed, newest, replay)
         _compare(result, good, replay, scratch, unended)
-        _compare_samples(result, run, scratch / "checkpoints", replay)
+        if (run / SAMPLE_RECORDS).exists():  # another check reports that it is missing
+            compare = partial(_compare_samples, run, scratch / "checkpoints", replay)
+            result.attempt("samples", compare)
         rates = partial(_rate, config, newest)
         result.add("learning rates", check_rates(replay.records, rates), "as the options give them")
         if replay.resumed is not None:

@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -141,9 +142,11 @@ def pieces(file: io.BufferedReader, size: int) -> Iterator[bytes]:
 
 
 def copy_samples(source: Path, copy: Path, last_step: int) -> None:
-    """Copy the samples up to a step. Raises OutputError, OSError, or ValueError."""
+    """Copy the intact samples up to a step. Raises OutputError or OSError."""
     with open_regular(source, links=False) as file:
-        members = read_members(file, keep=0)
-        end = max((each.end for each in members if each.step <= last_step), default=0)
+        end = 0
+        with suppress(ValueError):  # other checks report the damage
+            for member in read_members(file, keep=0):
+                end = member.end if member.step <= last_step else end
         file.seek(0)
         write_file(copy, pieces(file, end))

@@ -178,6 +178,19 @@ def test_verify_finds_changed_bytes(run: Path) -> None:
     assert "No such file" in problem_of(run)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["bytes", "twice"])
+def test_replay_of_a_damaged_record_is_a_failed_check(folder: Path, run: Path, damage: str) -> None:
+    path = run / SAMPLE_RECORDS
+    members = members_of(path)
+    content = {"bytes": path.read_bytes() + bytes(300), "twice": path.read_bytes()}[damage]
+    path.write_bytes(content + as_bytes(members[-1:]) * (damage == "twice"))
+    checks = verify(run, replay=True, reward=(str(folder / "low.py"),)).checks
+    failed = {each.name: each.detail for each in checks if not each.ok}
+    assert failed.keys() == {SAMPLE_RECORDS, "samples"}
+    assert failed["samples"].startswith("is damaged: ")
+
+
 @pytest.fixture(scope="module")
 def interrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("interrupted")
