@@ -8,6 +8,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -19,8 +20,12 @@ _WORD = re.compile(
     r"""\w+(?:\.\w+)*|\.\d\w*|-(?=\s*\.?\d)|!(?=[\w=(])"""
     r"""|[^\w\s.\-!,;:?'"`¡¿‘’‚“”„‹›«»、。「」『』《》،؛؟।]"""
 )
-# What no reader sees, besides format characters (Unicode's Default_Ignorable_Code_Point).
-_IGNORABLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0]")
+# What no reader sees: control, format, private and unassigned characters, surrogates, and letters
+# and marks to ignore, such as variation selectors. Python takes the first exceptions for spaces.
+_UNSEEN = r"[[\p{Default_Ignorable_Code_Point}\p{Cc}\p{Cf}\p{Cn}\p{Co}\p{Cs}]--[\x1c-\x1f\s]]"
+_ASCII_CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1b\x7f]")
+# A pattern of Braille without a dot looks like a space.
+_SPACES = {0x2800: " "}
 _EMOJI = re.compile("[\u2600-\u27bf\u2b50\u2b55\U0001f000-\U0001faff]")
 # Marks of Markdown: around a code block, and around words.
 _FENCE = re.compile(r"```[\w+-]*")
@@ -65,15 +70,19 @@ def normalize(text: str) -> str:
 def _folded(text: str) -> str:
     """Return a text in lower case, with one form of equal characters, and no unseen ones."""
     if text.isascii():
-        return text.lower()
+        return _ASCII_CONTROLS.sub("", text).lower()
     text = unicodedata.normalize("NFKC", text)
-    unseen = dict.fromkeys(ord(each) for each in set(text) if _is_unseen(each))
-    return text.translate(_DASHES_AND_QUOTES | unseen).casefold()
+    unseen = dict.fromkeys(map(ord, _unseen().findall("".join(set(text)))))
+    return text.translate(_DASHES_AND_QUOTES | _SPACES | unseen).casefold()
 
 
-def _is_unseen(character: str) -> bool:
-    """Return whether a character is a joiner, a soft hyphen, a variation selector or the like."""
-    return unicodedata.category(character) == "Cf" or _IGNORABLE.fullmatch(character) is not None
+@cache
+def _unseen() -> re.Pattern[str]:
+    # Python's `re` knows no properties of characters, and importing `regex` takes time.
+    import regex
+
+    pattern: re.Pattern[str] = regex.compile(_UNSEEN, regex.VERSION1)
+    return pattern
 
 
 def _with_sorted_keys(text: str) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import unicodedata
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import regex
 
 from mlxtune.core.data.corpus import Corpus, CorpusRows
 from mlxtune.core.data.encode import Example
@@ -65,6 +68,36 @@ def test_near_copies_have_one_hash_despite_other_tokens_and_masks(
 def test_different_text_hashes_differently(messages: tuple[str, ...]) -> None:
     hash_of = TextHash(Bytes)  # type: ignore[arg-type]
     assert hash_of(example(*messages)) != hash_of(example("Where is the café?", "There."))
+
+
+# Default_Ignorable_Code_Point in DerivedCoreProperties.txt of Unicode 16.
+IGNORABLE = (
+    "00AD 034F 061C 115F-1160 17B4-17B5 180B-180F 200B-200F 202A-202E 2060-206F 3164 FE00-FE0F "
+    "FEFF FFA0 FFF0-FFF8 1BCA0-1BCA3 1D173-1D17A E0000-E0FFF"
+)
+
+
+def test_no_character_without_a_glyph_makes_a_text_new() -> None:
+    """Every code point, apart from white space, as categories and Unicode's ranges say."""
+    edges = [[int(edge, 16) for edge in each.split("-")] for each in IGNORABLE.split()]
+    ignorable = {code for each in edges for code in range(each[0], each[-1] + 1)}
+    unseen = [
+        character
+        for character in map(chr, range(0x110000))
+        if unicodedata.category(character)[0] == "C" or ord(character) in ignorable
+        if not character.isspace()
+    ]
+
+    def is_kept(characters: Iterable[str]) -> bool:
+        return normalize(f"caf{''.join(characters)}\u00e9 now") != "caf\u00e9 now"
+
+    blocks = (unseen[start : start + 2000] for start in range(0, len(unseen), 2000))
+    kept = [each for block in blocks if is_kept(block) for each in block if is_kept(each)]
+    # Characters that Unicode added since this Python's version have glyphs.
+    assert not any(ord(each) in ignorable or regex.match(r"\p{Cn}", each) for each in kept)
+    assert {unicodedata.category(each) for each in kept} <= {"Cn"}
+    assert normalize("a\x00b\x7f") == "ab"
+    assert normalize("in\u2800two") == "in two"
 
 
 def test_points_within_numbers_and_names_stay() -> None:
