@@ -41,8 +41,8 @@ RUN_FILES: dict[str, str] = {
     "checkpoints/metrics.jsonl": "a JSON line for every step, skipped step, validation and epoch "
     "so far",
     "checkpoints/ledger.json": "where every row and every token of each data file went",
-    "checkpoints/trained_rows.bin": "hashes of the rows that were trained on; eval leaves these "
-    "rows out",
+    "checkpoints/trained_rows.bin": "hashes of the training rows, also of those that "
+    "--max-steps did not reach; eval leaves all of them out",
     "checkpoints/result.json": "the result of a finished run: steps, losses, the adapter's SHA-256",
     "checkpoints/evaluation.json": "how much the adapter helped on the validation rows, if there "
     "are any",

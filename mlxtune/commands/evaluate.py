@@ -81,7 +81,7 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
             console.say("Data", run_text.evaluated_line(ledger))
         judged = judged_rows(use, session, dataset.rows.train, others)
         if judged.only_trained:
-            console.warn("the adapter was trained on these rows: evaluate it on new ones")
+            console.warn("these are training rows of the adapter: evaluate it on new ones")
         if config.reward:
             return _by_rewards(use, session, judged, others)
         start = None

@@ -195,7 +195,7 @@ def test_rows_of_the_first_adapter_count_as_trained_on_too(
     assert (both["rows"], both["left_out"]) == (8, 32)
     only = judged("--adapter", output, "--data", more, "--json")
     assert json.loads(only.out)["verdict"] == "cannot tell"
-    assert "warning: the adapter was trained on these rows" in only.err
+    assert "warning: these are training rows of the adapter" in only.err
 
 
 def test_base_alone_is_evaluated_without_an_adapter(cli: Cli, home: Path) -> None:

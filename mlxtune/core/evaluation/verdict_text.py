@@ -174,7 +174,7 @@ def _verdict_line(evaluation: Evaluation, evidence: str) -> str:
     ):
         caveat = f"; at least {MIN_ROWS} answers of each label are needed"
     if evaluation.only_trained:
-        caveat = "; all of these rows were also trained on"
+        caveat = "; all of these rows are training rows too"
     question = "helped" if other is None else f"is better than {other}"
     return f"cannot tell whether the adapter {question}: {evidence}{caveat}"
 

@@ -1,4 +1,8 @@
-"""The rows that a run trained on, recorded so that `eval` finds them in any file."""
+"""The training rows of a run, recorded so that `eval` finds them in any file.
+
+Rows that the run did not reach, because it ended within its first epoch, are recorded too: a run
+may stop early, or train on later.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress

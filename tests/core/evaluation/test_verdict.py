@@ -169,7 +169,7 @@ def test_rows_that_were_trained_on_are_left_out_of_the_verdict() -> None:
 
     found = evaluated(changes, trained=list(range(20)))
     assert (found.rows, found.only_trained, found.verdict) == (20, True, "cannot tell")
-    assert verdict_lines(found)[0].endswith("; all of these rows were also trained on")
+    assert verdict_lines(found)[0].endswith("; all of these rows are training rows too")
 
 
 def test_verdict_compares_with_the_adapter_from_which_training_started() -> None:
