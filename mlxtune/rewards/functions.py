@@ -148,11 +148,11 @@ class RewardSpec:
 
         Raises ValueError for a bad argument.
         """
-        if (made := _WITH_ARGUMENT.get(self.kind)) is not None:
+        if (made := _MAKERS.get(self.kind)) is not None:
             return made(self.argument)
         if self.argument:
             raise ValueError(f"has an argument, which {self.kind} does not take: leave it out")
-        compare = _COMPARED[self.kind]
+        compare = _COMPARISONS[self.kind]
         return lambda text, answer: compare(without_thinking(text), _required(answer))
 
 
@@ -420,7 +420,7 @@ def _value(match: re.Match[str]) -> float:
 
 
 # Compare an answer without its thinking with the row's, which is required.
-_COMPARED = {"exact": _exact, "contains": _contains, "json": _json, "json_keys": _json_keys}
-_WITH_ARGUMENT = {"regex": _regex, "number": _number, "length": _length}
-_BUILT_IN = (*_COMPARED, *_WITH_ARGUMENT)
+_COMPARISONS = {"exact": _exact, "contains": _contains, "json": _json, "json_keys": _json_keys}
+_MAKERS = {"regex": _regex, "number": _number, "length": _length}
+_BUILT_IN = (*_COMPARISONS, *_MAKERS)
 _KNOWN = "exact, contains, regex=PATTERN, number, json, json_keys or length"

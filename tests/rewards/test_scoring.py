@@ -372,12 +372,13 @@ def printed(row): os.write(2, b"half \xed\xb2\x80"); raise ValueError
 """
 
 
-def test_text_from_functions_is_valid_unicode(tmp_path: Path) -> None:
-    shown: list[str] = []
+def test_text_from_functions_is_valid_unicode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "check.py"
     file.write_text(HALVES)
     names = ("message", "name", "returned", "printed")
-    with RewardScorer([RewardSpec.parse(str(file))], SECONDS, shown.append) as scorer:
+    with RewardScorer([RewardSpec.parse(str(file))], SECONDS) as scorer:
         rewards = [scorer.score(*completion({}, name)) for name in names]
     for reward in rewards:
         tokens = (1,), (-1.0,)
@@ -387,7 +388,7 @@ def test_text_from_functions_is_valid_unicode(tmp_path: Path) -> None:
     assert r"raised ValueError: half \udc80 (line 7)" in rewards[0].problems[0]
     assert r"raised Odd\udc80" in rewards[1].problems[0]
     assert r"returned Odd\udc80, not a number" in rewards[2].problems[0]
-    assert "".join(shown).encode().startswith(b"half ")
+    assert capsys.readouterr().err.encode().startswith(b"half ")
 
 
 def test_text_of_a_failed_import_is_valid_unicode(tmp_path: Path) -> None:
