@@ -12,7 +12,7 @@ import pytest
 from mlxtune.core.data.prompt import PromptRow
 from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord
 from mlxtune.errors import ConfigError
-from mlxtune.rewards.functions import RewardSpec
+from mlxtune.rewards.functions import _BUILT_IN, RewardSpec, parse_rewards
 from mlxtune.rewards.scoring import Reward, RewardScorer, with_remedy
 from tests.core.files.test_processes import alive
 from tests.waiting import SECONDS, wait_until
@@ -498,9 +498,7 @@ FAILURES = {
 }
 
 
-def test_advice_is_added_if_the_answer_can_be_the_cause(
-    tmp_path: Path,
-) -> None:
+def test_advice_is_added_if_the_answer_can_be_the_cause(tmp_path: Path) -> None:
     functions = "".join(
         f"def f{i}(prompt, completion, row): return {each}\n" for i, each in enumerate(FAILURES)
     )
@@ -524,3 +522,7 @@ def test_built_in_rewards_start_no_process(monkeypatch: pytest.MonkeyPatch) -> N
         right, none = score(scorer, [(row, "5") for row in rows])
     assert right.total == 1
     assert none.problems == ("rows.jsonl:3: reward exact: the row has no answer to compare with",)
+    every = [f"{kind}=5=1" if kind == "regex" else kind for kind in _BUILT_IN]
+    with RewardScorer(parse_rewards(every), 1) as scorer:
+        row = PromptRow([], '{"5": 5}', {}, Path("rows.jsonl"), 1)
+        assert set(scorer.score(row, '{"5": 5}').values.values()) == {1}
