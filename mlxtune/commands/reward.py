@@ -70,7 +70,9 @@ def show(config: RewardConfig) -> bool:
         print_line(f"warning: {hint}", stderr=True)
     is_constant = len({reward.total for reward in scored}) == 1
     ranked_wrongly = () if is_constant else _ranked_wrongly(means)
-    for warning in (*_constant(rewards, scored), *ranked_wrongly):
+    # A right reward gives all empty answers the same.
+    constant = _unanswered() if [*means] == [_EMPTY] else _constant(rewards, scored)
+    for warning in (*constant, *ranked_wrongly):
         print_line(f"warning: {warning}", stderr=True)
     return not problems
 
@@ -83,6 +85,13 @@ def _constant(rewards: Sequence[RewardSpec], scored: Sequence[Reward]) -> Iterat
                 f"{name} gives all of these answers the same value: a reward without differences "
                 "teaches nothing"
             )
+
+
+def _unanswered() -> Iterator[str]:
+    yield (
+        "the rows have no answers, so only empty ones are tried: sample some with mlxtune generate "
+        "--data and --output, and pass them as --answers"
+    )
 
 
 def _ranked_wrongly(means: Mapping[str, Mapping[str, float | None]]) -> Iterator[str]:

@@ -163,6 +163,12 @@ def test_prompts_without_answers_are_tried_with_empty_ones(
     outcome = cli("reward", f"{check}:constant", "--data", rows, "--field", "prompt=ask", "--json")
     assert [each["kind"] for each in json.loads(outcome.out)["answers"]] == ["empty"]
     assert f"warning: {rows}:2: no 'ask' (its keys: 'text'); row skipped\n" in outcome.err
+    # Not that the reward is constant, which a right one is for empty answers.
+    assert outcome.err.splitlines()[-1] == (
+        "warning: the rows have no answers, so only empty ones are tried: sample some with mlxtune "
+        "generate --data and --output, and pass them as --answers"
+    )
+    assert "the same value" not in outcome.err
 
 
 @pytest.mark.parametrize(
