@@ -68,7 +68,7 @@ class Verification:
         try:
             self.add(name, None, check())
         except (OSError, ValueError) as problem:
-            self.add(name, str(problem), "")
+            self.add(name, _in_words(problem, name), "")
 
     def as_dict(self) -> dict[str, Any]:
         return {"ok": self.ok, **asdict(self)}
@@ -96,7 +96,7 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
         content = read_own(run / METRICS)
         progress = Progress.from_jsonl(content)
     except (OSError, ValueError) as error:
-        verification.add(METRICS, str(error), "")
+        verification.add(METRICS, _in_words(error, METRICS), "")
     else:
         verification.attempt(METRICS, partial(_check_metrics, content, progress, newest, finished))
         if progress.best is not None:
@@ -135,6 +135,17 @@ def _verify_evaluation(
     elif result is not None and progress is not None and progress.validations:
         none = "none: the run has no verdict; mlxtune eval gives one"
         verification.add(EVALUATION, None, none)
+
+
+def _in_words(problem: Exception, name: str) -> str:
+    """Return the problem of a check, without the number and the path of an error of the system."""
+    if not isinstance(problem, OSError) or problem.strerror is None:
+        return str(problem)
+    file = Path(os.fsdecode(problem.filename or name)).name
+    subject = "" if file == name else f"{file} "
+    if isinstance(problem, FileNotFoundError):
+        return f"{subject}is missing"
+    return f"{subject}cannot be read: {problem.strerror}"
 
 
 def _check_mark(run: Path) -> str:
