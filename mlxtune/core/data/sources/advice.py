@@ -13,6 +13,7 @@ from mlxtune.core.data.sources.conversions import ANSWER_KEYS, CONTEXT_KEYS, PRO
 from mlxtune.core.data.sources.formats import (
     FORMATS,
     PAIRS,
+    PROMPTS,
     Format,
     preference_options,
     recognize,
@@ -56,7 +57,12 @@ def missing_keys(
         answers = [fields.get(key, key) for key in each.keys[-2:] if renamed.get(key) is None]
         if len(answers) == 1:
             return BadRowError(f"no '{answers[0]}'", f"a pair needs both answers; {keys}")
-    key_sets = (" + ".join(fields.get(k, k) for k in each.keys) for each in formats.values())
+    # Answers are sampled, so a prompt needs none.
+    sampled = ("completion",) if formats is PROMPTS else ()
+    key_sets = (
+        " + ".join(fields.get(key, key) for key in each.keys if key not in sampled)
+        for each in formats.values()
+    )
     looked = f"looked for: {', '.join(key_sets)}"
     advice = _advice(content, formats, is_table=is_table)
     return BadRowError("no known format", f"{keys}; {looked}; {advice}")

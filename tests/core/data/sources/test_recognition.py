@@ -337,6 +337,12 @@ def test_reason_names_the_key_that_the_file_lacks(tmp_path: Path) -> None:
     )
 
 
+def test_rows_whose_answers_are_sampled_need_only_a_prompt(tmp_path: Path) -> None:
+    row = {"id": "a"}
+    assert "prompt + completion, " in reason(tmp_path, row)
+    assert "conversations, prompt, " in reason(tmp_path, row, objective="grpo")
+
+
 def test_exact_keys_of_a_format_leave_other_answers_to_a_note(tmp_path: Path) -> None:
     """As docs/guide.md says; without one of the exact keys, there are two readings."""
     row = PROMPT | {"response": "Good day!"}
