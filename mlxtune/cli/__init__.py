@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         unguard()
         _main(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt as interrupt:
-        _exit(_INTERRUPT_MESSAGE, code=_exit_status(interrupt))
+        _exit_interrupted(interrupt)
 
 
 def _main(arguments: list[str]) -> NoReturn:
@@ -131,7 +131,7 @@ def _main(arguments: list[str]) -> NoReturn:
         _exit(f"mlxtune: {interrupt.shell_message}", code=_exit_status(interrupt))
     except Exception as error:
         if (behind := _interrupt_behind(error)) is not None:
-            _exit(_INTERRUPT_MESSAGE, code=_exit_status(behind))
+            _exit_interrupted(behind)
         # Training turns faults into errors that name a checkpoint. Faults in other stages, such as
         # loading, arrive here.
         fault = fault_of(error) if isinstance(error, RuntimeError | MemoryError) else None
@@ -139,6 +139,11 @@ def _main(arguments: list[str]) -> NoReturn:
             raise
         _fail(str(fault_error(fault, str(error))), FAILED)
     sys.exit(FAILED if passed is False else DONE)
+
+
+def _exit_interrupted(interrupt: KeyboardInterrupt) -> NoReturn:
+    kept = f"; {interrupt}" if interrupt.args else ""
+    _exit(f"{_INTERRUPT_MESSAGE}{kept}", code=_exit_status(interrupt))
 
 
 def _exit_status(interrupt: KeyboardInterrupt) -> int:

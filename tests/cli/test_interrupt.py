@@ -114,9 +114,33 @@ def test_second_interrupt_ends_at_once(
     monkeypatch.setattr("mlxtune.backend.step.pipeline.InstructPipeline.start_batch", interrupted)
     outcome = train()
     assert outcome.code == 130
-    assert "mlxtune: interrupted" in outcome.err.splitlines()
+    assert "mlxtune: interrupted; no checkpoint was written" in outcome.err.splitlines()
     assert "saved" not in outcome.err
     assert not output.parent.exists()
+
+
+def test_second_interrupt_names_the_last_checkpoint(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.backend.step.pipeline import InstructPipeline
+
+    original = InstructPipeline.start_batch
+
+    def interrupted(self: Any, examples: Any, *, step: int, **options: Any) -> Any:
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return original(self, examples, step=step, **options)
+
+    monkeypatch.setattr(InstructPipeline, "start_batch", interrupted)
+    outcome = train("--save-steps", "1")
+    assert outcome.code == 130
+    folder = output.parent / "checkpoints" / "step-2"
+    assert outcome.err.splitlines()[-1] == (
+        f"mlxtune: interrupted; the last checkpoint is {folder}; "
+        f"resume with mlxtune train --resume {output.parent}"
+    )
+    assert (folder / "adapters.safetensors").is_file()
 
 
 def test_interrupt_within_a_locks_own_code_is_still_an_interrupt(

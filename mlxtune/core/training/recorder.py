@@ -152,6 +152,13 @@ class RunRecorder:
             if saved and not isinstance(error, NonFiniteLossError):
                 remedy += f"; resume with {resume_command(self._folder)}"
             raise type(error)(f"{error}; {remedy}") from error
+        except KeyboardInterrupt as interrupt:
+            # Training that stops on request has just saved its state.
+            if not isinstance(interrupt, TrainingInterrupted):
+                saved, resume = self.saver.latest, resume_command(self._folder)
+                kept = f"the last checkpoint is {saved}; resume with {resume}"
+                interrupt.args = (kept if saved else "no checkpoint was written",)
+            raise
 
     def _is_best(self) -> bool:
         best = self.progress.best
