@@ -55,7 +55,8 @@ class Row:
         kind = type(value)
         if issubclass(kind, str):
             return {"str"} if self._text in value else set()
-        if issubclass(kind, bytes | bytearray):
+        # A buffer of a stream, a bytearray, has the text in pieces, now and then as a whole.
+        if issubclass(kind, bytes):
             return {"bytes"} if self._bytes in value else set()
         if issubclass(kind, np.ndarray | mx.array):
             return {kind.__name__} if self._has_tokens(value) else set()
