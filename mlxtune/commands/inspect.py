@@ -114,7 +114,7 @@ def why_not_shown(row: int, reader: Reader, dataset: Dataset) -> str:
 def dump_lines(dataset: Dataset) -> Iterator[bytes]:
     """Yield each example that `train` would use with the same options, as a JSON line."""
     for corpus in dataset.rows.corpora:
-        for example in corpus:
+        for example in map(corpus.shown, range(len(corpus))):
             line = {
                 "path": corpus.paths[example.file],
                 "row": example.row,

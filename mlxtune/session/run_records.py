@@ -104,8 +104,8 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
 
 def _lengths(corpora: Sequence[Corpus]) -> dict[str, Any]:
     lengths = {}
-    for name, attribute in (("tokens", "lengths"), ("supervised", "supervised")):
-        values = np.concatenate([getattr(corpus, attribute) for corpus in corpora])
+    for name, attribute in (("tokens", "kept"), ("supervised", "supervised")):
+        values = np.concatenate([getattr(corpus.counts, attribute) for corpus in corpora])
         lengths[name] = asdict(Distribution.of(values))
     return {"examples": sum(map(len, corpora)), **lengths}
 

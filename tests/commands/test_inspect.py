@@ -158,6 +158,30 @@ def test_skipped_or_missing_row_is_an_error_with_the_reason(
     assert outcome.error.startswith(said.format(file=file))
 
 
+def test_row_whose_answers_are_sampled_is_its_prompt_alone(inspect: Cli, tmp_path: Path) -> None:
+    """Its encoding has a placeholder for the answer, which no number or text shows."""
+    rows, dump = tmp_path / "rows.jsonl", tmp_path / "dump.jsonl"
+    given = [{"prompt": f"Hello {i}"} for i in range(8)]
+    given.append({"prompt": "Hello 9", "completion": "Hi"})
+    rows.write_text("\n".join(map(json.dumps, given)))
+    options = ("--data", rows, "--objective", "grpo", "--html", tmp_path / "page.html")
+    text = inspect(*options).out + inspect(*options, "--row", 1).out
+    text += (tmp_path / "page.html").read_text()
+    assert "The answer." not in text
+    assert "0 supervised" in text
+    result = json.loads(inspect("--data", rows, "--objective", "grpo", "--json").out)
+    inspect("--data", rows, "--objective", "grpo", "--dump", dump)
+    lines = read_lines(dump)
+    supervised = {each["row"]: sum(each["assistant_mask"]) for each in lines}
+    assert {row for row, count in supervised.items() if count} == {9}
+    (ledger,) = result["files"]
+    tokens = sum(len(each["tokens"]) for each in lines)
+    assert ledger["tokens"] == result["tokens"]["total"] == tokens
+    assert ledger["tokens_supervised"] == result["supervised"]["total"] == supervised[9]
+    assert result["cost"]["tokens"] + result["cost"]["validation_tokens"] == tokens
+    assert all(each["cut"] == 0 for each in result["shown"])
+
+
 def test_row_of_every_file_is_shown(inspect: Cli, tmp_path: Path) -> None:
     files = [write_chat(tmp_path / f"{i}.jsonl", sums(15)[i * 3 : i * 3 + 3]) for i in range(5)]
     data = [word for file in files[:4] for word in ("--data", file)]

@@ -17,6 +17,7 @@ from mlxtune.core.data.conversation import ANSWER, MISMATCHED, WHOLE
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.encoded_file import (
     ExampleArrays,
+    TokenCounts,
     TruncatedFile,
     identity,
     starts_of_equal_keys,
@@ -168,6 +169,24 @@ class Corpus(Sequence[Example]):
         """Return the index of a row's file, and the row's number in that file."""
         first = self._first_of_row[index]
         return int(self._file[first]), int(self.row_numbers[first])
+
+    @cached_property
+    def counts(self) -> TokenCounts:
+        """The tokens of the examples to account for; see `ExampleArrays.counts`."""
+        columns = [[each[file.supervised > 0] for each in file.counts] for file in self.files]
+        none = [np.zeros(0, dtype=np.int32)] * 3  # there may be no file
+        return TokenCounts(*map(np.concatenate, zip(none, *columns, strict=True)))
+
+    def shown(self, index: int) -> Example:
+        """Return an example as the data has it: without the placeholder of an answer."""
+        example = self[index]
+        arrays = self.files[example.file]
+        if example.row not in arrays.unanswered:
+            return example
+        place = np.searchsorted(arrays.ends, int(self._start[index]), side="right")
+        prompt = int(arrays.counts.kept[place])
+        mask = np.zeros(prompt, dtype=np.uint8)
+        return replace(example, tokens=example.tokens[:prompt], assistant_mask=mask)
 
     def part_of_example(self, index: int) -> tuple[int, int, int]:
         """Return an example's part number in its row, the number of parts, and its full length.

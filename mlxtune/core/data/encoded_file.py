@@ -41,6 +41,14 @@ COLUMNS = {
 }
 
 
+class TokenCounts(NamedTuple):
+    """The tokens of examples before truncation, after it, and with loss; int32 (E,) each."""
+
+    full: npt.NDArray[np.int32]
+    kept: npt.NDArray[np.int32]
+    supervised: npt.NDArray[np.int32]
+
+
 class _Kept(NamedTuple):
     """The tokens that truncation keeps, int32 (E,) each; see `ExampleArrays`."""
 
@@ -61,6 +69,8 @@ class ExampleArrays:
     `lengths`, `supervised` and `dropped_at_start` are int32 (E,): the number of tokens of each
     example that are kept, that are kept and supervised, and that are dropped at its start. A cut
     example with no supervised token left keeps no token.
+
+    `unanswered` are the numbers of rows without an answer, for which a placeholder is encoded.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -71,6 +81,7 @@ class ExampleArrays:
     identities: npt.NDArray[np.uint64]
     max_seq_len: int | None = None
     _kept: _Kept | None = None
+    unanswered: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, examples: Iterable[Example]) -> ExampleArrays:
@@ -139,6 +150,20 @@ class ExampleArrays:
         """int32 (E,): the number of tokens that each example loses."""
         return self.full_lengths - self.lengths
 
+    @cached_property
+    def counts(self) -> TokenCounts:
+        """The tokens to account for: those of the data, without placeholders of answers."""
+        full, kept, supervised = (
+            each.copy() for each in (self.full_lengths, self.lengths, self.supervised)
+        )
+        dropped = self.dropped_at_start
+        for i in np.flatnonzero(np.isin(self.rows, sorted(self.unanswered))).tolist():
+            end = int(self.ends[i])
+            prompt, _ = last_stretch(self.mask[end - int(full[i]) : end])
+            full[i], supervised[i] = prompt, 0
+            kept[i] = min(int(kept[i]), max(prompt - int(dropped[i]), 0))
+        return TokenCounts(full, kept, supervised)
+
     @property
     def rows_kept(self) -> npt.NDArray[np.bool_]:
         """Bool (R,): whether any example of each row is kept."""
@@ -206,6 +231,13 @@ class ExampleArrays:
             # In-memory arrays have no map, and some systems have no madvise.
             if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def last_stretch(mask: npt.NDArray[np.uint8]) -> tuple[int, int]:
+    """Return the [start, end) range of the last stretch of tokens that carry loss."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    start, end = edges[-2:].tolist()
+    return start, end
 
 
 def _tokens_to_drop(mask: npt.NDArray[np.uint8], max_seq_len: int) -> int:
@@ -287,13 +319,21 @@ class EncodedFile:
     notes: RowTally
     answer_tokens_truncated: int = 0
 
-    def truncate(self, max_seq_len: int | None = None, *, at: str = "end") -> TruncatedFile:
+    def truncate(
+        self,
+        max_seq_len: int | None = None,
+        *,
+        at: str = "end",
+        unanswered: frozenset[int] = frozenset(),
+    ) -> TruncatedFile:
         """Return the file with every example cut to `max_seq_len` tokens, at `end` or `start`.
 
+        `unanswered` are the numbers of rows without an answer.
         Its notes count truncated answers too, and its skipped rows those with no supervised token
         left.
         """
-        arrays, truncated = self.arrays, self.arrays.truncate(max_seq_len, at=at)
+        arrays = replace(self.arrays, unanswered=unanswered)
+        truncated = arrays.truncate(max_seq_len, at=at)
         kept_rows = truncated.rows_kept
         lost = arrays.per_row(arrays.supervised - truncated.supervised)
         skipped, notes = deepcopy(self.skipped), deepcopy(self.notes)
@@ -325,7 +365,8 @@ class TruncatedFile(EncodedFile):
 
         All rows that are kept train, except `rows_validation` rows.
         """
-        truncated, supervised = self.truncated, int(self.truncated.supervised.sum())
+        truncated = self.truncated
+        full, kept, supervised = (int(each.sum()) for each in truncated.counts)
         return Ledger(
             path=str(self.skipped.path) if path is None else path,
             rows_read=self.rows_kept + self.skipped.total,
@@ -334,10 +375,10 @@ class TruncatedFile(EncodedFile):
             rows_skipped=self.skipped.counts,
             rows_truncated=int(truncated.rows_truncated.sum()),
             examples=int((truncated.supervised > 0).sum()),
-            tokens=int(self.arrays.lengths.sum()),
+            tokens=full,
             tokens_supervised=supervised,
-            tokens_context=int(truncated.lengths.sum()) - supervised,
-            tokens_truncated=int(truncated.tokens_truncated.sum()),
+            tokens_context=kept - supervised,
+            tokens_truncated=full - kept,
             notes=self.notes.counts,
             weight=weight,
         )

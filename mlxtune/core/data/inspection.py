@@ -192,14 +192,14 @@ class InspectedExamples:
         held_out = np.asarray(validates, dtype=np.int64)
         self._validates = np.isin(self._corpus.row_of_example, held_out)
         # Lengths before truncation, dropped examples included.
-        self.lengths = np.concatenate([each.full_lengths for each in files])
-        self.supervised = np.concatenate([each.truncate().supervised for each in files])
+        self.lengths = np.concatenate([each.counts.full for each in files])
+        self.supervised = np.concatenate([each.truncate().counts.supervised for each in files])
 
     def __len__(self) -> int:
         return len(self._corpus)
 
     def cost(self, batch_size: int) -> Cost:
-        corpus, trains = self._corpus, ~self._validates
+        corpus, trains, counts = self._corpus, ~self._validates, self._corpus.counts
         files = corpus.file_of_row[corpus.row_of_example]
         uses = np.asarray(corpus.weights)[files] * trains
         rows = 0
@@ -209,9 +209,9 @@ class InspectedExamples:
             rows += whole * own + part
         return Cost(
             steps=math.ceil(rows / batch_size),
-            tokens=round(float((corpus.lengths * uses).sum())),
-            supervised=round(float((corpus.supervised * uses).sum())),
-            validation_tokens=int(corpus.lengths[self._validates].sum()),
+            tokens=round(float((counts.kept * uses).sum())),
+            supervised=round(float((counts.supervised * uses).sum())),
+            validation_tokens=int(counts.kept[self._validates].sum()),
         )
 
     def of_row(self, row: int) -> list[int]:
@@ -247,8 +247,9 @@ class InspectedExamples:
         return tuple(shown)
 
     def _show(self, index: int, tokenizer: Tokenizer, findings: Sequence[Finding]) -> ShownExample:
-        example, path = self._corpus[index], self._path_of(index)
+        example, path = self._corpus.shown(index), self._path_of(index)
         part, parts, full_length = self._corpus.part_of_example(index)
+        cut = full_length - len(self._corpus[index])
         return ShownExample(
             path=path,
             row=example.row,
@@ -257,7 +258,7 @@ class InspectedExamples:
             split="validation" if self._validates[index] else "train",
             tokens=len(example),
             supervised=example.supervised,
-            cut=full_length - len(example),
+            cut=cut,
             pieces=tuple(pieces(example, tokenizer)),
             kinds=tuple(
                 finding.kind

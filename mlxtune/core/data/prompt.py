@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mlxtune.config.objective_config import REWARD_OBJECTIVES
 from mlxtune.core.data.conversation import (
     ANSWER,
@@ -27,6 +25,7 @@ from mlxtune.core.data.conversation import (
     Row,
 )
 from mlxtune.core.data.encode import Encoder, Example
+from mlxtune.core.data.encoded_file import last_stretch
 from mlxtune.core.data.problems import (
     BadRowError,
     RowTally,
@@ -124,12 +123,17 @@ def read_prompts(
         yield PromptRow(messages, answer, content, path, row.row)
 
 
+def is_answered(row: Row) -> bool:
+    """Return whether a row ends with an answer."""
+    return not isinstance(row, Conversation) or row.messages[-1].role == "assistant"
+
+
 def answered(row: Row) -> Row:
     """Return a prompt's row for encoding: with an answer, and with keys of any meaning."""
     if not isinstance(row, Conversation):
         return row
     messages = row.messages
-    if messages[-1].role != "assistant":
+    if not is_answered(row):
         fields = {"role": "assistant", "content": _ANSWER}
         messages = (*messages, Message("assistant", _ANSWER, fields=fields))
     return replace(row, messages=messages, unread=())
@@ -190,9 +194,7 @@ def _before_answer(encoder: Encoder, conversation: Conversation) -> Prompt:
 
 def last_answer(example: Example) -> tuple[int, int]:
     """Return the [start, end) range of the last run of tokens that carry loss."""
-    edges = np.flatnonzero(np.diff(example.assistant_mask.astype(np.int8), prepend=0, append=0))
-    start, end = edges[-2:].tolist()
-    return start, end
+    return last_stretch(example.assistant_mask)
 
 
 # The roles of answers that a model is asked to give: in a pair, the chosen answer.

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.data.encoded_file import identity
+from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encoded_file import EncodedFile, ExampleArrays, identity
+from mlxtune.core.data.problems import RowTally, SkippedRows
 from tests.core.data.test_corpus import PlainRow, example, in_memory, plain, written
 
 
@@ -75,3 +77,30 @@ def test_cut_at_the_start_keeps_the_last_answer(mask: str, limit: int, kept: sli
     assert corpus.part_of_example(1) == (1, 1, len(pairs))
     digest = in_memory([*first, (2, [pairs[kept]])])
     assert corpus.data_hash() == Corpus([digest.truncate()]).data_hash()
+
+
+@pytest.mark.parametrize("at", ["end", "start"])
+@pytest.mark.parametrize("limit", [None, *range(1, 12)])
+def test_placeholder_of_an_answer_is_in_no_count(limit: int | None, at: str) -> None:
+    """Row 2 has a prompt of 6 tokens, with an answer in it; row 1 has its own answer."""
+    masks = {1: "00011", 2: "000110111"}
+    examples = [
+        Example(row, np.arange(len(mask), dtype=np.int32), np.array([*mask], dtype=np.uint8))
+        for row, mask in masks.items()
+    ]
+    file = EncodedFile(ExampleArrays.of(examples), SkippedRows(Path("a.jsonl")), RowTally())
+    whole, own = (file.truncate(limit, at=at, unanswered=frozenset(each)) for each in ((), (2,)))
+    ledger, answer = own.ledger(), whole.ledger()
+    assert ledger.adds_up()
+    assert ledger.tokens == 5 + 6 == answer.tokens - 3
+    assert ledger.tokens_supervised == int(own.truncated.supervised[0])
+    # What training uses stays as it is.
+    assert own.truncated.lengths.tolist() == whole.truncated.lengths.tolist()
+    assert own.truncated.supervised.tolist() == whole.truncated.supervised.tolist()
+    assert (ledger.rows_train, ledger.examples) == (answer.rows_train, answer.examples)
+    corpus = Corpus.of_files([own])
+    for i in range(len(corpus)):
+        shown = corpus.shown(i)
+        counted = own.truncated.counts.kept[own.truncated.rows == shown.row]
+        assert [len(shown)] == counted.tolist()
+        assert shown.supervised == (corpus[i].supervised if shown.row == 1 else 0)
