@@ -176,15 +176,16 @@ def check_adapter(run: Path, result: Mapping[str, Any], good: Sequence[Checkpoin
 
     This checkpoint is `best/` or, without validation, one of the last step.
     """
-    adapter = Path(os.path.normpath(run / str(result.get("adapter"))))
+    if not isinstance(named := result.get("adapter"), str):
+        raise ValueError("result.json names no adapter")
+    adapter = Path(os.path.normpath(run / named))
     # A pipe or device could be read forever.
     if not adapter.is_file():
         raise ValueError(f"{adapter}: no such file")
     if file_hash(adapter) != result.get("sha256"):
         raise ValueError(f"{adapter} has changed since the run wrote it: its SHA-256 differs")
     place = _place_of_adapter(good[0]) if good else None
-    if place not in (None, os.path.normpath(str(result.get("adapter")))):
-        named = str(result.get("adapter"))
+    if place not in (None, os.path.normpath(named)):
         raise ValueError(f"is {named!r:.100}, but the run's options put it at {place}")
     _check_source(adapter, result.get("best_step") or result.get("steps"), good)
     return f"{adapter} has not changed since the run wrote it"
