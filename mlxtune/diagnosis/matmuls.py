@@ -29,7 +29,7 @@ _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _WEIGHT_ROUNDOFF = {"float32": 2.0**-10, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # The largest rounding error of one addition: tensor cores truncate their sums.
 _SUM_ROUNDOFF = 2.0**-23
-# The roundings of one result: its own, and those of the partial sums of a split matmul.
+# The roundings of one result: its own, and the roundings of a split matmul's partial sums.
 _ROUNDINGS = 4
 # The roundings of one dequantised weight: its scaled value, its sum with the bias, and itself. The
 # scaled value may be twice as large.

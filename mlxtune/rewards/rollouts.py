@@ -264,8 +264,8 @@ class Rollouts:
     def _rewarded_again(self, rows: CorpusRows, recorded: list[GroupRecord]) -> list[GroupRecord]:
         """Return recorded groups with rewards for the samples of which functions failed, if any.
 
-        Where the functions failed for a passing reason, the groups become those of a run in which
-        they did not.
+        Where the functions failed for a passing reason, the groups equal the groups of a run in
+        which no function failed.
         """
         samples = [sample for group in recorded for sample in group.samples]
         if not any(sample.problems for sample in samples):

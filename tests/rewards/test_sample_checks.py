@@ -246,7 +246,7 @@ def test_damaged_end_is_replaced(
     end: bytes,
     last: int,
 ) -> None:
-    """Members of some `steps` follow that of step 2, and bytes follow these."""
+    """Members of some `steps` follow the member of step 2, and bytes follow them."""
     with (finished / SAMPLE_RECORDS).open("rb") as file:
         members = {each.step: slice(each.start, each.end) for each in read_members(file)}
     path, content = stopped / SAMPLE_RECORDS, (finished / SAMPLE_RECORDS).read_bytes()

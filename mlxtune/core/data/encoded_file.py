@@ -152,7 +152,7 @@ class ExampleArrays:
 
     @cached_property
     def counts(self) -> TokenCounts:
-        """The tokens to account for: those of the data, without placeholders of answers."""
+        """The data's tokens to account for, without placeholders of answers."""
         full, kept, supervised = (
             each.copy() for each in (self.full_lengths, self.lengths, self.supervised)
         )

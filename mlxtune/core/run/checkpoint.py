@@ -42,8 +42,8 @@ BEST = "best"
 FILE_HASHES = "records"
 # The metadata entry of the size and the SHA-256 of the record of samples up to the checkpoint.
 WRITTEN_SAMPLES = "samples"
-# The metadata entries, other than options, that decide the result: a resumed run must have those of
-# its checkpoint, and all workers of a run the same.
+# The metadata entries, other than options, that decide the result: a resumed run must have its
+# checkpoint's values, and all workers of a run the same.
 FACTS = (
     *("data_hash", "validation_hash", "reward_hash"),
     *("base_hash", "dtype", "quantized_compute"),
