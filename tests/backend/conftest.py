@@ -72,6 +72,11 @@ def make_pipeline(tmp_path: Path) -> MakePipeline:
     return make
 
 
+def limit_micro_batches(pipeline: InstructPipeline, tokens: int) -> None:
+    """Make a pipeline run up to `tokens` tokens together from now on."""
+    pipeline.run_as(replace(pipeline.forward.execution, micro_batch_tokens=tokens))
+
+
 def fill_lora_b(pipeline: InstructPipeline, seed: int = 1) -> None:
     """Give B random values: with B's initial zeros, the gradient of A would be zero."""
     rng = np.random.default_rng(seed)

@@ -84,10 +84,9 @@ class Forward:
     """Computes the losses and gradients of one model, to which LoRA is already applied.
 
     The attribute `execution` is the requested execution minus the features that this model does
-    not support, and `operations` are its operations. Its limit of micro-batches holds for training,
-    and falls when memory runs out. Logits are divided by `temperature`. Without `trains`, there are
-    no gradients, and the model needs no LoRA. To switch an adapter off and on later, attach it
-    before construction.
+    not support; `MicroBatches` applies its limit of tokens. `operations` are its operations. Logits
+    are divided by `temperature`. Without `trains`, there are no gradients, and the model needs no
+    LoRA. To switch an adapter off and on later, attach it before construction.
     """
 
     def __init__(
@@ -147,15 +146,11 @@ class Forward:
         )
 
     def run_as(self, execution: Execution) -> None:
-        """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
+        """Use an execution's loss chunks and recomputation from now on."""
         if self.layerwise is not None:
             self.layerwise.restore()
         self.execution = self.supported(execution)
         self.layerwise = self._layerwise()
-
-    def limit_micro_batches(self, tokens: int) -> None:
-        """Let the micro-batches of training have up to this many tokens from now on."""
-        self.execution = replace(self.execution, micro_batch_tokens=tokens)
 
     @contextmanager
     def running_as(self, execution: Execution) -> Iterator[None]:

@@ -192,7 +192,7 @@ def _group(pipeline: InstructPipeline, tokens: int) -> tuple[BatchLoad, StepInpu
     start = np.arange(prefix, dtype=np.int32) % 10
     ends = [(np.arange(own + 1, dtype=np.int32) + shift) % 10 for shift in (3, 7)]
     step = [Example(row, np.concatenate([start, end]), mask) for row, end in enumerate(ends)]
-    batches = MicroBatches(pipeline.forward, 2 * tokens)
+    batches = MicroBatches(pipeline.forward.execution).limited(2 * tokens)
     ((micro_batch, batch),) = batches.iterate(step)
     return load_of(micro_batch, batches.lengths(step)), pipeline.step_inputs(batch, 1)
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from mlxtune.backend.lora.lora_layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer
 from mlxtune.backend.lora.vectors import LoRAVectors
 from mlxtune.backend.step.evaluator import passes_of
+from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
 from mlxtune.backend.step.phases import Phases
 from mlxtune.backend.step.step_loss import (
@@ -33,7 +35,8 @@ from mlxtune.core.data.encode import Example, StepExamples
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.objectives.policy import PolicyObjective, StepObjective
 from mlxtune.core.run.metrics import InstructBatchResult
-from mlxtune.core.steps.memory_terms import moment_bytes
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.memory_terms import BatchLoad, moment_bytes
 from mlxtune.core.steps.micro_batch import PaddedBatch, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths
 from mlxtune.core.training.pipeline import StepOutcome
@@ -94,6 +97,19 @@ class Engine:
         self.launched: OptimizerStep | None = None
         self.committed_steps = 0
 
+    def run_as(
+        self, execution: Execution, peak: int | None, fits: Callable[[BatchLoad], bool] | None
+    ) -> None:
+        """Use an execution from now on; see `InstructPipeline.run_as`."""
+        self.forward.run_as(execution)
+        self._split_as(replace(self.micro_batches, execution=self.forward.execution, fits=fits))
+        if peak is not None:
+            self.losses.limit_memory(peak)
+
+    def _split_as(self, micro_batches: MicroBatches) -> None:
+        """Split the examples of later steps in this way; evaluations use no smaller batches."""
+        self.micro_batches = self.losses.training = micro_batches
+
     def restore(self, state: dict[str, Any], steps: int, max_tokens: int) -> None:
         """Continue after `steps` steps, with the optimizer's `state` in a file's layout.
 
@@ -103,7 +119,8 @@ class Engine:
         self.optimizer.adopt(self.forward.model)
         self.optimizer.take_from_file(state)
         self.committed_steps = steps
-        self.forward.limit_micro_batches(min(max_tokens, self.micro_batches.max_tokens))
+        limit = min(max_tokens, self.micro_batches.max_tokens)
+        self._split_as(self.micro_batches.limited(limit))
 
     def halve(self, examples: Sequence[Example]) -> int | None:
         """Halve the limit of micro-batches in tokens, for a step's examples, and return it.
@@ -118,7 +135,7 @@ class Engine:
     def _halve(self, lengths: StepLengths) -> int | None:
         half = self.micro_batches.halved_limit(lengths)
         if half is not None:
-            self.forward.limit_micro_batches(half)
+            self._split_as(self.micro_batches.limited(half))
         return half
 
     # The states of a step

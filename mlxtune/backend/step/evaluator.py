@@ -43,9 +43,8 @@ class LossEvaluator:
     """Computes the losses of examples, in the largest batches that memory and time allow.
 
     The device computes a batch while the next is prepared, and never holds two batches. Batches are
-    no smaller than `training`, the micro-batches of training, unless memory runs out for those; the
-    limit of training itself never changes. `other_bytes` are in use besides the model; `parameters`
-    counts the model's parameters.
+    no smaller than `training`, the present micro-batches of training, unless memory runs out for
+    those. `other_bytes` are in use besides the model; `parameters` counts the model's parameters.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class LossEvaluator:
         self._workers = workers
         self._forward = forward
         self._runner = runner
-        self._training = training
+        self.training = training
         self._max_tokens = max_batch_tokens(parameters)
         # The largest batch, in tokens, once memory has run out in an evaluation.
         self._halved_tokens = sys.maxsize
@@ -154,7 +153,7 @@ class LossEvaluator:
             store([part[i] for i in micro_batch.examples], counts, each)
 
         selected = [examples[i] for i in part]
-        lengths = self._training.lengths(selected)
+        lengths = self.training.lengths(selected)
         for attempt in self._runner.attempts(lengths, self._halve):
             with attempt:
                 micro_batches = self._batches_of(lengths).iterate(selected, lengths)
@@ -169,14 +168,16 @@ class LossEvaluator:
 
     def _batches_of(self, lengths: StepLengths) -> MicroBatches:
         """Return larger micro-batches than training's, if they fit in memory."""
-        tokens, least = self._max_tokens, min(self._training.max_tokens, self._halved_tokens)
+        # Nothing is kept for a backward pass, to which `fits` applies.
+        training = replace(self.training, fits=None)
+        tokens, least = self._max_tokens, min(training.max_tokens, self._halved_tokens)
         while tokens > least:
-            larger = replace(self._training, own_limit=tokens)
+            larger = training.limited(tokens)
             divided = larger.divided(lengths)
             if all(self._fits(load_of(micro_batch, lengths)) for micro_batch in divided):
                 return larger
             tokens //= 2
-        return replace(self._training, own_limit=least)
+        return training.limited(least)
 
     def _fits(self, load: BatchLoad) -> bool:
         """Return whether a batch fits in memory.
@@ -271,7 +272,7 @@ def passes_of(
     Workers that share the model wait for each other within a pass, so none of them halves its
     micro-batches or tries again on its own.
     """
-    micro_batches = MicroBatches(forward, keyed=keyed, whole_rows=whole_rows)
+    micro_batches = MicroBatches(forward.execution, keyed=keyed, whole_rows=whole_rows)
     runner = GraphRunner(
         forward, parameters, remedy=remedy, warn=warn, retries=not workers.shards_model
     )

@@ -1,11 +1,11 @@
 """Splits examples into micro-batches."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from itertools import chain
-from typing import Any
+from __future__ import annotations
 
-from mlxtune.backend.forward.forward import Forward
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import chain
+
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
@@ -13,34 +13,30 @@ from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, collate, row
 from mlxtune.core.steps.pack import Pack, StepLengths, pack
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class MicroBatches:
-    """Splits examples into micro-batches of up to `max_tokens` tokens for a `Forward` to run.
+    """Splits examples into micro-batches of up to `max_tokens` tokens.
 
-    The limit is the forward's, unless an evaluation sets its own. With `keyed`, only examples with
-    equal dropout keys share the tokens of a common prefix. With `whole_rows`, a row's examples run
-    together, unless any row is too long. Training's micro-batches that `fits` rejects are halved.
+    The model must support all features of `execution`. With `keyed`, only examples with equal
+    dropout keys share the tokens of a common prefix. With `whole_rows`, a row's examples run
+    together, unless any row is too long. Micro-batches that `fits` rejects are halved.
     """
 
-    forward: Forward
-    own_limit: int | None = None
+    execution: Execution
     _: KW_ONLY
     keyed: bool = False
     whole_rows: bool = False
     fits: Callable[[BatchLoad], bool] | None = None
-
-    def __post_init__(self) -> None:
-        # The last plan and its arguments: building the step asks for the same plan again.
-        self._last_division: tuple[Any, list[MicroBatch]] = None, []
-
-    @property
-    def _execution(self) -> Execution:
-        execution, limit = self.forward.execution, self.own_limit
-        return execution if limit is None else replace(execution, micro_batch_tokens=limit)
+    # The last division and its lengths: building the step asks for the same division again.
+    _last: list[tuple[StepLengths, list[MicroBatch]]] = field(default_factory=list, init=False)
 
     @property
     def max_tokens(self) -> int:
-        return self._execution.micro_batch_tokens
+        return self.execution.micro_batch_tokens
+
+    def limited(self, tokens: int) -> MicroBatches:
+        """Return micro-batches like these, but of up to `tokens` tokens."""
+        return replace(self, execution=replace(self.execution, micro_batch_tokens=tokens))
 
     def lengths(self, examples: Sequence[Example]) -> StepLengths:
         """Return the lengths of examples, for dividing them into micro-batches."""
@@ -52,7 +48,7 @@ class MicroBatches:
         """Yield each micro-batch of examples with these lengths, and its arrays."""
         for micro_batch in self.divided(lengths or self.lengths(examples)):
             selected = [examples[i] for i in micro_batch.examples]
-            if self.forward.execution.packs:
+            if self.execution.packs:
                 yield micro_batch, pack(selected, keyed=self.keyed, padding=micro_batch.added)
             else:
                 yield micro_batch, collate(selected, micro_batch.width)
@@ -65,18 +61,18 @@ class MicroBatches:
 
     def divided(self, lengths: StepLengths) -> list[MicroBatch]:
         """Return the micro-batches into which examples are split."""
-        execution = self._execution
-        fits = self.fits if self.own_limit is None else None
-        key = execution, lengths, fits
-        if key != self._last_division[0]:
-            divide = execution.micro_batches
-            whole = _whole_row_micro_batches(lengths, divide) if self.whole_rows else None
-            divided = divide(lengths) if whole is None else whole
-            if fits is not None:
-                parts = (_fitting(each, lengths, divide, fits) for each in divided)
-                divided = sorted(chain(*parts), key=lambda each: (-each.tokens, each.examples))
-            self._last_division = key, divided
-        return self._last_division[1]
+        if not self._last or self._last[0][0] != lengths:
+            self._last[:] = [(lengths, self._divide(lengths))]
+        return self._last[0][1]
+
+    def _divide(self, lengths: StepLengths) -> list[MicroBatch]:
+        divide, fits = self.execution.micro_batches, self.fits
+        whole = _whole_row_micro_batches(lengths, divide) if self.whole_rows else None
+        divided = divide(lengths) if whole is None else whole
+        if fits is None:
+            return divided
+        parts = (_fitting(each, lengths, divide, fits) for each in divided)
+        return sorted(chain(*parts), key=lambda each: (-each.tokens, each.examples))
 
     def halved_limit(self, lengths: StepLengths) -> int | None:
         """Return half the size in tokens of the largest micro-batch of several examples.

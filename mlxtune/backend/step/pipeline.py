@@ -129,10 +129,7 @@ class InstructPipeline:
         Evaluations then take at most the `peak` of training in bytes, if it is known. Micro-batches
         that `fits` rejects are halved.
         """
-        self.forward.run_as(execution)
-        self._engine.micro_batches.fits = fits
-        if peak is not None:
-            self._engine.losses.limit_memory(peak)
+        self._engine.run_as(execution, peak, fits)
 
     def step_inputs(self, batch: PaddedBatch | Pack, step: int) -> StepInputs:
         """Return the model's inputs for a micro-batch of a step, which seeds the dropout."""

@@ -182,7 +182,7 @@ def evaluator_of(
 @pytest.mark.parametrize("way", ["packed with recompute", "split head in small chunks"])
 def test_batch_is_evaluated_once(way: str) -> None:
     evaluator = evaluator_of(WAYS[way])
-    batches = len(list(evaluator._losses._training.iterate(fixed_step())))
+    batches = len(list(evaluator._losses.training.iterate(fixed_step())))
     assert batches > 1
     with counted_evaluations() as count:
         evaluator.losses(fixed_step())
@@ -233,7 +233,7 @@ def test_batches_are_as_large_as_the_memory_allows(
         done: list[int] = []
         np.testing.assert_allclose(evaluator.losses(examples, done.append), wanted, rtol=1e-5)
         sizes.append(len(done))
-        assert evaluator._losses._training.max_tokens == 20, "that of training stays"
+        assert evaluator._losses.training.max_tokens == 20, "that of training stays"
     assert sizes[0] == 1
     assert 1 < sizes[1] < sizes[2]
 
@@ -254,7 +254,7 @@ def test_evaluation_remembers_the_batch_size_that_ran_out_of_memory(
 ) -> None:
     monkeypatch.setattr("mlxtune.backend.step.evaluator.max_batch_tokens", lambda parameters: 16384)
     evaluator, warnings = evaluator_of(WAYS["packed"]), []
-    batches, whole, largest = evaluator._losses._training, evaluator.forward.losses, []
+    batches, whole, largest = evaluator._losses.training, evaluator.forward.losses, []
     evaluator._losses._runner._warn = warnings.append
 
     def limited(batch: Any, *rest: Any) -> mx.array:
@@ -300,7 +300,7 @@ def test_worker_that_shares_the_model_neither_halves_nor_tries_again(
         with pytest.raises(MemoryLimitError, match="on this worker"):
             made.compute(fixed_step())
         assert len(tried) == 1
-        assert made._training.max_tokens == 60
+        assert made.training.max_tokens == 60
         assert warnings == []
     assert len(pipeline._engine.micro_batches.divided(StepLengths.of(fixed_step()))[0].examples) > 1
     assert pipeline.relieve_memory(fixed_step()) is None
@@ -369,7 +369,7 @@ def evaluation(
         Example(row, rng.integers(0, 256, len(mask)).astype(np.int32), mask) for row in range(24)
     ]
     evaluator = evaluator_of(Execution(MLX), 10_000, architecture, **overrides)
-    ((micro_batch, _),) = evaluator._losses._training.iterate(examples)
+    ((micro_batch, _),) = evaluator._losses.training.iterate(examples)
     return evaluator, examples, load_of(micro_batch, StepLengths.of(examples))
 
 
@@ -400,7 +400,7 @@ def test_evaluation_in_stages_gives_the_same_bytes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: True)
     whole, staged = (evaluator_of(WAYS["packed"], num_hidden_layers=6) for _ in range(2))
     staged._losses._runner.seconds_per_token = 10.0
-    batches = len(list(staged._losses._training.iterate(fixed_step())))
+    batches = len(list(staged._losses.training.iterate(fixed_step())))
     wanted = whole.losses(fixed_step())
     with counted_evaluations() as count:
         assert staged.losses(fixed_step()).tobytes() == wanted.tobytes()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.head import BackboneAndHead
+from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.run.checkpoint import OPTIMIZER
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import GpuError, MemoryLimitError
-from tests.backend.conftest import MakePipeline, random_examples
-from tests.sources import PACKAGE, nodes_of
+from tests.backend.conftest import MakePipeline, limit_micro_batches, random_examples
 
 EXAMPLES = random_examples(6)
 # Messages of MLX on Metal.
@@ -123,30 +123,57 @@ def test_out_of_memory_in_an_evaluation_keeps_the_limit_of_training(
         assert file.metadata()["micro_batch_tokens"] == str(LARGE)
 
 
-def test_limit_of_micro_batches_has_one_owner() -> None:
-    """Training has the limit of its forward's execution; only an evaluation has its own."""
-    found = {
-        (path.name, node.attr, type(node.ctx))
-        for path in (PACKAGE / "backend").rglob("*.py")
-        for node in nodes_of(path)
-        if isinstance(node, ast.Attribute)
-        and (node.attr == "micro_batch_tokens" or isinstance(node.ctx, ast.Store))
-        and node.attr in ("max_tokens", "own_limit", "micro_batch_tokens", "execution")
-    }
-    assert found == {
-        ("micro_batches.py", "micro_batch_tokens", ast.Load),
-        ("forward.py", "execution", ast.Store),
-    }
+@pytest.mark.parametrize("change", ["plan", "memory pressure", "out of memory", "resume"])
+def test_every_change_of_the_limit_reaches_steps_evaluations_and_snapshots(
+    make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: str
+) -> None:
+    (pipeline, _), (other, _) = make(80), make(80)
+
+    def micro_batches_of_step_and_evaluation() -> list[int]:
+        step, evaluated = pipeline.train_batch(EXAMPLES).micro_batches, list[int]()
+        # `evaluate_in_micro_batches_of_training` leaves evaluations no larger batches.
+        pipeline.evaluate(EXAMPLES, evaluated.append)
+        return [step, len(evaluated)]
+
+    assert micro_batches_of_step_and_evaluation() == [2, 2]
+    if change == "plan":
+        limit_micro_batches(pipeline, 30)
+    elif change == "memory pressure":
+        pipeline.relieve_memory(EXAMPLES)
+    elif change == "out of memory":
+        with monkeypatch.context() as patch:
+            fail(patch, ALLOCATION)
+            pipeline.train_batch(EXAMPLES)
+    else:
+        limit_micro_batches(other, 30)
+        other.snapshot()(tmp_path)
+        pipeline.restore(tmp_path)
+    pipeline.snapshot()(tmp_path)
+    with safetensors.safe_open(tmp_path / OPTIMIZER, "numpy") as file:
+        limit_micro_batches(other, int(file.metadata()["micro_batch_tokens"]))
+    after = other.train_batch(EXAMPLES).micro_batches
+    assert micro_batches_of_step_and_evaluation() == [after, after]
+    assert after > 2
+
+
+def test_micro_batches_with_another_limit_leave_the_first_unchanged() -> None:
+    micro_batches = MicroBatches(Execution(MLX, micro_batch_tokens=80))
+    lengths = micro_batches.lengths(EXAMPLES)
+    whole = micro_batches.divided(lengths)
+    assert len(micro_batches.limited(20).divided(lengths)) > len(whole)
+    assert micro_batches.max_tokens == 80
+    assert micro_batches.divided(lengths) == whole
+    with pytest.raises(FrozenInstanceError):
+        micro_batches.fits = lambda load: False  # type: ignore[misc]
 
 
 def test_micro_batch_size_defaults_to_half_of_the_largest(make: Any) -> None:
     pipeline, _ = make(80)
-    batches = pipeline._engine.micro_batches
-    half = batches.halved_limit(batches.lengths(EXAMPLES))
-    assert batches.max_tokens == 80, "the caller sets it"
-    assert pipeline.relieve_memory(EXAMPLES) == half == batches.max_tokens < 80
-    pipeline.run_as(replace(pipeline.forward.execution, micro_batch_tokens=20))
-    assert batches.max_tokens == 20
+    before = pipeline._engine.micro_batches
+    half = before.halved_limit(before.lengths(EXAMPLES))
+    assert before.max_tokens == 80, "the caller sets it"
+    assert pipeline.relieve_memory(EXAMPLES) == half < 80
+    assert pipeline._engine.micro_batches.max_tokens == half
 
 
 def test_out_of_memory_on_single_examples_leaves_state_unchanged(
@@ -169,7 +196,7 @@ def test_requested_halving_equals_a_run_with_the_halved_limit(make: Any) -> None
     # The step that was already started keeps its micro-batches.
     whole, _ = make(80)
     assert halved.wait(started).result() == whole.train_batch(EXAMPLES)
-    whole.forward.limit_micro_batches(tokens)
+    limit_micro_batches(whole, tokens)
     assert halved.train_batch(EXAMPLES) == whole.train_batch(EXAMPLES)
     expected = adapters(whole)
     for name, value in adapters(halved).items():
@@ -329,7 +356,7 @@ def test_step_counts_its_micro_batches_and_their_padding(
 ) -> None:
     pipeline, _ = make(LARGE)
     for tokens in (LARGE, 40):
-        pipeline.forward.limit_micro_batches(tokens)
+        limit_micro_batches(pipeline, tokens)
         batches = [batch for _, batch in pipeline._engine.micro_batches.iterate(EXAMPLES)]
         micro_batches = [
             micro_batch for micro_batch, _ in pipeline._engine.micro_batches.iterate(EXAMPLES)
@@ -351,7 +378,7 @@ def test_step_reports_its_own_memory_peak(
     large = mx.zeros((100_000_000,), mx.uint8)
     mx.eval(large)
     del large
-    pipeline.forward.limit_micro_batches(1)
+    limit_micro_batches(pipeline, 1)
     alone = pipeline.train_batch(EXAMPLES).memory - before
     assert 0 < alone < wide < 50_000_000
     assert allocator.peak_bytes() - before >= 50_000_000, "that of the run is kept"
@@ -369,7 +396,8 @@ def test_plan_is_cached_until_the_limit_changes(make: Any, monkeypatch: pytest.M
     first = batches.divided(batches.lengths(EXAMPLES))
     assert batches.divided(batches.lengths(EXAMPLES)) == first
     assert len(limits) == 1
-    pipeline.forward.limit_micro_batches(batches.max_tokens // 2)
+    limit_micro_batches(pipeline, batches.max_tokens // 2)
+    batches = pipeline._engine.micro_batches
     batches.divided(batches.lengths(EXAMPLES))
     batches.divided(batches.lengths(EXAMPLES[:1]))
     assert len(limits) == 3
@@ -384,14 +412,16 @@ def test_micro_batches_that_do_not_fit_are_halved_and_change_nothing(
     assert len(micro_batches.divided(lengths)) == 1
     whole = pipeline.loss_and_gradients(EXAMPLES)
     pipeline.run_as(pipeline.forward.execution, fits=lambda load: load.examples <= 2)
-    divided = micro_batches.divided(lengths)
+    divided = pipeline._engine.micro_batches.divided(lengths)
     assert all(len(each.examples) <= 2 for each in divided)
     assert sorted(i for each in divided for i in each.examples) == list(range(len(EXAMPLES)))
     # Evaluations keep nothing for a backward pass.
-    assert len(replace(micro_batches, own_limit=LARGE).divided(lengths)) == 1
+    evaluated: list[int] = []
+    pipeline.evaluate(EXAMPLES, evaluated.append)
+    assert evaluated == [len(EXAMPLES)]
     parts = pipeline.loss_and_gradients(EXAMPLES)
     assert parts.counts.micro_batches == len(divided)
     assert float(parts.loss) == pytest.approx(float(whole.loss), rel=1e-5)
     # A single example runs even if it takes more memory than planned.
     pipeline.run_as(pipeline.forward.execution, fits=lambda load: False)
-    assert len(micro_batches.divided(lengths)) == len(EXAMPLES)
+    assert len(pipeline._engine.micro_batches.divided(lengths)) == len(EXAMPLES)

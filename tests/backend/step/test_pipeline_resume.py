@@ -22,6 +22,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.run.checkpoint import ADAPTER, OPTIMIZER
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
+from tests.backend.conftest import limit_micro_batches
 from tests.models import VOCAB_SIZE, write_model
 from tests.slow import long_except, slow, slow_except
 
@@ -109,13 +110,13 @@ def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
 def test_restore_keeps_the_smaller_limit_of_micro_batches(folder: Path, tmp_path: Path) -> None:
     made = pipeline(folder, WAYS["plain"])
     take(made, range(1, 2))
-    made.forward.limit_micro_batches(30)
+    limit_micro_batches(made, 30)
     made.snapshot()(tmp_path)
 
     again = pipeline(folder, WAYS["plain"])
     again.restore(tmp_path)
     assert again._engine.micro_batches.max_tokens == 30
-    again.forward.limit_micro_batches(20)
+    limit_micro_batches(again, 20)
     again.restore(tmp_path)
     assert again._engine.micro_batches.max_tokens == 20
 
