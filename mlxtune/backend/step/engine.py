@@ -30,7 +30,6 @@ from mlxtune.backend.step.step_loss import (
     sft_loss,
 )
 from mlxtune.backend.workers.workers import Workers
-from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example, StepExamples
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.objectives.policy import PolicyObjective, StepObjective
@@ -69,7 +68,6 @@ class Engine:
         self,
         forward: Forward,
         lora: LoRASummary,
-        config: InstructConfig,
         *,
         objective: StepObjective,
         workers: Workers,
@@ -78,7 +76,7 @@ class Engine:
         self.forward = forward
         self.objective = objective
         self._lora = lora
-        self._config = config
+        self._config = config = lora.config
         self._workers = workers
         self.micro_batches, self.runner, self.losses = passes_of(
             forward,

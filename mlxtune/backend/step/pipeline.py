@@ -101,7 +101,7 @@ class InstructPipeline:
         )
         self._reference = self.forward.trained.values() if objective.needs_reference_lora else {}
         self._engine = Engine(
-            self.forward, self.lora, config, objective=objective, workers=workers, warn=warn
+            self.forward, self.lora, objective=objective, workers=workers, warn=warn
         )
         # Whether LoRA has values, which `restore` gives it if it is not fresh.
         self._has_values = fresh
