@@ -98,7 +98,7 @@ def load_adapted(base: BaseModel, adapter: AdapterFile) -> AdapterSwitch:
         if isinstance(module, DoRALinear):
             module.compute_magnitudes()
     base.model.eval()
-    summary = summarize(base.model, config, dropout_keys)
+    summary = summarize(base.model, config)
     return AdapterSwitch(base, adapter, summary, modules, _changes_nothing(info, tensors, names))
 
 

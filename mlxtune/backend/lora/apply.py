@@ -65,7 +65,6 @@ class LoRASummary:
     layers: int
     trainable_parameters: int
     total_parameters: int
-    dropout_keys: DropoutKeys
     scale: float
     written_rank: int
     trained_as_written: bool
@@ -163,24 +162,28 @@ class LoRASummary:
             )
 
 
-def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
+def apply_lora(
+    model: nn.Module, config: InstructConfig, dropout_keys: DropoutKeys | None = None
+) -> LoRASummary:
     """Freeze a model and put LoRA on the targets of its last `num_layers` layers (None: all).
 
-    No weights are read: `initialize` computes PiSSA's factors or loads `init_adapter`.
+    Dropout reads `dropout_keys`, which the caller sets before each forward pass; by default, there
+    is no dropout. No weights are read: `initialize` computes PiSSA's factors or loads
+    `init_adapter`.
 
     Raises ModelError if LoRA cannot be applied.
     """
-    dropout_keys, adapted = DropoutKeys(), []
+    dropout_keys, adapted = dropout_keys or DropoutKeys(), []
     for path, module in choose_targets(model, config).items():
         rank = rank_of(path, config)
         scale = scale_of(config.alpha, rank, rslora=config.rslora)
         adapted.append((path, lora_layer(module, path, rank, scale, config, dropout_keys)))
     model.freeze()
     model.update_modules(tree_unflatten(adapted))
-    return summarize(model, config, dropout_keys)
+    return summarize(model, config)
 
 
-def summarize(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKeys) -> LoRASummary:
+def summarize(model: nn.Module, config: InstructConfig) -> LoRASummary:
     """Count the layers, projections and parameters with LoRA, and say how an adapter holds them."""
     num_layers = config.num_layers or len(model.layers)
     # A is (in, rank), or (experts, rank, in) for experts. An adapter file also contains PiSSA's
@@ -197,7 +200,6 @@ def summarize(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
         trainable_parameters=sum(p.size for _, p in tree_flatten(model.trainable_parameters())),
         # This counts only leaf modules, which LoRA's matrices do not belong to.
         total_parameters=get_total_parameters(model),
-        dropout_keys=dropout_keys,
         scale=scale,
         written_rank=rank,
         trained_as_written=len(written) == 1 and not config.is_pissa,

@@ -18,6 +18,7 @@ from mlxtune.backend.adapters.adapter_folder import load_tensors, tensor_bytes
 from mlxtune.backend.forward.forward import Forward, StepInputs
 from mlxtune.backend.forward.operations import best_execution, logits_dtype
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
+from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.step.engine import Engine
 from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
 from mlxtune.backend.step.phases import Phases
@@ -86,13 +87,12 @@ class InstructPipeline:
         self.config = config
         # The rate of `train_step` and `train_batch` unless given, and of a trainer without a rate.
         self.learning_rate = config.lr
-        self.lora: LoRASummary = apply_lora(model, config)
+        dropout_keys = DropoutKeys()
+        self.lora: LoRASummary = apply_lora(model, config, dropout_keys)
         execution = execution or best_execution(
             self.lora.total_parameters, logits_dtype(model), model=model
         )
-        self.forward = Forward(
-            model, self.lora.dropout_keys, execution, temperature=objective.temperature
-        )
+        self.forward = Forward(model, dropout_keys, execution, temperature=objective.temperature)
         self._workers = workers
         self._base = base_model, base_record
         self._provenance = provenance

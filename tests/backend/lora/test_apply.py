@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.lora.apply import apply_lora
+from mlxtune.backend.lora.apply import adapted_modules, apply_lora
 from mlxtune.backend.lora.lora_layers import DropoutKeys, LoRALinear, step_keys
 from mlxtune.backend.models.loading import open_base
 from mlxtune.config import InstructConfig
@@ -189,6 +189,20 @@ def test_target_of_experts_and_others_is_reported_by_name_and_count(
     for name in (experts, *others):
         assert f" {name}.gate_proj in {layers} layer" in line
     assert line.count(".gate_proj in ") == 1 + len(others)
+
+
+def test_summary_is_a_value_without_the_state_of_dropout(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3")
+    config, keys = InstructConfig(dropout=0.5), DropoutKeys()
+    model = open_base(tmp_path, "auto").model
+    summary = apply_lora(model, config, keys)
+    layer = next(iter(adapted_modules(model).values()))
+    tokens = mx.ones((1, 3, layer.lora_a.shape[0]))
+    layer.lora_b = mx.ones_like(layer.lora_b)
+    whole = layer(tokens)
+    keys.set(step_keys(0, 1, (1,)), None)
+    assert not mx.array_equal(layer(tokens), whole)
+    assert {summary} == {apply_lora(open_base(tmp_path, "auto").model, config)}
 
 
 def test_untrained_experts_with_a_dense_namesake_are_a_warning(tmp_path: Path) -> None:
