@@ -118,9 +118,6 @@ class FakePipeline:
     ) -> InstructBatchResult:
         return result(-logps.sum() / sum(example.supervised for example in examples), examples)
 
-    def save(self, folder: Path) -> None:
-        self.snapshot()(folder)
-
     def snapshot(self) -> Callable[[Path], None]:
         batches, rates = list(self.batches), list(self.learning_rates)
 
