@@ -144,13 +144,9 @@ def formats_of(objective: str) -> Mapping[str, Format]:
     """Return the formats of the rows that an objective accepts, by name."""
     if is_rewarded(objective):
         return PROMPTS
-    return (
-        PAIRS
-        if objective in PAIR_OBJECTIVES
-        else LABELS
-        if objective in LABEL_OBJECTIVES
-        else FORMATS
-    )
+    if objective in PAIR_OBJECTIVES:
+        return PAIRS
+    return LABELS if objective in LABEL_OBJECTIVES else FORMATS
 
 
 def recognize(content: JsonObject, formats: Mapping[str, Format] | None = None) -> str | None:
