@@ -1,4 +1,7 @@
-"""Problems in rows, with the place of each row: reasons to skip it, or notes on it."""
+"""Problems in rows, with the place of each row, and the bytes of the files that have them.
+
+A problem is a reason to skip a row, or a note on it.
+"""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Finds and opens data files: those that options name, and a folder's files by name."""
+"""Finds data files: those that options name, and a folder's files by name."""
 
 import difflib
 import gzip

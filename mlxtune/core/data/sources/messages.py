@@ -1,4 +1,7 @@
-"""Checks the messages of a row in OpenAI's format and its relatives; raises BadRowError."""
+"""Checks the messages of a row in OpenAI's format and its relatives, and selects supervised turns.
+
+Checks raise BadRowError.
+"""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
