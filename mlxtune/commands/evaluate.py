@@ -44,9 +44,9 @@ from mlxtune.views.run_text import evaluation_lines
 def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
     """Compare a base model without and with its adapter on the supervised tokens of the data.
 
-    With `against`, compares the adapter with another one instead; an adapter that learned
-    preferences is compared with the adapter that its training started from, if any. With `reward`,
-    compares rewards of answers instead of losses. Leaves out rows that an adapter was trained on,
+    With `against`, compares the adapter with another one instead; without it, with the adapter
+    that its training started from, if any, as at the end of a run. With `reward`, compares
+    rewards of answers instead of losses. Leaves out rows that an adapter was trained on,
     and with `reward` also rows whose prompts it was trained on, if they are known, unless no other
     rows are left. Of rows that say the same, only the first counts.
 
@@ -60,7 +60,7 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
     with closing(RunConsole(quiet=config.quiet)) as console:
         use = UseSession(config, console, names)
         objective = Objective.of(use.config)
-        others = other_adapters(use, objective)
+        others = other_adapters(use)
         reading = use.config.data_config(data=_data_files(config))
         session = Session(reading, console, use.folder, held_out=True)
         operations.load_ahead(use.folder)
@@ -72,8 +72,6 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
         elif not objective.is_sft:
             source = "" if "objective" in names else ", as in training"
             console.say("Objective", f"{objective.description}{source}")
-        if objective.is_sft and not config.reward and config.against is None:
-            _name_start(use)
         if changed := run_text.changed_options(config, use.config, READING_OPTIONS):
             console.say("Reading", f"{changed}, as in training")
         dataset = session.load()
@@ -129,8 +127,8 @@ def _rewards_behind(adapter: AdapterFile | None) -> Sequence[str]:
     return [*map(str, rewards)] if isinstance(rewards, list) else []
 
 
-def other_adapters(use: UseSession[EvalConfig], objective: Objective) -> list[AdapterFile]:
-    """Return the adapter to compare with, if any: --against, or where preferences started.
+def other_adapters(use: UseSession[EvalConfig]) -> list[AdapterFile]:
+    """Return the adapter to compare with, if any: --against, or the one that training started from.
 
     Raises ModelError.
     """
@@ -138,14 +136,8 @@ def other_adapters(use: UseSession[EvalConfig], objective: Objective) -> list[Ad
         return []
     if use.config.against is not None:
         return [AdapterFile.find(use.config.against, "--against")]
-    return [] if objective.is_sft else list(initial_adapter(use.adapter, use.console.warn))
-
-
-def _name_start(use: UseSession[EvalConfig]) -> None:
-    """Print from which adapter training started, as the verdict is against the base model."""
-    for start in () if use.adapter is None else initial_adapter(use.adapter, use.console.warn):
-        path = shlex.quote(str(start.path))
-        use.console.say("Start", f"{start.path}: add --against {path} for a verdict against it")
+    initial = initial_adapter(use.adapter, use.console.warn)
+    return [] if initial is None else [initial]
 
 
 def judged_rows(

@@ -168,10 +168,11 @@ def train(
             trainer.val_rows, trained, candidates, text_hash, by_prompt=by_prompt
         )
         peak_gb, total_steps = allocator.peak_gb(), trainer.total_steps
+        initial_hash = parts.pipeline.initial_hash
         # Free the model: the adapter is read back from its file and judged on a new one.
         del parts, trainer, write
         allocator.release()
-        evaluation = judge_and_report(session, judged, rewards)
+        evaluation = judge_and_report(session, judged, rewards, initial_hash)
         if evaluation and (
             line := run_text.next_try_line(evaluation, config, training, total_steps)
         ):
@@ -209,12 +210,15 @@ def count_candidates(result: InstructTrainResult) -> int:
 
 
 def judge_and_report(
-    session: RunSession, judged: JudgedRows, rewards: "RewardSession | None"
+    session: RunSession,
+    judged: JudgedRows,
+    rewards: "RewardSession | None",
+    initial_hash: str | None,
 ) -> Evaluation | None:
     """Report whether the adapter helped on the held-out rows, if any, and write the run's page."""
     folder, console = session.config.checkpoint_path, session.console
     try:
-        return judge(session, judged, rewards) if judged.rows else None
+        return judge(session, judged, rewards, initial_hash) if judged.rows else None
     finally:  # also after Ctrl-C during the evaluation
         if session.workers.rank == 0 and (page := write_page(folder, console.warn)):
             console.say("Report", str(page))

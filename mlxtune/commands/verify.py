@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.backend.adapters import checkpoint_tensors
+from mlxtune.backend.adapters.initialize import find_initial
 from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.models import loading, model_folder
@@ -23,6 +24,7 @@ from mlxtune.core.formatting import join_few, pluralize
 from mlxtune.core.run.checkpoint import (
     ADAPTER,
     BEST,
+    INITIAL_HASH,
     METRICS,
     Checkpoint,
     find_checkpoints,
@@ -37,7 +39,7 @@ from mlxtune.core.run.replay_checks import (
     checks_of_files,
     up_to,
 )
-from mlxtune.core.run.run_folder import SAMPLE_RECORDS, ResumePoint
+from mlxtune.core.run.run_folder import EVALUATION, SAMPLE_RECORDS, ResumePoint
 from mlxtune.core.run.stored_run import get_mapping, run_folder_at
 from mlxtune.core.run.verification import Verification, verify_files
 from mlxtune.core.training.schedule import make_schedule
@@ -52,7 +54,7 @@ from mlxtune.errors import (
 from mlxtune.session.arguments import ResolvedOptions
 from mlxtune.session.interrupt import interrupt_on_signal
 from mlxtune.session.memory_planning import recorded_matmul
-from mlxtune.session.resuming import check_asked_again, check_initial, run_config
+from mlxtune.session.resuming import check_asked_again, run_config
 from mlxtune.views.output import print_json, print_line
 
 # What neither the files nor a replay can confirm.
@@ -276,15 +278,10 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
     except (OSError, ValueError) as problem:
         result.add("replay", f"{METRICS}: {problem}", "")
         return
-    if replay.resumed is None and config.init_adapter is not None:
-        try:
-            check_initial(config.init_adapter, newest.metadata)
-        except MlxTuneError as error:
-            text, moved, _ = error.with_flags.partition(": check --")
-            changed = f"the run did not start from {config.init_adapter}, which has changed"
-            gone = f"the adapter from which the run started is missing: {text}"
-            result.add("replay", f"{gone if moved else changed}: bring it back", "")
-            return
+    no_start = _missing_start(config, newest)
+    if replay.resumed is None and no_start:
+        result.add("replay", f"{no_start}: bring it back", "")
+        return
     with interrupt_on_signal(), scratch_folder("verify") as scratch:
         replayed = replace(
             config,
@@ -303,14 +300,28 @@ def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -
         if replay.resumed is not None:
             _copy_state(run, replay.resumed.checkpoint, scratch / "checkpoints")
         unended = _train_again(replayed, newest, replay)
-        _compare(result, good, replay, scratch, unended)
+        _compare(result, good, replay, scratch, unended, no_start)
         if (run / SAMPLE_RECORDS).exists():  # another check reports that it is missing
             compare = partial(_compare_samples, run, scratch / "checkpoints", replay)
             result.attempt("samples", compare)
         rates = partial(_rate, config, newest)
         result.add("learning rates", check_rates(replay.records, rates), "as the options give them")
         if replay.resumed is not None:
-            _check_earlier(result, replayed, newest, replay, scratch / "first")
+            _check_earlier(result, replayed, replay, scratch / "first", no_start)
+
+
+def _missing_start(config: TrainConfig, newest: Checkpoint) -> str:
+    """Return why the adapter from which a run started cannot be used; empty if it can be."""
+    if config.init_adapter is None:
+        return ""
+    try:
+        find_initial(config.init_adapter, newest.metadata.get(INITIAL_HASH))
+    except ModelError as error:
+        text, moved, _ = error.with_flags.partition(": check --")
+        if moved:
+            return f"the adapter from which the run started is missing: {text}"
+        return f"the run did not start from {config.init_adapter}, which has changed"
+    return ""
 
 
 def _rate(config: TrainConfig, newest: Checkpoint, step: int) -> float:
@@ -328,7 +339,7 @@ def _rate(config: TrainConfig, newest: Checkpoint, step: int) -> float:
 
 
 def _check_earlier(
-    result: Verification, config: TrainConfig, newest: Checkpoint, replay: _Replay, scratch: Path
+    result: Verification, config: TrainConfig, replay: _Replay, scratch: Path, no_start: str
 ) -> None:
     """Repeat the validation before the first step, and say which steps were not repeated."""
     name, rest = "earlier steps", f"steps 1 to {replay.start} were not repeated"
@@ -336,12 +347,9 @@ def _check_earlier(
     if not own:
         result.add(name, None, rest)
         return
-    if config.init_adapter is not None:
-        try:
-            check_initial(config.init_adapter, newest.metadata)
-        except ModelError:
-            result.add(name, None, f"{rest}, nor was the validation before them")
-            return
+    if no_start:
+        result.add(name, None, f"{rest}, nor was the validation before them")
+        return
     losses: list[float] = []
     config = replace(config, output=str(scratch / ADAPTER), checkpoint_dir=str(scratch))
     with suppress(TrainingInterrupted):
@@ -373,6 +381,7 @@ def _compare(
     replay: _Replay,
     scratch: Path,
     unended: str | None,
+    no_start: str,
 ) -> None:
     """Compare a run with its replay, and with what needs no steps of it."""
     newest, again = good[0], scratch / "checkpoints"
@@ -397,6 +406,8 @@ def _compare(
     result.add("replay", problem, f"{start}: the same bytes")
     if replay.whole and problem is None:
         for name, check in checks_of_files(newest.run, again):
+            if name == EVALUATION and no_start:  # it compares with that adapter
+                check = lambda: f"not judged again: {no_start}"  # noqa: E731
             result.attempt(f"{name} again", check)
 
 

@@ -36,7 +36,13 @@ from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.reader import Reader
 from mlxtune.session.run_session import RunSession
-from mlxtune.session.trained_model import LoadedModel, UseSession, load_model, warn_of_base
+from mlxtune.session.trained_model import (
+    LoadedModel,
+    UseSession,
+    load_model,
+    unchanged_initial,
+    warn_of_base,
+)
 from mlxtune.views.console import VERDICT, RunConsole
 from mlxtune.views.run_text import less_likely_line
 
@@ -198,11 +204,14 @@ def losses_and_answers(
     objective: Objective,
     loaded: LoadedModel,
 ) -> OtherAdapter:
-    """Compute the losses of rows under another adapter and, with --generate, its answers."""
+    """Compute the losses of rows under another adapter.
+
+    With --generate, also the answers of the adapter of --against.
+    """
     config, console = use.config, use.console
     (sums,) = _sums(loaded, rows, (True,), console, SINGLE_PROCESS, objective)
     texts = None
-    if config.generate:
+    if config.generate and config.against is not None:
         turns, longest = _last_turns(rows, reader.turn_ends), config.max_new_tokens
         texts = _answers(loaded, reader.tokenizer, turns, longest, console, with_adapter=True)
     return OtherAdapter(sums, texts)
@@ -235,11 +244,15 @@ class ValidationAnswers(TrainingObserver):
 
 
 def judge(
-    session: RunSession, judged: JudgedRows, rewards: "RewardSession | None" = None
+    session: RunSession,
+    judged: JudgedRows,
+    rewards: "RewardSession | None" = None,
+    initial_hash: str | None = None,
 ) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
-    Compares this adapter with the adapter from which training started, or else with the base model.
+    Compares this adapter with the adapter from which training started, whose SHA-256 is
+    `initial_hash`, or else with the base model.
     The run has ended and its adapter is written, so problems are only warnings. The losses come
     first, because users wait for the verdict; the sample answers only serve the run's page.
     """
@@ -255,7 +268,7 @@ def judge(
         return _sums(loaded, judged.rows, (True,), console, workers, objective)[0]
 
     try:
-        start = _before_training(session, measured)
+        start = _before_training(session, initial_hash, measured)
         loaded = load_model(use, adapter, session.folder, RunConsole(quiet=True), workers)
         if rewards is not None:
             evaluation = rewards.compare(loaded, judged, start, config.samples)
@@ -303,17 +316,24 @@ def _write_evaluation(run: Path, evaluation: Evaluation) -> None:
         write_json(run / RESULT, result)
 
 
-def _before_training(session: RunSession, measure: Callable[[LoadedModel], Any]) -> Any:
-    """Measure the adapter from which training started; None if there was none."""
-    config, initial = session.config, session.initial
-    if config.init_adapter is None:
+def _before_training(
+    session: RunSession, initial_hash: str | None, measure: Callable[[LoadedModel], Any]
+) -> Any:
+    """Measure the adapter from which training started.
+
+    Returns None if there was none or, with a warning, if it has changed since then.
+    """
+    config, warn, workers = session.config, session.console.warn, session.workers
+    if (named := config.init_adapter) is None:
         return None
-    # Training may have taken days, or replaced the adapter.
-    if initial is None or initial.has_changed:
-        initial = AdapterFile.find(config.init_adapter)
-    quantize = config.quantize or "none"
-    use = config.part(UseConfig, adapter=config.init_adapter, quantize=quantize)
-    return measure_adapter(use, initial, session.folder, measure, session.workers)
+    # Training may have taken days.
+    initial = unchanged_initial(
+        named, initial_hash, config.output_path, warn, session.initial, workers
+    )
+    if initial is None:
+        return None
+    use = config.part(UseConfig, adapter=named, quantize=config.quantize or "none")
+    return measure_adapter(use, initial, session.folder, measure, workers)
 
 
 def _draw(rows: CorpusRows, count: int, seed: int, reader: Reader) -> CorpusRows:

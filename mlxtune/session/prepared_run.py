@@ -22,6 +22,7 @@ from mlxtune.config.fields import flag
 from mlxtune.config.train_config import OPTIONS
 from mlxtune.core.files.hashing import hash_in_background
 from mlxtune.core.objectives.policy import objective_of
+from mlxtune.core.run.checkpoint import INITIAL_HASH
 from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.steps.memory_plan import MemoryPlan, Workload
 from mlxtune.errors import ConfigError
@@ -155,7 +156,7 @@ def build_pipeline(
         base_model=config.model_path,
         fresh=resume is None,
         initial=initial,
-        initial_hash=resumed.get("init_adapter_hash"),
+        initial_hash=resumed.get(INITIAL_HASH),
         provenance=provenance,
         base_record=loading.base_record(base) | trained,
         warn=console.warn,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.backend.adapters.adapter_folder import find_adapter
+from mlxtune.backend.adapters.initialize import find_initial
 from mlxtune.backend.models.model_folder import is_local
 from mlxtune.backend.workers.environment import is_one_of_several
 from mlxtune.backend.workers.launch import from_worker_0
@@ -20,11 +20,11 @@ from mlxtune.config import OPTIONS, TrainConfig, as_path
 from mlxtune.config.fields import check_names, field_types, flag, flag_value
 from mlxtune.config.option import Affects, Option
 from mlxtune.config.train_config import adapter_path
-from mlxtune.core.files.reading import file_hash, read_json
+from mlxtune.core.files.reading import read_json
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.files.writing import is_same_place
 from mlxtune.core.formatting import pluralize
-from mlxtune.core.run.checkpoint import FACTS, Checkpoint
+from mlxtune.core.run.checkpoint import FACTS, INITIAL_HASH, Checkpoint
 from mlxtune.core.run.run_folder import (
     ABOUT,
     LEDGER,
@@ -177,7 +177,7 @@ def run_config(run: Path, checkpoint: Checkpoint, changes: Mapping[str, Any]) ->
     if problems:
         raise ConfigError(problems)
     if changes.get("init_adapter") is not None:
-        check_initial(str(changes["init_adapter"]), metadata)
+        find_initial(str(changes["init_adapter"]), metadata.get(INITIAL_HASH))
     working_directory = str(metadata.get("working_directory", ""))
     if "\0" in working_directory or any(
         _has_null(value) for name, value in stored.items() if OPTIONS[name].path
@@ -407,18 +407,6 @@ def _extension_line(resume: ResumePoint, trainer: InstructTrainer) -> str:
         f"{line}the learning rate restarts, from {last:.3g} at step {step} to {following:.3g} at "
         f"step {step + 1}"
     )
-
-
-def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
-    """Raise ModelError unless the run started from this adapter.
-
-    Only a replay of the run needs the adapter.
-    """
-    weights = find_adapter(adapter, "--init-adapter")
-    if file_hash(weights) != metadata.get("init_adapter_hash"):
-        raise ModelError(
-            f"--init-adapter: the run did not start from {weights}: leave the option out to resume"
-        )
 
 
 def _workers(described: object) -> str:

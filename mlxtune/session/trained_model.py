@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from mlxtune.backend.adapters import attach
 from mlxtune.backend.adapters.adapter_file import AdapterFile
+from mlxtune.backend.adapters.initialize import find_initial
 from mlxtune.backend.device import allocator, default_device
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
@@ -38,9 +39,9 @@ from mlxtune.config.data_config import TEMPLATES, BaseOptions
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.prompt import Prompt
-from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.formatting import format_name
+from mlxtune.core.run.checkpoint import INITIAL_HASH
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.run.trained_rows import record_of, rows_behind, rows_in_record
 from mlxtune.errors import ConfigError, DataError, ModelError, one_line
@@ -307,24 +308,42 @@ def trained_rows_of(
     return trained
 
 
-def initial_adapter(adapter: AdapterFile, warn: Callable[[str], None]) -> Iterator[AdapterFile]:
-    """Yield the adapter from which an adapter's training started, if its run names one.
+def initial_adapter(adapter: AdapterFile, warn: Callable[[str], None]) -> AdapterFile | None:
+    """Return the adapter from which an adapter's training started, if its run names one.
 
-    Warns if the run names one that is missing or has changed.
+    Returns None, with a warning, if the run names one that is missing or has changed.
     """
     metadata = adapter.origin.metadata
-    named, expected = get_mapping(metadata, "config").get("init_adapter"), "init_adapter_hash"
+    named = get_mapping(metadata, "config").get("init_adapter")
     if not isinstance(named, str):
-        return
-    with suppress(OSError, ModelError, ValueError):
-        first = AdapterFile.find(str(Path(adapter.origin.working_directory) / as_path(named)))
-        if file_hash(first.path) == metadata.get(expected):
-            yield first
-            return
+        return None
+    path = str(Path(adapter.origin.working_directory) / as_path(named))
+    return unchanged_initial(path, metadata.get(INITIAL_HASH), adapter.path, warn)
+
+
+def unchanged_initial(
+    named: str,
+    digest: object,
+    trained: Path,
+    warn: Callable[[str], None],
+    opened: AdapterFile | None = None,
+    workers: Workers = SINGLE_PROCESS,
+) -> AdapterFile | None:
+    """Return the adapter from which training started, as `find_initial` finds it on all workers.
+
+    Returns None, with a warning on the `trained` adapter, if it is missing or has changed.
+    """
+    adapter, state = None, "missing"
+    with suppress(ModelError):
+        adapter, state = find_initial(named, digest, opened), "unchanged"
+    if "missing" not in workers.all_gather_text(state):
+        return adapter
     warn(
-        f"{adapter.path}: the adapter that its training started from, {named}, is missing or has "
-        "changed, so it is compared with the base model: name it with --against"
+        f"{trained}: the adapter that its training started from, {named}, is missing or has "
+        "changed, so it is compared with the base model: bring it back, or name it with mlxtune "
+        "eval --against"
     )
+    return None
 
 
 def is_trained_on_text(adapter: AdapterFile | None) -> bool:

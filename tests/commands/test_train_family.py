@@ -123,19 +123,6 @@ def test_run_continues_from_an_adapter_with_its_options(
     assert said["lora_parameters"]["keys"] == before["lora_parameters"]["keys"]
 
 
-def test_evaluation_names_the_adapter_that_training_started_from(
-    cli: Cli, model: Path, chat: Path, first: Path, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"data": chat, "max_steps": 1, "samples": 0, "quiet": True}
-    train(**options, init_adapter=first, output=tmp_path / "next")
-    asked = ["eval", "--adapter", tmp_path / "next", "--data", chat]
-    start = first / "adapters.safetensors"
-    named = f"{start}: add --against {start} for a verdict against it"
-    assert named in " ".join(cli(*asked).err.split())
-    assert named not in " ".join(cli(*asked, "--against", first).err.split())
-    assert "--against" not in cli("eval", "--adapter", first, "--data", chat).err
-
-
 @pytest.mark.slow
 def test_python_continues_from_an_adapter_as_the_command_line_does(
     cli: Cli, model: Path, chat: Path, first: Path, tmp_path: Path

@@ -346,6 +346,25 @@ def test_replay_names_an_initial_adapter_that_moved_or_changed(
     assert f"the run did not start from {first}, which has changed: bring it back" in changed
 
 
+def test_replay_without_the_initial_adapter_judges_nothing_again(
+    model: Path, finished: Path, tmp_path: Path
+) -> None:
+    first = shutil.copytree(finished, tmp_path / "first")
+    chat = write_chat(tmp_path / "chat.jsonl", sums(8))
+    options: dict[str, Any] = {"samples": 0, "quiet": True, "max_steps": 3, "save_steps": 1}
+    options |= {"val_split": 0.5, "batch_size": 1, "init_adapter": str(first), "keep": 9}
+    train(TrainConfig(str(model), str(chat), output=str(tmp_path / "out"), **options))
+
+    def again() -> str:
+        result = verify(tmp_path / "out", replay=True)
+        assert result.ok, result
+        return next(each.detail for each in result.checks if each.name == "evaluation.json again")
+
+    assert again().startswith("judged again: ")
+    shutil.rmtree(first)
+    assert again().startswith("not judged again: the adapter from which the run started is missing")
+
+
 def test_replay_detects_a_forged_run(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlxtune.core.run.checkpoint import _manifest
 

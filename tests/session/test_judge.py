@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
+import safetensors.numpy
 
-from mlxtune import EvalConfig, TrainConfig, evaluate, train
+from mlxtune import EvalConfig, TrainConfig, evaluate, resume, train
+from mlxtune.core.run.stored_run import read_evaluation
+from mlxtune.errors import TrainingInterrupted
 from tests.command import Cli
 from tests.models import write_model
+
+Objective = Literal["sft", "dpo"]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with pairs, an adapter in `first`, and one in `second` that began with it."""
+    """A folder with rows and two adapters of each objective: the second began with the first."""
     folder = tmp_path_factory.mktemp("judge")
     write_model(folder / "model", "qwen3", num_hidden_layers=1)
     rows = [
@@ -25,40 +31,97 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for a in range(5)
         for b in range(5)
     ]
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options: dict[str, Any] = {"objective": "dpo", "lr": 3e-3, "samples": 0, "quiet": True}
-    given = (str(folder / "model"), (str(folder / "pairs.jsonl"),))
-    first = TrainConfig(*given, output=str(folder / "first"), max_steps=2, **options)
-    train(first)
-    train(replace(first, output=str(folder / "second"), init_adapter=str(folder / "first")))
+    (folder / "dpo.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    answers = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
+    (folder / "sft.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    for objective in get_args(Objective):
+        first = options(folder, objective, folder / f"{objective}-first")
+        train(first)
+        train(replace(first, output=str(folder / f"{objective}-second"), init_adapter=first.output))
     return folder
 
 
-def evaluation(home: Path, **options: Any) -> Any:
-    config = EvalConfig(data=(str(home / "pairs.jsonl"),), quiet=True, **options)
-    return evaluate(config)
+def options(home: Path, objective: Objective, output: Path, **given: Any) -> TrainConfig:
+    data = (str(home / f"{objective}.jsonl"),)
+    given = {"lr": 3e-3, "max_steps": 2, "samples": 0, "quiet": True} | given
+    model = str(home / "model")
+    return TrainConfig(model, data, objective=objective, output=str(output), **given)
 
 
-def test_preferences_are_compared_with_the_initial_adapter(home: Path) -> None:
-    found = evaluation(home, adapter=str(home / "second"))
-    alone = evaluation(home, adapter=str(home / "first"))
+def evaluation(home: Path, adapter: str, **options: Any) -> Any:
+    data = (str(home / f"{adapter[:3]}.jsonl"),)
+    return evaluate(EvalConfig(adapter=str(home / adapter), data=data, quiet=True, **options))
+
+
+@pytest.mark.parametrize("objective", get_args(Objective))
+def test_evaluation_and_end_of_a_run_compare_with_the_initial_adapter(
+    home: Path, objective: Objective
+) -> None:
+    found = evaluation(home, f"{objective}-second", generate=True, max_new_tokens=2)
+    alone = evaluation(home, f"{objective}-first")
     assert alone.start is None
     assert found.start is not None
     assert found.start.loss == pytest.approx(alone.adapted.loss)
-    assert found.preference.before == pytest.approx(alone.preference.after)
-    # The verdict at the end of the run says the same.
-    run = json.loads((home / "second" / "checkpoints" / "evaluation.json").read_text())
-    assert found.start.loss == pytest.approx(run["start"]["loss"])
-    assert found.preference.margin_before == pytest.approx(run["preference"]["margin_before"])
+    if objective == "dpo":
+        assert found.preference.before == pytest.approx(alone.preference.after)
+    run = read_evaluation(home / f"{objective}-second" / "checkpoints" / "evaluation.json")
+    assert run is not None
+    assert (found.verdict, found.rows, found.left_out) == (run.verdict, run.rows, 25 - run.rows)
+    for name in ("base", "start", "adapted", "difference", "base_difference"):
+        one, other = (asdict(getattr(each, name)) for each in (found, run))
+        assert one == pytest.approx(other, rel=1e-4), name
+    # Only --against adds another adapter's answers.
+    assert all(sample.against is None for sample in found.generated.samples)
+
+
+def replaced(first: Path) -> None:
+    """Replace an adapter with another one, which has the opposite signs."""
+    tensors = safetensors.numpy.load_file(first / "adapters.safetensors")
+    with safetensors.safe_open(first / "adapters.safetensors", "numpy") as file:
+        metadata = file.metadata()
+    other = {name: -value for name, value in tensors.items()}
+    safetensors.numpy.save_file(other, first / "adapters.safetensors", metadata)
+
+
+@pytest.mark.parametrize("change", [replaced, shutil.rmtree])
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("objective", get_args(Objective))
+def test_initial_adapter_that_changed_is_not_compared(
+    capsys: pytest.CaptureFixture[str],
+    home: Path,
+    tmp_path: Path,
+    objective: Objective,
+    stop: bool,
+    change: Callable[[Path], None],
+) -> None:
+    first = shutil.copytree(home / f"{objective}-first", tmp_path / "first")
+    config = options(home, objective, tmp_path / "out", init_adapter=str(first))
+    if stop:
+        with pytest.raises(TrainingInterrupted):
+            train(config, stop_after=1)
+        change(first)
+        result = resume(tmp_path / "out")
+    else:
+        result = train(config, on_step=lambda step: change(first) if step.step == 2 else None)
+    warning = f"started from, {first}, is missing or has changed, so it is compared with the base"
+    assert warning in " ".join(capsys.readouterr().err.split())
+    assert result.evaluation is not None
+    assert result.evaluation.start is None
+    found = json.loads((tmp_path / "out" / "checkpoints" / "evaluation.json").read_text())
+    assert found["start"] is None
+    assert result.evaluation.base.loss == pytest.approx(
+        evaluation(home, f"{objective}-first").base.loss
+    )
 
 
 def test_missing_first_adapter_is_named(cli: Cli, home: Path, tmp_path: Path) -> None:
-    shutil.move(home / "first", tmp_path / "moved")
+    shutil.move(home / "dpo-first", tmp_path / "moved")
     try:
-        given = ["--adapter", home / "second", "--data", home / "pairs.jsonl"]
+        given = ["--adapter", home / "dpo-second", "--data", home / "dpo.jsonl"]
         outcome = cli("eval", *given)
-        assert f"started from, {home / 'first'}, is missing or has changed" in outcome.err
+        named = f"started from, {home / 'dpo-first'}, is missing or has changed"
+        assert named in " ".join(outcome.err.split())
         named = cli("eval", *given, "--against", tmp_path / "moved", "--json")
         assert json.loads(named.out)["against"] == str(tmp_path / "moved")
     finally:
-        shutil.move(tmp_path / "moved", home / "first")
+        shutil.move(tmp_path / "moved", home / "dpo-first")

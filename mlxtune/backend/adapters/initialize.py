@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mlx.utils import tree_unflatten
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile, AdapterInfo, training_options
-from mlxtune.backend.adapters.adapter_folder import check_shapes, layer_and_path
+from mlxtune.backend.adapters.adapter_folder import check_shapes, find_adapter, layer_and_path
 from mlxtune.backend.adapters.checkpoint_tensors import adapter_tensors
 from mlxtune.backend.adapters.file_formats.mlx_lm import read_mlx_lm, tensors_of
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
@@ -49,6 +49,27 @@ def initialize(
     adapter = initial or AdapterFile.find(config.init_adapter, "--init-adapter")
     _start_from(adapter, model, lora)
     return file_hash(adapter.path)
+
+
+def find_initial(named: str, digest: object, opened: AdapterFile | None = None) -> AdapterFile:
+    """Return the adapter from which a run started, which --init-adapter named.
+
+    `digest` is the SHA-256 that `initialize` returned; `opened` is the adapter, if the caller has
+    opened it. Raises ModelError if the adapter is missing or has changed.
+    """
+    adapter = opened or AdapterFile(find_adapter(named, "--init-adapter"))
+    try:
+        changed = file_hash(adapter.path) != digest
+    except OSError as error:
+        raise ModelError(
+            f"{adapter.path} cannot be read: {error.strerror}: check --init-adapter"
+        ) from error
+    if changed:
+        raise ModelError(
+            f"--init-adapter: the run did not start from {adapter.path}: leave the option out to "
+            "resume"
+        )
+    return adapter
 
 
 def _start_from(adapter: AdapterFile, model: nn.Module, lora: LoRASummary) -> None:

@@ -37,7 +37,7 @@ from mlxtune.core.objectives.policy import (
     SampleRequest,
     StepObjective,
 )
-from mlxtune.core.run.checkpoint import ADAPTER, OPTIMIZER
+from mlxtune.core.run.checkpoint import ADAPTER, INITIAL_HASH, OPTIMIZER
 from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_terms import BatchLoad
@@ -377,6 +377,6 @@ class InstructPipeline:
             "lora_alpha": self.config.alpha,
             "targets": list(self.config.targets),
             "workers": self._workers.describe(),
-            **({"init_adapter_hash": self.initial_hash} if self.initial_hash else {}),
+            **({INITIAL_HASH: self.initial_hash} if self.initial_hash else {}),
             **self._provenance(),
         }

@@ -38,6 +38,8 @@ METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
 MANIFEST = "manifest.json"
 BEST = "best"
+# The metadata entry with the SHA-256 of the adapter from which the run started.
+INITIAL_HASH = "init_adapter_hash"
 # The metadata entry with the SHA-256 of the files that the run wrote before its first step.
 FILE_HASHES = "records"
 # The metadata entry of the size and the SHA-256 of the record of samples up to the checkpoint.

@@ -25,6 +25,7 @@ from mlxtune.core.run.checkpoint import (
     ADAPTER_CONFIG,
     BEST,
     FACTS,
+    INITIAL_HASH,
     MANIFEST,
     METRICS,
     Checkpoint,
@@ -36,7 +37,7 @@ from mlxtune.core.run.stored_run import get_mapping, get_str
 # Facts that all checkpoints of a run share.
 SHARED_FACTS = (
     *FACTS,
-    *("init_adapter_hash", "model_type", "seed", "lora_rank", "lora_alpha", "targets"),
+    *(INITIAL_HASH, "model_type", "seed", "lora_rank", "lora_alpha", "targets"),
 )
 # The metadata entry, and the keys of mlx-lm's config, that decide how an adapter is loaded.
 _OWN_CONFIG, _LOADED_KEYS = "adapter_config", ("rank", "scale", "keys")

@@ -126,7 +126,7 @@ def _check_result(run: Path, again: Path) -> str:
 
 
 def _check_evaluation(run: Path, again: Path) -> str:
-    if not (again / EVALUATION).exists():  # the adapter that training started from may be gone
+    if not (again / EVALUATION).exists():
         return "not judged again, as a warning says"
     own, other = (read_evaluation(each / EVALUATION) for each in (run, again))
     if own is None or other is None:
