@@ -97,10 +97,12 @@ class CheckpointSaver:
         # The content of `best/`, until it can be written.
         self.pending_best: CheckpointContent | None = None
 
-    def resume(self, folders: Sequence[Path], step: int) -> None:
-        """Continue after `step` steps, with the checkpoints kept so far, the oldest first."""
-        self._kept, self._saved_step = list(folders), step
-        self.latest = folders[-1] if folders else None
+    def resume(self, latest: Path, folders: Sequence[Path], step: int) -> None:
+        """Continue from the `latest` checkpoint, after `step` steps.
+
+        `folders` are the numbered checkpoints kept so far, the oldest first.
+        """
+        self.latest, self._kept, self._saved_step = latest, list(folders), step
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after a step within an epoch, on every worker."""

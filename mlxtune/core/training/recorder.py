@@ -77,8 +77,12 @@ class RunRecorder:
     def start_timing(self) -> None:
         self._started = self._epoch_started = time.perf_counter()
 
+    def continue_from(self, point: ResumePoint) -> None:
+        """Take over the checkpoints of a run that stopped; errors name the last of them."""
+        self.saver.resume(point.checkpoint.folder, point.kept, point.progress.step)
+
     def resume(self, point: ResumePoint, validated: Callable[[int], bool]) -> None:
-        """Take over the progress, checkpoints and times of a run that stopped.
+        """Take over the progress and times of a run that stopped.
 
         `validated` returns whether a validation follows a step within an epoch. Raises ModelError
         if the checkpoint does not fit the pipeline.
@@ -91,7 +95,6 @@ class RunRecorder:
             progress.append(record)
         step = progress.step
         progress.reopen_epoch(self.steps_per_epoch, self.total_steps, validated(step))
-        self.saver.resume(point.kept, step)
         self._started -= checkpoint.seconds("total_time_ms")
         self._epoch_started -= checkpoint.seconds("epoch_time_ms")
 

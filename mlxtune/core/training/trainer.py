@@ -205,6 +205,8 @@ class InstructTrainer:
         """
         make_folder(self._folder)
         previous = None if resume else run_folder.archive_previous_run(self._folder)
+        if resume is not None:
+            self._recorder.continue_from(resume)
         try:
             with self._removing_unstarted_run(resume), self._recorder.adding_checkpoint_to_errors():
                 self._begin(files or {}, resume, previous)

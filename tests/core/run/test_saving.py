@@ -141,7 +141,7 @@ def test_old_checkpoints_are_removed_but_foreign_files_kept(
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.pt").write_text("mine")
     disk = Disk(tmp_path, keep=3)
-    disk.saver.resume([tmp_path / "epoch-1"], 1)
+    disk.saver.resume(tmp_path / "epoch-1", [tmp_path / "epoch-1"], 1)
     disk.save_best(1)
     for step in (5, 6, 7):
         disk.save(step)

@@ -16,7 +16,7 @@ from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.core.steps.order import steps_of
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.errors import NonFiniteLossError, OutputError, TrainingInterrupted
+from mlxtune.errors import MemoryLimitError, NonFiniteLossError, OutputError, TrainingInterrupted
 from tests.core.training.fake_pipeline import (
     CORPUS,
     FakePipeline,
@@ -131,6 +131,28 @@ def test_run_whose_disk_fails_at_any_operation_loses_nothing(
     assert fails_at > 120
     # A single failure of the disk ends a run only before its first files are complete.
     assert len(ended) == (fails_at - 1) // every if kind == "crash" else max(ended, default=0) < 20
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize("error", [OutputError, MemoryLimitError, KeyboardInterrupt])
+def test_error_before_a_resumed_run_is_restored_names_its_checkpoint(
+    tmp_path: Path, error: type[BaseException], numbered: bool
+) -> None:
+    run(tmp_path)
+    if not numbered:
+        for path in (*tmp_path.glob("step-*"), *tmp_path.glob("epoch-*")):
+            shutil.rmtree(path)
+
+    class Broken(FakePipeline):
+        def restore(self, folder: Path) -> None:
+            raise error("broken")
+
+    point = find_resume_point(tmp_path)
+    assert point is not None
+    trainer = InstructTrainer(Broken(), CORPUS, options(tmp_path, epochs=4))
+    with pytest.raises(error) as raised:
+        trainer.train(resume=point)
+    assert f"checkpoint is {point.checkpoint.folder}; resume with" in str(raised.value)
 
 
 def test_resume_uses_newest_good_checkpoint_and_explains_others(
