@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mlxtune.commands.verify import verify
 from mlxtune.core.objectives.preference_rows import write_references
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.views.run_text import evaluation_lines
-from tests.models import write_model
+from tests.models import CHATML, write_model
 from tests.slow import slow
 
 
@@ -175,6 +176,17 @@ def test_resume_needs_the_reference_and_the_same_objective(folder: Path, tmp_pat
     (tmp_path / "out" / "checkpoints" / "reference.json").unlink()
     with pytest.raises(OutputError, match="start over with --overwrite"):
         resume(tmp_path / "out", quiet=True)
+
+
+def test_resume_keeps_the_reference_after_a_change_without_an_effect_on_tokens(
+    folder: Path, tmp_path: Path
+) -> None:
+    home = Path(shutil.copytree(folder, tmp_path / "home"))
+    (home / "model" / "chat_template.jinja").write_text(CHATML)
+    with pytest.raises(TrainingInterrupted):
+        train(config(home, tmp_path / "out", "dpo", epochs=2, no_cache=True), stop_after=3)
+    (home / "model" / "chat_template.jinja").write_text("{# A comment. #}" + CHATML)
+    assert resume(tmp_path / "out", quiet=True).adapter is not None
 
 
 @pytest.mark.slow

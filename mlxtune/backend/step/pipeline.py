@@ -47,6 +47,12 @@ from mlxtune.core.training.pipeline import StepOutcome
 from mlxtune.core.training.requests import NO_REQUESTS, Requests
 from mlxtune.errors import ModelError
 
+# The facts of the provenance, and the entries of the base's record, that decide the reference's
+# log-probabilities. Further entries of written adapters describe the rows, whose tokens are in the
+# reference's key.
+_REFERENCE_FACTS = ("base_hash", "dtype", "quantized_compute")
+_REFERENCE_BASE = ("base", "quantize", "double_quant")
+
 
 class InstructPipeline:
     """A model with LoRA on it, and AdamW over the LoRA matrices.
@@ -288,18 +294,15 @@ class InstructPipeline:
 
     def reference(self) -> Mapping[str, Any]:
         """Return the JSON values on which the reference's log-probabilities depend."""
-        provenance, (_, record) = self._provenance(), self._base
-        named = ("base_hash", "dtype", "quantized_compute")
-        used = ("prompt", "objective", "reading", "trained_rows")
+        provenance, record = self._provenance(), self._base[1] or {}
         lora: dict[str, Any] = {}
         if self.config.is_pissa:
             # PiSSA's reference equals the base except for rounding, which depends on rank and
             # targets. The number of epochs is left out, because it may change later.
             lora = dataclasses.asdict(self.config) | {"epochs": None}
         return {
-            **{name: provenance.get(name) for name in named},
-            # Entries that only matter when the adapter is used are left out.
-            "base": {name: value for name, value in (record or {}).items() if name not in used},
+            **{name: provenance.get(name) for name in _REFERENCE_FACTS},
+            "base": {name: record[name] for name in _REFERENCE_BASE if name in record},
             "adapter": self.initial_hash,
             "lora": lora,
         }

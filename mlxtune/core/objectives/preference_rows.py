@@ -117,7 +117,7 @@ def with_reference_logps(
             raise OutputError(
                 f"{earlier} is missing, damaged, or from another model or other data, and cannot "
                 "be computed again, because the reference is the model before its first step: "
-                "start over with --overwrite"
+                "bring back the run's files, or start over with --overwrite"
             )
         logps = [float(value) for value in compute(examples)]
         keep(kept, key, logps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -401,6 +402,23 @@ def test_losses_of_a_real_model_equal_the_golden_ones(shared: Path) -> None:
         result = pipeline.evaluate([Example(1, np.array(ids, dtype=np.int32), mask)])
         assert result.total_response_tokens == count
         assert result.avg_loss == pytest.approx(loss, rel=1e-4)
+
+
+def test_reference_of_a_run_has_only_what_decides_its_log_probabilities(model: Path) -> None:
+    facts = {"base_hash": "abc", "dtype": "float32", "quantized_compute": None}
+    base = {"base": {"size": 1}, "quantize": "4", "double_quant": False}
+    described = {"chat_template": "def", "prompt": {"template": "x"}, "trained_rows": {"rows": 2}}
+    pipeline = InstructPipeline(
+        load_base(model, "float32").model,
+        InstructConfig(),
+        base_record=base | described | {"an entry of a later version": True},
+        provenance=lambda: facts | {"versions": {"mlx": "1"}, "working_directory": "."},
+    )
+    # The key of reference.json is a hash of this JSON, so runs need it unchanged to resume.
+    assert json.dumps(pipeline.reference()) == (
+        '{"base_hash": "abc", "dtype": "float32", "quantized_compute": null, "base": {"base": '
+        '{"size": 1}, "quantize": "4", "double_quant": false}, "adapter": null, "lora": {}}'
+    )
 
 
 def test_pipeline_implements_the_protocol_of_the_trainer(make_pipeline: MakePipeline) -> None:
