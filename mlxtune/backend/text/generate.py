@@ -325,6 +325,8 @@ def answers(
                 text.partition(each.end_text)[0] if each.end_text else text
                 for text, each in zip(texts, batch, strict=True)
             ]
+        except MlxTuneError:  # a ModelError is a ValueError too
+            raise
         except ValueError:  # an architecture whose cache mlx-lm cannot batch
             generator = Generator(model, tokenizer, vocab_size)
             return [generator.answer(each, sampling).text for each in batch]

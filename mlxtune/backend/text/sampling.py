@@ -23,7 +23,7 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.token_array import TokenArrays
 from mlxtune.backend.text.generate import CheckedSampler, Sampling, in_batches
 from mlxtune.core.objectives.policy import SampledAnswer, SampleRequest
-from mlxtune.errors import ModelError
+from mlxtune.errors import MlxTuneError, ModelError
 
 # The maximum numbers of samples that are generated together, and of prompt tokens in a pass.
 _MAX_BATCH, _PREFILL_TOKENS = 64, 2048
@@ -110,6 +110,8 @@ def _draw(
                 sampler.samples = [
                     drawn_of[each.uid] for each in responses if each.finish_reason is None
                 ]
+        except MlxTuneError:  # a ModelError is a ValueError too
+            raise
         except ValueError as problem:  # mlx-lm's for a cache without `merge`
             raise ModelError(
                 f"mlx-lm cannot sample several answers of this architecture together: {problem}"

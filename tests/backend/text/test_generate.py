@@ -321,8 +321,10 @@ def test_nan_logits_end_in_one_line(folder: Path) -> None:
 
 @pytest.mark.parametrize("max_new_tokens", [1, 24])
 def test_nan_logits_of_one_prompt_in_a_batch_end_in_one_line(
-    folder: Path, max_new_tokens: int
+    folder: Path, max_new_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Prompts run one by one only for an architecture that mlx-lm cannot batch.
+    monkeypatch.setattr(Generator, "answer", None)
     model = load_base(folder, "float32").model
     model.model.embed_tokens.weight[7] = float("nan")
     prompts = [Prompt((1, 2, 3), None), Prompt((1, 7, 3), None)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,15 @@ def test_cache_that_mlx_lm_cannot_batch_is_an_error(tmp_path: Path) -> None:
     llama = load_base(write_model(tmp_path / "llama4", "llama4", **EXPERTS["llama4"]), "float32")
     with pytest.raises(ModelError, match="several answers of this architecture"):
         sample(llama.model, requests(), RANDOM, ENDS)
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 9])
+def test_nan_logits_are_an_error_of_the_model(tmp_path: Path, max_new_tokens: int) -> None:
+    model = load_base(write_model(tmp_path / "model", "qwen3"), "float32").model
+    model.model.norm.weight = model.model.norm.weight * float("nan")
+    sampling = replace(RANDOM, max_new_tokens=max_new_tokens)
+    with pytest.raises(ModelError, match=r"^the model's logits are not finite numbers"):
+        sample(model, requests(), sampling, frozenset())
 
 
 def test_token_beyond_the_vocabulary_is_an_error(model: nn.Module) -> None:
