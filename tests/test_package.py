@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import importlib.metadata
@@ -10,11 +11,15 @@ import pydoc
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 import mlxtune
 from mlxtune.core.machine.installation import DISTRIBUTION
+from tests.paths import ROOT
+from tests.sources import PACKAGE
 
 
 def test_all_public_names_can_be_imported_and_no_others_are_offered() -> None:
@@ -96,3 +101,38 @@ def test_names_that_programs_import_stay_where_they_are_documented(module: str) 
         assert name in mlxtune.__all__ or module in str(mlxtune.__doc__).replace("\n", " ")
         for method in METHODS.get(name, ()):
             assert callable(getattr(getattr(found, name), method))
+
+
+def documented_python() -> Iterator[str]:
+    """Yield the Python blocks of the pages, and the code spans with a call, of pages and code."""
+    # The reference is made from the code.
+    pages = {ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "reference.md"}
+    for path in (*pages, *PACKAGE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        yield from re.findall(r"(?ms)^```python\n(.*?)^```$", text)
+        yield from re.findall(r"`([^`\n]*\([^`\n]*)`", text)
+
+
+def unknown_names(code: str) -> Iterator[str]:
+    """Yield the attributes of the package and of its public classes that do not exist."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute):
+            owner = node.value.func if isinstance(node.value, ast.Call) else node.value
+            name = ast.unparse(owner).removeprefix("mlxtune.")
+            found = mlxtune if name == "mlxtune" else getattr(mlxtune, name, None)
+            names = {node.attr}
+            if inspect.isclass(found) or inspect.ismodule(found):
+                names = {*dir(found), *inspect.get_annotations(found)}
+            if node.attr not in names:
+                yield f"{name} has no {node.attr}: {code}"
+
+
+def test_documented_python_uses_names_that_exist() -> None:
+    wrong = []
+    for code in (*documented_python(), "DemoConfig().nonsense", "mlxtune.nonsense()"):
+        with suppress(SyntaxError):
+            wrong += unknown_names(code)
+    assert wrong == [
+        "DemoConfig has no nonsense: DemoConfig().nonsense",
+        "mlxtune has no nonsense: mlxtune.nonsense()",
+    ]

@@ -148,7 +148,7 @@ def demo_file(name: str) -> Path:
 class DemoConfig(CheckedConfig):
     """Options of the demo: a small model learns to answer a guest's message with JSON.
 
-    `train(DemoConfig().trainer_config())` runs it from Python.
+    `train(DemoConfig().training())` runs it from Python.
 
     Raises ConfigError, which lists every problem.
     """
