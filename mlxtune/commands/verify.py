@@ -42,7 +42,7 @@ from mlxtune.core.run.replay_checks import (
 from mlxtune.core.run.run_folder import EVALUATION, SAMPLE_RECORDS, ResumePoint
 from mlxtune.core.run.stored_run import get_mapping, run_folder_at
 from mlxtune.core.run.verification import Verification, verify_files
-from mlxtune.core.training.schedule import make_schedule
+from mlxtune.core.training.schedule import schedule_of
 from mlxtune.errors import (
     DataError,
     Interrupted,
@@ -328,14 +328,7 @@ def _rate(config: TrainConfig, newest: Checkpoint, step: int) -> float:
     """Return the learning rate that a run's options, at the time of a step, give it."""
     total = newest.metadata.get("total_steps", 0)
     until = (each.total_steps for each in extensions_of(newest.metadata) if step <= each.step)
-    schedule = make_schedule(
-        config.schedule,
-        peak_rate=config.peak_rate,
-        total_steps=next(until, total),
-        warmup_fraction=config.warmup_fraction,
-        lr_min=config.lr_min,
-    )
-    return schedule(step)
+    return schedule_of(config.trainer_config(), config.peak_rate, next(until, total))(step)
 
 
 def _check_earlier(

@@ -18,6 +18,17 @@ def count_steps(config: InstructTrainingConfig, rows: int, updates: int = 1) -> 
     return per_epoch, steps if config.max_steps is None else min(steps, config.max_steps)
 
 
+def schedule_of(config: InstructTrainingConfig, peak_rate: float, total_steps: int) -> Schedule:
+    """Return the schedule that a run's options select."""
+    return make_schedule(
+        config.schedule,
+        peak_rate=peak_rate,
+        total_steps=total_steps,
+        warmup_fraction=config.warmup_fraction,
+        lr_min=config.lr_min,
+    )
+
+
 def make_schedule(
     name: str, *, peak_rate: float, total_steps: int, warmup_fraction: float, lr_min: float
 ) -> Schedule:

@@ -42,7 +42,7 @@ from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.pipeline import Pipeline, RowSource, Step, StepSource
 from mlxtune.core.training.recorder import RunRecorder
 from mlxtune.core.training.requests import RequestExchange, Requests
-from mlxtune.core.training.schedule import count_steps, make_schedule
+from mlxtune.core.training.schedule import count_steps, schedule_of
 from mlxtune.errors import NonFiniteLossError
 
 # A run ends after this many consecutive steps without a finite loss and gradient.
@@ -114,13 +114,7 @@ class InstructTrainer:
             config, len(order.rows_of_epoch(self.train_rows, config.seed, 1)), self._source.updates
         )
         self.learning_rate = pipeline.learning_rate if config.lr is None else config.lr
-        self._schedule = make_schedule(
-            config.schedule,
-            peak_rate=self.learning_rate,
-            total_steps=self.total_steps,
-            warmup_fraction=config.warmup_fraction,
-            lr_min=config.lr_min,
-        )
+        self._schedule = schedule_of(config, self.learning_rate, self.total_steps)
         self._folder = Path(config.checkpoint_dir)
         self.best_folder = self._folder / BEST
         self._observer = observer or TrainingObserver()
