@@ -178,7 +178,7 @@ def test_resume_needs_the_reference_and_the_same_objective(folder: Path, tmp_pat
         resume(tmp_path / "out", quiet=True)
 
 
-def test_resume_keeps_the_reference_after_a_change_without_an_effect_on_tokens(
+def test_resume_keeps_the_reference_after_a_comment_in_the_template(
     folder: Path, tmp_path: Path
 ) -> None:
     home = Path(shutil.copytree(folder, tmp_path / "home"))
