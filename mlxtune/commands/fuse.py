@@ -28,7 +28,6 @@ from mlxtune.errors import MlxTuneError
 from mlxtune.session import verified_output
 from mlxtune.session.arguments import takes_options
 from mlxtune.session.dataset import load_dataset
-from mlxtune.session.reader import Reader
 from mlxtune.session.resuming import run_config
 from mlxtune.session.trained_model import with_recorded_options
 
@@ -118,7 +117,7 @@ def _choose_storage(
 
     Raises ConfigError, or the errors of `load_base` and `load_adapted`.
     """
-    storages = fusing.storages(source.folder, source.adapter, source.base_options, config.bits)
+    storages = fusing.storages(source.fusion, config.bits)
     if len(storages) == 1 and config.bits is None:
         return AS_BASE, None
     source.console.say("Measuring", "how much of the adapter's gain is lost by quantising again")
@@ -134,9 +133,7 @@ def _choose_storage(
             if (rounding := _round_by_gptq(source, storage, rows.train)) is None:
                 return None
             storage = rounded[storage.name] = rounding
-        fused = fusing.fused_model(
-            source.folder, source.adapter, source.base_options, dequantize=False, storage=storage
-        )
+        fused = fusing.fused_model(source.fusion, dequantize=False, storage=storage)
         model = prepare(*fused, source.folder, config.dtype)
         read_weights(model)
         value = measure.value_of(model)
@@ -175,7 +172,7 @@ def _round_by_gptq(
         say("not tried, without the rows of training: name them, or rows like them, with --data")
         return None
     base = open_base(source.folder, source.config.dtype, source.base_options)
-    merged = fusing.merged_weights(source.folder, source.adapter, source.base_options)
+    merged = fusing.merged_weights(source.fusion)
     order = np.random.default_rng(0).permutation(len(rows)).tolist()
     examples = (example for index in order for example in rows[index])
     if (calibration := gptq.calibration(base, merged, examples)) is None:
@@ -213,7 +210,7 @@ def _measure_of(
             return _Measure(
                 f"Loss on {pluralize(len(rows), 'validation row')}", without, trained, loss
             )
-    prompts = verified_output.prompts_for(source)
+    prompts = source.prompts
     reference = compare_logits.reference_of(adapted, prompts, "float32", everywhere=False)
     adapted.use_adapter(False)
     without = compare_logits.compare(adapted.model, reference).mean_kl
@@ -239,7 +236,7 @@ def _rows_of_data(config: FuseConfig, source: verified_output.Source) -> _Rows:
         str(source.folder), adapter=adapter, data=config.data, trust_remote_code=trust
     )
     data = with_recorded_options(named, source.file).data_config(val_split=DataConfig.val_split)
-    rows = load_dataset(data, Reader(data, source.folder)).rows
+    rows = load_dataset(data, source.reader.with_options(data)).rows
     return _Rows(rows.train, _sample(rows.validation, data.seed))
 
 
@@ -256,7 +253,7 @@ def _rows_of_run(source: verified_output.Source) -> _Rows:
         if (point := find_resume_point(run)) is None:
             return _Rows()
         data = run_config(run, point.checkpoint, {})
-        rows = load_dataset(data, Reader(data, source.folder)).rows
+        rows = load_dataset(data, source.reader.with_options(data)).rows
     except MlxTuneError:
         return _Rows()
 

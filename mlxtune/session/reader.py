@@ -63,6 +63,12 @@ class Reader:
         self._on_rows = on_rows
         self._encoded: dict[Path, EncodedFile] = {}
 
+    def with_options(self, config: DataConfig) -> "Reader":
+        """Return a reader with other options, which shares the tokenizer. Raises ModelError."""
+        reader = Reader(config, self._folder)
+        reader.tokenizer = self.tokenizer
+        return reader
+
     @cached_property
     def tokenizer(self) -> ModelTokenizer:
         """The model's tokenizer. Raises ModelError."""
@@ -168,6 +174,11 @@ class Reader:
         with suppress(DataError, ModelError):
             return prompt_of(self.encoder, row, str(self._folder)) if self.has_template else None
         return None
+
+    @property
+    def renders_prompts(self) -> bool:
+        """Whether the template, if any, renders a prompt of one user turn."""
+        return self._turn_end is not None
 
     @property
     def turn_ends(self) -> TurnEnds:

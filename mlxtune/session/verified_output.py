@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from mlxtune.backend.adapters.certificate import (
 from mlxtune.backend.adapters.file_formats import merged_gguf
 from mlxtune.backend.adapters.file_formats.adapter import Adapter
 from mlxtune.backend.adapters.file_formats.mlx_lm import read_mlx_lm
+from mlxtune.backend.adapters.fusing import Fusion
 from mlxtune.backend.adapters.storage import AS_BASE, Storage
 from mlxtune.backend.device import allocator
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel, open_base
-from mlxtune.config import DataConfig, OutgoingConfig, UseConfig, user_cache
+from mlxtune.config import OutgoingConfig, UseConfig, user_cache
 from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.data.problems import advice_on
 from mlxtune.core.data.prompt import prompt_of
@@ -78,6 +80,43 @@ class Source:
     file: AdapterFile
     adapter: Adapter
     base_options: BaseOptions
+
+    @property
+    def fusion(self) -> Fusion:
+        """The base and the adapter, to fuse them."""
+        return Fusion(self.folder, self.adapter, self.base_options)
+
+    @cached_property
+    def trained(self) -> UseConfig:
+        """The options of prompts, as in training. Raises ModelError."""
+        trust = self.config.trust_remote_code
+        use = UseConfig(str(self.folder), adapter=str(self.file.path), trust_remote_code=trust)
+        return with_recorded_options(use, self.file)
+
+    @cached_property
+    def reader(self) -> Reader:
+        """The reader of prompts, as in training."""
+        return Reader(self.trained.data_config(), self.folder)
+
+    @property
+    def is_of_conversations(self) -> bool:
+        """Whether the adapter was trained on conversations, and prompts can be rendered."""
+        return not is_trained_on_text(self.file) and self.reader.has_template
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """The tokens of prompts on which to compare models, as `generate` encodes them."""
+        reader = self.reader
+        if not reader.renders_prompts:  # two models can be compared on any tokens
+            reader = reader.with_options(replace(self.trained.data_config(), template="chatml"))
+        prompts = []
+        for text in _PROMPTS:
+            row = {"messages": [{"role": "user", "content": text}]}
+            prompt = prompt_of(reader.encoder, row, f"{self.folder}: a prompt of the proof")
+            prompts.append(list(prompt.ids))
+        if not all(prompts):
+            raise ModelError(f"{self.folder}: its tokenizer gives no tokens for text")
+        return prompts
 
 
 @dataclass(frozen=True)
@@ -149,9 +188,10 @@ def prove_export(
     one model at a time. Raises OutputError if rounding does not explain the difference.
     """
     source.console.say("Proving", "running the trained model, then what was written")
-    prompts = prompts_for(source)
     adapted = attach.load_adapted(load_base(source), source.file)
-    reference = compare_logits.reference_of(adapted, prompts, rounding, everywhere=everywhere)
+    reference = compare_logits.reference_of(
+        adapted, source.prompts, rounding, everywhere=everywhere
+    )
     del adapted
     allocator.release()
     comparison = compare_logits.compare(load(), reference)
@@ -175,24 +215,6 @@ def certify(source: Source, folder: Path, certificate: Certificate) -> ExportRes
     certificate = replace(certificate, files=hashes(folder))
     write_json(folder / CERTIFICATE, certificate.as_dict())
     return ExportResult(source.config.output_path, certificate)
-
-
-def prompts_for(source: Source) -> list[list[int]]:
-    """Return the tokens of prompts on which to compare models, as `generate` encodes them."""
-    trust = source.config.trust_remote_code
-    data = DataConfig(str(source.folder), data=_PROMPTS, trust_remote_code=trust)
-    reader = Reader(data, source.folder)
-    if not reader.has_template:  # two models can be compared on any tokens
-        reader = Reader(replace(data, template="chatml"), source.folder)
-    encoder = reader.encoder
-    prompts = []
-    for text in _PROMPTS:
-        row = {"messages": [{"role": "user", "content": text}]}
-        prompt = prompt_of(encoder, row, f"{source.folder}: a prompt of the proof")
-        prompts.append(list(prompt.ids))
-    if not all(prompts):
-        raise ModelError(f"{source.folder}: its tokenizer gives no tokens for text")
-    return prompts
 
 
 def print_result(result: ExportResult, config: OutgoingConfig) -> None:
@@ -219,9 +241,7 @@ def write_fused(
     subclass of MlxTuneError.
     """
     config, base_options = source.config, source.base_options
-    model, model_config = fusing.fused_model(
-        source.folder, source.adapter, base_options, dequantize=dequantize, storage=storage
-    )
+    model, model_config = fusing.fused_model(source.fusion, dequantize=dequantize, storage=storage)
     exact = not fusing.is_quantized(model, source.adapter)
     stored = fusing.stored_dtype(model)
     source.console.say("Writing", str(config.output_path))
@@ -241,35 +261,17 @@ def write_fused(
         lambda: loading.load_base(folder, config.dtype, base_options.as_stored).model,
         rounding=stored,
         everywhere=dequantize,
-        weights=fusing.check_fused(
-            source.folder,
-            folder,
-            source.adapter,
-            base_options,
-            dequantize=dequantize,
-            storage=storage,
-        ),
+        weights=fusing.check_fused(source.fusion, folder, dequantize=dequantize, storage=storage),
         exact=exact,
         retention=retention,
     )
     return certificate, stored
 
 
-def _trained_reader(source: Source) -> tuple[UseConfig, Reader] | None:
-    """Return the training options and the conversation reader; None for training on plain text."""
-    trust = source.config.trust_remote_code
-    use = UseConfig(str(source.folder), adapter=str(source.file.path), trust_remote_code=trust)
-    trained = with_recorded_options(use, source.file)
-    reader = Reader(trained.data_config(), source.folder)
-    if is_trained_on_text(source.file) or not reader.has_template:
-        return None
-    return trained, reader
-
-
 def warn_of_end(source: Source) -> None:
     """Warn if the export's tool does not stop at the template's end of a turn."""
-    if (trained := _trained_reader(source)) is not None:
-        for kind, detail in trained[1].unknown_end_note.items():
+    if source.is_of_conversations:
+        for kind, detail in source.reader.unknown_end_note.items():
             source.console.warn(f"{kind} ({detail}): {advice_on(kind)}")
 
 
@@ -278,13 +280,12 @@ def _write_template(source: Source, folder: Path) -> None:
 
     Raises OutputError.
     """
-    if (loaded := _trained_reader(source)) is None:
+    if not source.is_of_conversations:
         return
-    trained, reader = loaded
-    _write_end(source, reader, folder)
-    if trained.merge_system:
+    _write_end(source, folder)
+    if source.trained.merge_system:
         source.console.warn("no template merges system messages: generate with --merge-system")
-    if (template := reader.written_template) is None:
+    if (template := source.reader.written_template) is None:
         return
     write_file(folder / "chat_template.jinja", [template.encode()])
     with as_output_error(folder, "--output"):
@@ -293,8 +294,9 @@ def _write_template(source: Source, folder: Path) -> None:
     source.console.say("Template", "from training, not the base model's own")
 
 
-def _write_end(source: Source, reader: Reader, folder: Path) -> None:
+def _write_end(source: Source, folder: Path) -> None:
     """Add the template's end of turn to the model's end tokens, if it is not one of them."""
+    reader = source.reader
     if (end := reader.unknown_end) is None:
         return
     path = folder / "generation_config.json"

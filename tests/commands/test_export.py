@@ -27,6 +27,8 @@ from mlxtune.backend.models.loading import load_base
 from mlxtune.core.data.problems import UNKNOWN_END
 from mlxtune.core.data.template import built_in_jinja
 from mlxtune.errors import OutputError
+from mlxtune.session.reader import Reader
+from mlxtune.session.verified_output import find_source
 from tests.command import Cli, files_in
 from tests.models import sums, write_chat, write_model
 
@@ -68,6 +70,19 @@ def logits(model: nn.Module) -> np.ndarray:
 
 def trained_logits(model: Path, adapter: Path) -> np.ndarray:
     return logits(load_adapted(load_base(model, "float32"), AdapterFile.find(str(adapter))).model)
+
+
+def test_proof_has_the_prompts_that_training_renders(
+    trained: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first_prompt() -> bytes:
+        source = find_source(FuseConfig(str(trained[1]), output="unused", quiet=True))
+        return b"".join(source.reader.tokenizer.token_bytes(source.prompts[0]))
+
+    assert b"<start_of_turn>user\nTell me a short story" in first_prompt()
+    # Any template will do for a model whose own template refuses the prompt.
+    monkeypatch.setattr(Reader, "renders_prompts", False)
+    assert b"<|im_start|>user\nTell me a short story" in first_prompt()
 
 
 # Fuse
@@ -186,7 +201,7 @@ def test_fusing_holds_a_file_of_weights_at_a_time(
     monkeypatch.setattr(
         fusing, "make_shards", lambda weights, **_: [dict([w]) for w in weights.items()]
     )
-    model, config = fusing.fused_model(model_folder, adapter, dequantize=False)
+    model, config = fusing.fused_model(fusing.Fusion(model_folder, adapter), dequantize=False)
     size = (model_folder / "model.safetensors").stat().st_size
     start = mx.get_active_memory()
     mx.reset_peak_memory()

@@ -19,6 +19,7 @@ from mlx_lm.utils import load
 from mlxtune import EvalConfig, FuseConfig, TrainConfig, evaluate, fuse, train
 from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.core.files.remembered import MARK
+from mlxtune.session import reader
 from tests.command import Cli
 from tests.models import SHAPE, sums, write_chat, write_model
 from tests.paths import SHARED
@@ -98,10 +99,14 @@ def test_force_stores_as_the_base_and_reports_the_loss(cli: Cli, run: Path, tmp_
 
 @pytest.mark.parametrize("options", [slow({"force": True}), {"bits": 5}])
 def test_measured_loss_is_that_of_the_folder_written(
-    run: Path, tmp_path: Path, options: dict[str, Any]
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     config = FuseConfig(str(run / "out"), str(tmp_path / "fused"), quiet=True, **options)
+    opened, real = [], reader.load_tokenizer
+    monkeypatch.setattr(reader, "load_tokenizer", lambda *a, **k: opened.append(a) or real(*a, **k))
     found = fuse(config).certificate.retention
+    # The rows, the proof and the written template need it.
+    assert len(opened) == 1
     assert found is not None
     assert found.selected.method == ("nearest" if "force" in options else "gptq")
     rows = (run / "chat.jsonl").read_text().splitlines()

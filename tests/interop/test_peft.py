@@ -246,7 +246,7 @@ def test_dora_is_pefts_in_mlx_lm_in_its_fused_weights_and_back(llama: Path, tmp_
     found = np.array(loaded(mx.array(TOKENS)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
     adapter = read_mlx_lm(AdapterFile(folder / "adapters.safetensors"))
-    fused, _ = fusing.fused_model(llama, adapter, dequantize=False)
+    fused, _ = fusing.fused_model(fusing.Fusion(llama, adapter), dequantize=False)
     np.testing.assert_allclose(np.array(fused(mx.array(TOKENS))), expected, rtol=0, atol=1e-4)
     (tmp_path / "peft").mkdir()
     ours.write_peft(adapter, llama, tmp_path / "peft")

@@ -78,6 +78,18 @@ class _Base:
         return module.scales.dtype if floating else mx.bfloat16
 
 
+@dataclass(frozen=True)
+class Fusion:
+    """A base model's folder, and the adapter to fuse into its weights.
+
+    `options` open the base as in training.
+    """
+
+    folder: Path
+    adapter: Adapter
+    options: BaseOptions = AS_STORED
+
+
 def _open(folder: Path, options: BaseOptions) -> _Base:
     config = read_config(folder, trust_remote_code=options.trust_remote_code)
     model, config = load_lazily(folder, config)
@@ -90,27 +102,21 @@ def _open(folder: Path, options: BaseOptions) -> _Base:
 
 
 def fused_model(
-    folder: Path,
-    adapter: Adapter,
-    options: BaseOptions = AS_STORED,
-    *,
-    dequantize: bool,
-    storage: Storage = AS_BASE,
+    fusion: Fusion, *, dequantize: bool, storage: Storage = AS_BASE
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return a base model with the adapter fused into its lazy weights, and the model's config.
 
-    `options` are the base options of the training run. Weights keep the base's dtype and, without
-    `dequantize`, its quantisation, which must not be nf4. Weights with an update use `storage`.
-    Raises ModelError if the adapter does not fit.
+    Weights keep the base's dtype and, without `dequantize`, its quantisation, which must not be
+    nf4. Weights with an update use `storage`. Raises ModelError if the adapter does not fit.
     """
-    base = _open(folder, options)
+    base = _open(fusion.folder, fusion.options)
     model, config = base.model, base.config
     fused = []
-    for name, (module, weight) in _merged(base, folder, adapter).items():
+    for name, (module, weight) in _merged(base, fusion).items():
         layer = _stored_layer(name, module, weight, PLAIN if dequantize else storage)
         fused.append((name, module, layer))
-    if not dequantize and options.quantize is not None:
-        config |= quantized_config(model, options.quantize)
+    if not dequantize and fusion.options.quantize is not None:
+        config |= quantized_config(model, fusion.options.quantize)
     model.update_modules(tree_unflatten([(name, layer) for name, _, layer in fused]))
     add_to_config(config, fused)
     if dequantize:
@@ -120,22 +126,20 @@ def fused_model(
     return model, config
 
 
-def merged_weights(
-    folder: Path, adapter: Adapter, options: BaseOptions
-) -> dict[str, tuple[nn.Module, mx.array]]:
+def merged_weights(fusion: Fusion) -> dict[str, tuple[nn.Module, mx.array]]:
     """Return each trained projection of a base, and its merged weight, which is computed lazily.
 
     Raises ModelError if the adapter does not fit.
     """
-    return _merged(_open(folder, options), folder, adapter)
+    return _merged(_open(fusion.folder, fusion.options), fusion)
 
 
-def _merged(base: _Base, folder: Path, adapter: Adapter) -> dict[str, tuple[nn.Module, mx.array]]:
+def _merged(base: _Base, fusion: Fusion) -> dict[str, tuple[nn.Module, mx.array]]:
     merged, modules = {}, dict(base.model.named_modules())
-    for name, update in adapter.modules.items():
-        module = _projection(modules, name, folder)
+    for name, update in fusion.adapter.modules.items():
+        module = _projection(modules, name, fusion.folder)
         check_fits(module, update, name)
-        weight = _merged_weight(name, module, update, adapter.scale)
+        weight = _merged_weight(name, module, update, fusion.adapter.scale)
         merged[name] = module, weight.astype(base.dtype_of(name, module))
     return merged
 
@@ -296,31 +300,23 @@ def _merged_weight(name: str, module: nn.Module, update: WeightUpdate, scale: fl
     return weight * (mx.array(update.m) / mx.linalg.norm(weight, axis=1))[:, None]
 
 
-def check_fused(
-    base: Path,
-    fused: Path,
-    adapter: Adapter,
-    options: BaseOptions,
-    *,
-    dequantize: bool,
-    storage: Storage,
-) -> WeightCheck:
+def check_fused(fusion: Fusion, fused: Path, *, dequantize: bool, storage: Storage) -> WeightCheck:
     """Compare every tensor of a fused folder with the value computed from the base and the adapter.
 
-    The folders `base` and `fused` are read again, one module at a time. Fused weights may differ by
+    The base's folder and `fused` are read again, one module at a time. Fused weights may differ by
     one rounding to their dtype, quantised weights by the error of quantising the exact weight. All
     other tensors must be equal.
     """
-    opened = _open(base, options)
+    adapter, opened = fusion.adapter, _open(fusion.folder, fusion.options)
     before = opened.model
     if dequantize:
         _dequantize(opened, kept=adapter.modules.keys())
-    after = _open(fused, options.as_stored).model
+    after = _open(fused, fusion.options.as_stored).model
     problems: list[str] = []
     largest = 0.0
     bases, written = dict(before.named_modules()), dict(after.named_modules())
     for name, update in adapter.modules.items():
-        module = _projection(bases, name, base)
+        module = _projection(bases, name, fusion.folder)
         wanted = _merged_weight(name, module, update, adapter.scale)
         dtype = opened.dtype_of(name, module)
         form = PLAIN if dequantize else storage
@@ -381,12 +377,10 @@ def is_quantized(model: nn.Module, adapter: Adapter) -> bool:
     return bool(quantized_among(_trained(model, adapter)))
 
 
-def storages(
-    folder: Path, adapter: Adapter, options: BaseOptions, bits: int | None = None
-) -> list[Storage]:
+def storages(fusion: Fusion, bits: int | None = None) -> list[Storage]:
     """Return what `storages_for` returns for the weights with an update; read no weights."""
-    model = _open(folder, options).model
-    return storages_for(_trained(model, adapter), bits)
+    model = _open(fusion.folder, fusion.options).model
+    return storages_for(_trained(model, fusion.adapter), bits)
 
 
 def _trained(model: nn.Module, adapter: Adapter) -> list[nn.Module]:
