@@ -13,8 +13,11 @@ import pytest
 import safetensors.numpy
 
 from mlxtune import EvalConfig, TrainConfig, evaluate, resume, train
+from mlxtune.backend.workers.workers import Workers
+from mlxtune.core.files.reading import file_hash
 from mlxtune.core.run.stored_run import read_evaluation
 from mlxtune.errors import TrainingInterrupted
+from mlxtune.session.trained_model import unchanged_initial
 from tests.command import Cli
 from tests.models import write_model
 
@@ -112,6 +115,19 @@ def test_initial_adapter_that_changed_is_not_compared(
     assert result.evaluation.base.loss == pytest.approx(
         evaluation(home, f"{objective}-first").base.loss
     )
+
+
+@pytest.mark.parametrize(("other", "is_used"), [("unchanged", True), ("missing", False)])
+def test_all_workers_compare_with_the_same_adapter(home: Path, other: str, is_used: bool) -> None:
+    class TwoWorkers(Workers):
+        def all_gather_text(self, own: str) -> list[str]:
+            return [own, other]
+
+    first = home / "sft-first" / "adapters.safetensors"
+    warnings: list[str] = []
+    given = (str(first), file_hash(first), Path("trained"), warnings.append)
+    found = unchanged_initial(*given, workers=TwoWorkers())
+    assert (found is not None, not warnings) == (is_used, is_used)
 
 
 def test_missing_first_adapter_is_named(cli: Cli, home: Path, tmp_path: Path) -> None:
