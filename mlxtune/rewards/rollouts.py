@@ -38,6 +38,7 @@ from mlxtune.core.run.sampled_answers import (
     groups_in,
     nothing_learned,
 )
+from mlxtune.core.steps.order import RolloutOfStep
 from mlxtune.core.training.pipeline import OnProgress, Step, StepData
 from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.sample_checks import (
@@ -184,14 +185,14 @@ class Rollouts:
         Raises NonFiniteLossError if no answer of the first rollout that this process rewards, or of
         three rollouts in a row, has a reward.
         """
-        first = (step.number - 1) // self.updates * self.updates + 1
+        number, first = RolloutOfStep.of(step.number, self.updates)
         rows = rows.only(np.array(step.row_indices))
         if self._last[0] != first:
             had_rewarded = self._has_rewarded
             groups = self._rollout(rows, first, step.number == first, on_progress)
             is_first = self._has_rewarded and not had_rewarded
             self._stop_without_rewards(first, groups, is_first)
-            self._warn_without_gradient(first, groups)
+            self._warn_without_gradient(number, groups)
             self._last = first, groups
         groups = self._last[1]
         return StepData(self._examples(rows, groups), step_metrics(groups))
@@ -212,9 +213,8 @@ class Rollouts:
                 "rows"
             )
 
-    def _warn_without_gradient(self, step: int, groups: Sequence[GroupRecord]) -> None:
-        """Warn once if the run has learned nothing in its first rollouts."""
-        number = 1 + (step - 1) // self.updates
+    def _warn_without_gradient(self, number: int, groups: Sequence[GroupRecord]) -> None:
+        """Warn once if the run has learned nothing in its first rollouts; `number` is a rollout."""
         if number > _FIRST_ROLLOUTS or not all(map(without_gradient, groups)):
             return
         self._first_without_gradient += 1

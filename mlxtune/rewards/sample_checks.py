@@ -32,6 +32,7 @@ from mlxtune.core.run.progress import Progress
 from mlxtune.core.run.run_folder import ABOUT, LEDGER, ROW_FILES, SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_in, read_members
 from mlxtune.core.run.stored_run import get_int, get_mapping, read_ledgers
+from mlxtune.core.steps.order import RolloutOfStep
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _MAX_TOKEN = 2**31
@@ -169,7 +170,7 @@ def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> s
     names = {field.name for field in fields(RewardedConfig)} & options.keys()
     config: RewardedConfig = from_json(RewardedConfig, {name: options[name] for name in names})
     seed = get_int(options, "seed") or 0
-    expected, end, groups = _expected(progress, config.updates), 0, 0
+    expected, end, groups = _by_rollout(progress, config.updates), 0, 0
     with open_regular(path, links=False) as file:
         size = os.fstat(file.fileno()).st_size
         for step, _, end, content, _ in read_members(file):  # noqa: B007
@@ -208,14 +209,13 @@ def _check_hashes(path: Path, checkpoints: Sequence[Checkpoint]) -> None:
             )
 
 
-def _expected(progress: Progress, updates: int) -> dict[int, list[StepRecord]]:
+def _by_rollout(progress: Progress, updates: int) -> dict[int, list[StepRecord]]:
     """Return the records by the first step on the same samples; a skipped step has no record."""
-    expected: dict[int, list[StepRecord]] = {
-        number: [] for number in range(1, progress.step + 1, updates)
-    }
+    steps = range(1, progress.step + 1)
+    records = {RolloutOfStep.of(step, updates).first: list[StepRecord]() for step in steps}
     for record in progress.steps:
-        expected[(record.step - 1) // updates * updates + 1].append(record)
-    return expected
+        records[RolloutOfStep.of(record.step, updates).first].append(record)
+    return records
 
 
 def _check_places(groups: Sequence[GroupRecord], files: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,19 @@ from mlxtune.core.data.held_out import permutation
 
 # Sorting by length may swap rows whose lengths differ by up to this fraction.
 _LENGTH_NOISE = 0.1
+
+
+class RolloutOfStep(NamedTuple):
+    """The rollout that a step trains on: its number, from 1, and its first step."""
+
+    number: int
+    first: int
+
+    @classmethod
+    def of(cls, step: int, updates: int) -> RolloutOfStep:
+        """Return the rollout of a step, from 1, with `updates` steps on each rollout."""
+        before = (step - 1) // updates
+        return cls(before + 1, before * updates + 1)
 
 
 def rows_of_epoch(rows: CorpusRows, seed: int, epoch: int) -> npt.NDArray[np.int64]:

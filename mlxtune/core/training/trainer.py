@@ -308,7 +308,8 @@ class InstructTrainer:
 
         for number in range(self.progress.step, self.total_steps):
             epoch, index = divmod(number, self.steps_per_epoch)
-            indices = steps_of(epoch + 1)[index // self._source.updates]
+            rollout = order.RolloutOfStep.of(index + 1, self._source.updates)
+            indices = steps_of(epoch + 1)[rollout.number - 1]
             yield Step(number + 1, epoch + 1, self._schedule(number + 1), indices)
 
     @contextmanager

@@ -21,6 +21,7 @@ from mlxtune.core.data.corpus import CorpusRows, RowExamples
 from mlxtune.core.data.held_out import hold_out_rows
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.steps.order import (
+    RolloutOfStep,
     rows_of_epoch,
     shuffled_steps,
     steps_by_length,
@@ -192,3 +193,17 @@ def test_row_that_a_step_uses_twice_is_two_rows_of_a_preference_loss() -> None:
     # -log sigmoid of the margins 3, 0 and 3.
     assert loss == pytest.approx((2 * np.log1p(np.exp(-3.0)) + np.log(2)) / 3, rel=1e-12)
     assert [example.use for example in drawn] == [0, 0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("updates", "expected"),
+    [
+        (1, [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5)]),
+        (2, [(1, 1), (1, 1), (2, 3), (2, 3), (3, 5)]),
+        (3, [(1, 1), (1, 1), (1, 1), (2, 4), (2, 4)]),
+    ],
+)
+def test_rollout_of_a_step_has_a_number_and_a_first_step(
+    updates: int, expected: list[tuple[int, int]]
+) -> None:
+    assert [RolloutOfStep.of(step, updates) for step in range(1, 6)] == expected
