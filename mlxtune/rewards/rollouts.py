@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress, islice
-from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,26 +33,24 @@ from mlxtune.core.run.checkpoint import WRITTEN_SAMPLES
 from mlxtune.core.run.metrics import FileLoss, InstructBatchResult
 from mlxtune.core.run.sampled_answers import (
     GroupRecord,
+    NoGradient,
     SampleRecord,
     groups_in,
-    nothing_learned,
 )
 from mlxtune.core.steps.order import RolloutOfStep
 from mlxtune.core.training.pipeline import OnProgress, Step, StepData
 from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.sample_checks import (
     check_rollout,
-    is_unrewarded,
     sample_metrics,
     step_metrics,
-    without_gradient,
 )
 from mlxtune.rewards.samples import SampleRecords
 from mlxtune.rewards.scoring import RewardScorer, unrewarded_text, with_remedy
 
 # A run ends after this many rollouts in a row without any reward.
 _MAX_UNREWARDED_IN_A_ROW = 3
-# A run warns if none of its first rollouts had a gradient.
+# A run warns if none of its first rollouts taught it anything.
 _FIRST_ROLLOUTS = 3
 
 T = TypeVar("T")
@@ -165,8 +162,8 @@ class Rollouts:
         self._advised = False
         # Whether this process has computed rewards of a rollout.
         self._has_rewarded = False
-        self._unrewarded_in_a_row = self._first_without_gradient = 0
-        # The groups of the first rollouts, if they have no gradient.
+        self._unrewarded_in_a_row = self._first_untaught = 0
+        # The groups of the first rollouts, if they teach nothing.
         self._first_groups: list[GroupRecord] = []
         # The first step of the last rollout, and its groups.
         self._last: tuple[int, list[GroupRecord]] = 0, []
@@ -192,10 +189,10 @@ class Rollouts:
             groups = self._rollout(rows, first, step.number == first, on_progress)
             is_first = self._has_rewarded and not had_rewarded
             self._stop_without_rewards(first, groups, is_first)
-            self._warn_without_gradient(number, groups)
+            self._warn_if_untaught(number, groups)
             self._last = first, groups
         groups = self._last[1]
-        return StepData(self._examples(rows, groups), step_metrics(groups))
+        return StepData(self._examples(rows, groups), step_metrics(groups, self._config))
 
     def _stop_without_rewards(
         self, step: int, groups: Sequence[GroupRecord], is_first: bool
@@ -213,15 +210,17 @@ class Rollouts:
                 "rows"
             )
 
-    def _warn_without_gradient(self, number: int, groups: Sequence[GroupRecord]) -> None:
+    def _warn_if_untaught(self, number: int, groups: Sequence[GroupRecord]) -> None:
         """Warn once if the run has learned nothing in its first rollouts; `number` is a rollout."""
-        if number > _FIRST_ROLLOUTS or not all(map(without_gradient, groups)):
+        config = self._config
+        if number > _FIRST_ROLLOUTS or any(s.teaches(config) for g in groups for s in g.samples):
             return
-        self._first_without_gradient += 1
+        self._first_untaught += 1
         self._first_groups += groups
-        if self._first_without_gradient == _FIRST_ROLLOUTS:
-            why = nothing_learned(fmean(map(is_unrewarded, self._first_groups)))
-            self._on_problem(f"in the first {_FIRST_ROLLOUTS} rollouts, {why}")
+        if self._first_untaught == _FIRST_ROLLOUTS:
+            why = NoGradient.of(step_metrics(self._first_groups, config))
+            assert why is not None
+            self._on_problem(f"in the first {_FIRST_ROLLOUTS} rollouts, {why.nothing_learned}")
 
     def _rollout(
         self, rows: CorpusRows, step: int, is_new: bool, on_progress: OnProgress
@@ -378,10 +377,10 @@ class Rollouts:
         Without a divergence, samples without an advantage have no gradient and need none.
         """
         config = self._config
-        examples = self._examples(rows, groups)
-        needed = [not e.masked and bool(e.advantage or config.kl) for e in examples]
-        trained = list(compress(examples, needed))
-        samples = list(compress((each for group in groups for each in group.samples), needed))
+        samples = [sample for group in groups for sample in group.samples]
+        needed = [sample.has_gradient(config) for sample in samples]
+        trained = list(compress(self._examples(rows, groups), needed))
+        samples = list(compress(samples, needed))
         if config.updates > 1:
             for sample, logps in zip(samples, self._policy.token_logps(trained), strict=True):
                 sample.old_logps = _shortest(logps.tolist())
@@ -399,7 +398,6 @@ class Rollouts:
 
     def _example(self, row: Example, group: GroupRecord, sample: SampleRecord) -> SampledExample:
         lengths = [len(group.prompt_tokens), len(sample.tokens)]
-        is_cut = self._config.mask_truncated and not sample.finished
         return SampledExample(
             row=row.row,
             tokens=np.array([*group.prompt_tokens, *sample.tokens], dtype=np.int32),
@@ -410,7 +408,7 @@ class Rollouts:
             logps=np.array(sample.logps, dtype=np.float32),
             old_logps=_array(sample.old_logps),
             reference_logps=_array(sample.reference_logps),
-            masked=sample.reward is None or is_cut,
+            masked=sample.is_masked(self._config),
         )
 
     # An evaluation

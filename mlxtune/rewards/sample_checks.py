@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 
-from mlxtune.config.objective_config import RewardedConfig, reward_weight
+from mlxtune.config.objective_config import PolicyConfig, RewardedConfig, reward_weight
 from mlxtune.core.files.reading import open_regular, read_json, read_own
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.formatting import pluralize
@@ -21,10 +21,11 @@ from mlxtune.core.objectives.policy import MAX_REWARD, advantages_of, deviation
 from mlxtune.core.run.checkpoint import METRICS, WRITTEN_SAMPLES, Checkpoint
 from mlxtune.core.run.metrics import (
     CLIPPED_RATIO,
+    EQUAL_REWARDS,
+    MASKED_ROWS,
     MEAN_LENGTH,
     REWARD,
     ROWS_WITHOUT_REWARD,
-    WITHOUT_GRADIENT,
     WITHOUT_REWARD,
     StepRecord,
 )
@@ -44,23 +45,16 @@ _PRECISION = 1e-9
 # Metrics
 
 
-def without_gradient(group: GroupRecord) -> bool:
-    """Return whether all rewards of a group are equal or missing."""
-    return all(sample.advantage == 0 for sample in group.samples)
-
-
-def is_unrewarded(group: GroupRecord) -> bool:
-    """Return whether no sample of a group has a reward."""
-    return all(sample.reward is None for sample in group.samples)
-
-
-def step_metrics(groups: Sequence[GroupRecord]) -> dict[str, float]:
+def step_metrics(groups: Sequence[GroupRecord], config: PolicyConfig) -> dict[str, float]:
     """Return the metrics of a step that its samples alone decide."""
-    without = list(map(without_gradient, groups))
     samples = [sample for group in groups for sample in group.samples]
-    metrics = {**sample_metrics(samples), WITHOUT_GRADIENT: fmean(without)}
-    unrewarded = fmean(map(is_unrewarded, groups))
-    return metrics | ({ROWS_WITHOUT_REWARD: unrewarded} if unrewarded else {})
+    equal = fmean(group.has_equal_rewards for group in groups)
+    metrics = {**sample_metrics(samples), EQUAL_REWARDS: equal}
+    left_out_if_0 = {
+        ROWS_WITHOUT_REWARD: fmean(group.is_unrewarded for group in groups),
+        MASKED_ROWS: fmean(group.is_masked(config) for group in groups),
+    }
+    return metrics | {name: value for name, value in left_out_if_0.items() if value}
 
 
 def sample_metrics(samples: Sequence[SampleRecord]) -> dict[str, float]:
@@ -118,8 +112,7 @@ def _check_sample(sample: SampleRecord, config: RewardedConfig, weights: Sequenc
     if max(sample.tokens) >= _MAX_TOKEN:
         raise ValueError(f"has the token {max(sample.tokens)}")
     # Later updates and the divergence need log-probabilities where there is a gradient.
-    masked = sample.reward is None or (config.mask_truncated and not sample.finished)
-    trained = not masked and bool(sample.advantage or config.kl)
+    trained = sample.has_gradient(config)
     for name, logps, needed in (
         ("log-probabilities", sample.logps, True),
         ("earlier log-probabilities", sample.old_logps, trained and config.updates > 1),
@@ -180,7 +173,7 @@ def check_samples(run: Path, good: Sequence[Checkpoint], *, finished: bool) -> s
                 _check_places(own, files)
                 # An unfinished run may have the samples of its next step.
                 if finished or step != progress.step + 1:
-                    _check_steps(own, expected.pop(step, None))
+                    _check_steps(own, expected.pop(step, None), config)
             except ValueError as problem:
                 raise ValueError(f"step {step}: {problem}") from None
             groups += len(own)
@@ -228,15 +221,17 @@ def _check_places(groups: Sequence[GroupRecord], files: Sequence[str]) -> None:
             raise ValueError(f"{group.row} is in no file of the run")
 
 
-def _check_steps(groups: Sequence[GroupRecord], records: Sequence[StepRecord] | None) -> None:
+def _check_steps(
+    groups: Sequence[GroupRecord], records: Sequence[StepRecord] | None, config: RewardedConfig
+) -> None:
     """Compare samples with the records of their steps: their rows, and their metrics by name."""
     if records is None:
         raise ValueError(f"is no step of {METRICS}")
-    metrics = {"rows": len(groups), **step_metrics(groups)}
+    metrics = {"rows": len(groups), **step_metrics(groups, config)}
     for record in records:
         recorded = {**record.metrics, "rows": record.rows}
         for name, own in metrics.items():
             # Earlier versions did not count these rows.
-            other = recorded.get(name, own if name == ROWS_WITHOUT_REWARD else None)
+            other = recorded.get(name, own if name in (ROWS_WITHOUT_REWARD, MASKED_ROWS) else None)
             if other is None or not _is_close(own, other):
                 raise ValueError(f"has {name} {own:.6g}, but {METRICS} has {other}")

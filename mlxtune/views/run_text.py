@@ -39,9 +39,10 @@ from mlxtune.core.formatting import (
 from mlxtune.core.machine.installation import DISTRIBUTION
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import (
+    EQUAL_REWARDS,
+    MASKED_ROWS,
     REWARD,
     ROWS_WITHOUT_REWARD,
-    WITHOUT_GRADIENT,
     InstructEpochMetrics,
     InstructTrainResult,
     StepRecord,
@@ -52,7 +53,7 @@ from mlxtune.core.run.sampled_answers import (
     NoGradient,
     exploit_warning,
     gradient_warning,
-    nothing_learned,
+    untaught,
 )
 from mlxtune.core.run.summary import RunView, option_text
 from mlxtune.core.training.trainer import InstructTrainer
@@ -71,8 +72,8 @@ _MIN_LOSSES = 5
 _JUMP_RATIO = 1.5
 # Nats per token by which chosen answers may become less likely without a warning.
 _MAX_LOGP_DROP = 0.1
-# Few rows teach a policy if more than this fraction have equal rewards, or none.
-_MAX_WITHOUT_GRADIENT = 0.5
+# Few rows teach a policy if more than this fraction teach nothing.
+_MAX_UNTAUGHT = 0.5
 # A rate below this fraction of the objective's default hardly trains.
 _TINY_RATE_FRACTION = 0.05
 
@@ -324,12 +325,11 @@ def _next_reward_line(
         return "fewer answers are exact than before: change --reward, or stay closer with --kl"
     if evaluation.verdict == HELPED or not result.steps:
         return None
-    without, unrewarded = (
-        fmean(step.metrics.get(key, 0.0) for step in result.steps)
-        for key in (WITHOUT_GRADIENT, ROWS_WITHOUT_REWARD)
-    )
-    if without > _MAX_WITHOUT_GRADIENT:
-        why = NoGradient.of(without, unrewarded)
+    metrics = {
+        key: fmean(step.metrics.get(key, 0.0) for step in result.steps)
+        for key in (EQUAL_REWARDS, ROWS_WITHOUT_REWARD, MASKED_ROWS)
+    }
+    if untaught(metrics) > _MAX_UNTAUGHT and (why := NoGradient.of(metrics)):
         rows = f"for {why.fraction:.0%} of the rows, {why.reason}"
         return f"{rows}, so they taught nothing: {why.remedy}"
     if any(each.sampled and not each.name and each.low > 0 for each in evaluation.rewards):
@@ -356,7 +356,7 @@ def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
     if view.unrewarded_fraction:
         yield f"{view.unrewarded_fraction:.1%} of the sampled answers had no reward"
     if view.taught_nothing:
-        yield nothing_learned(view.unrewarded_rows)
+        yield view.taught_nothing.nothing_learned
     elif view.sampled is not None:
         yield f"reward of sampled answers: {view.sampled.sentence}"
         yield from gradient_warning(view.changes)

@@ -26,6 +26,7 @@ from mlxtune.core.training.pipeline import Step
 from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.functions import parse_rewards
 from mlxtune.rewards.rollouts import Prompts, Rollouts
+from mlxtune.rewards.sample_checks import check_rollout
 from mlxtune.rewards.samples import SampleRecords
 from mlxtune.rewards.scoring import Reward
 
@@ -43,6 +44,8 @@ class FakePolicy:
     passes: list[bool] = field(default_factory=list)
     passed: list[Example] = field(default_factory=list)
     adapter: str = "a"
+    # Whether all answers are truncated.
+    cuts: bool = False
 
     def sample(
         self,
@@ -57,9 +60,11 @@ class FakePolicy:
         found = []
         for request in requests:
             number = 1 if sampling.temperature == 0 else request.seeds[-1]
-            tokens = (number + 1,) * (number + 1) + ((END,) if number != 2 else ())
+            finished = number != 2 and not self.cuts
+            count = SIZE if self.cuts else number + 1
+            tokens = (number + 1,) * count + ((END,) if finished else ())
             logps = tuple(-0.1 * (i + 1) for i in range(len(tokens)))
-            found.append(SampledAnswer(tokens, logps, number != 2))
+            found.append(SampledAnswer(tokens, logps, finished))
         return found
 
     def token_logps(
@@ -75,7 +80,7 @@ class FakePolicy:
 
 
 class FakeScorer:
-    """Rewards the length of an answer, and gives none to a row of the number 3."""
+    """Rewards the digit of an answer, which is its length, and gives none to a row of number 3."""
 
     def __init__(self) -> None:
         self.rewards = parse_rewards(["length"])
@@ -96,7 +101,7 @@ class FakeScorer:
         ):
             problem = "broken" if self.broken else self.problem
             return Reward({"length": None}, None, (f"{row.place}: {problem}",))
-        value = 1.0 if number == self.equal_row else len(text) + self.bonus
+        value = 1.0 if number == self.equal_row else float(text[0]) + 1 + self.bonus
         return Reward({"length": value}, value, ())
 
 
@@ -259,6 +264,52 @@ def test_first_rollouts_of_rows_without_any_reward_ask_to_fix_the_reward(path: P
     assert {each["frac_without_reward"] for each in metrics} == {2 / 3}
     assert {each["frac_reward_zero_std"] for each in metrics} == {1.0}
     assert "frac_without_reward" not in own.draw(4, [0, 2])[1]
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_first_rollouts_whose_answers_are_all_masked_are_reported(path: Path, kl: float) -> None:
+    """Their rewards differ, so TRL's metric is 0."""
+    own = made(path, mask_truncated=True, kl=kl)
+    own.policy.cuts, own.scorer.equal_row = True, 1
+    drawn = [own.draw(step, [0, 1, 1, 1]) for step in (1, 2, 3)]
+    assert not any(each.has_gradient for examples, _ in drawn for each in examples)
+    assert own.problems == [
+        "in the first 3 rollouts, nothing was learned, and for 75% of the rows, the answers that "
+        "would teach were truncated: raise --max-new-tokens, or leave out --mask-truncated"
+    ]
+    assert {each["frac_masked"] for _, each in drawn} == {3 / 4}
+    assert {each["frac_reward_zero_std"] for _, each in drawn} == {1 / 4}
+    own.policy.cuts = False
+    assert "frac_masked" not in own.draw(4)[1]
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+@pytest.mark.parametrize("cuts", [False, True])
+def test_examples_records_passes_and_checks_agree_on_the_gradient(
+    path: Path, mask_truncated: bool, kl: float, cuts: bool
+) -> None:
+    """The rows have equal rewards, different rewards, and a sample without a reward."""
+    options: dict[str, Any] = {"mask_truncated": mask_truncated, "kl": kl, "updates": 2}
+    own = made(path, **options)
+    own.policy.cuts, own.scorer.equal_row = cuts, 1
+    examples, _ = own.draw(1, [0, 1, 2])
+    options |= {"reward": ("length",), "max_new_tokens": SIZE, "group_size": SIZE}
+    groups, config = list(read_samples(path)), RewardedConfig(**options)
+    check_rollout(groups, config, 42)
+    samples = [sample for group in groups for sample in group.samples]
+    found = [
+        (example.has_gradient, sample.has_gradient(config), sample.old_logps is not None)
+        for example, sample in zip(examples, samples, strict=True)
+    ]
+    expected = [
+        sample.reward is not None
+        and (sample.finished or not mask_truncated)
+        and (sample.advantage != 0 or kl > 0)
+        for sample in samples
+    ]
+    assert found == [(each, each, each) for each in expected]
+    assert [each.masked for each in examples] == [sample.is_masked(config) for sample in samples]
 
 
 def test_remedy_for_functions_that_raise_is_given_once(path: Path) -> None:

@@ -116,7 +116,7 @@ def test_rewards_rise_and_the_adapter_helps(
     assert verify(tmp_path).ok
     page = (tmp_path / "checkpoints" / "report.html").read_text()
     assert "mean reward from " in page
-    assert "rows without a gradient" in page
+    assert "rows with equal rewards" in page
     assert "beta times the log-ratio" not in page
 
 
@@ -190,10 +190,10 @@ def test_run_that_died_after_sampling_reads_the_samples(
     class Death(BaseException):
         pass
 
-    def dying(groups: Any) -> Any:
+    def dying(groups: Any, config: Any) -> Any:
         if groups[0].step == 3:
             raise Death
-        return real(groups)
+        return real(groups, config)
 
     with monkeypatch.context() as patched:
         patched.setattr(rollouts, "step_metrics", dying)
@@ -389,6 +389,39 @@ def test_equal_rewards_teach_nothing(folder: Path, tmp_path: Path) -> None:
     assert all(each["metrics"]["frac_reward_zero_std"] == 1 for each in steps)
     assert all((each["loss"], each["grad_norm"], each["run_tokens"]) == (0, 0, 0) for each in steps)
     assert result.evaluation is not None and result.evaluation.verdict == "cannot tell"
+
+
+def test_run_of_masked_answers_warns_that_it_learned_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(config(folder, tmp_path, mask_truncated=True, max_new_tokens=2, quiet=False))
+    steps = [each for each in records(tmp_path) if each["kind"] == "step"]
+    assert all((each["grad_norm"], each["run_tokens"]) == (0, 0) for each in steps)
+    assert all(each["metrics"]["frac_masked"] == 1 for each in steps)
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "in the first 3 rollouts, nothing was learned, and for 100% of the rows" in shown
+    assert shown.count("raise --max-new-tokens, or leave out --mask-truncated") >= 2
+
+
+def test_runs_of_earlier_versions_without_the_masked_rows_pass(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = rollouts.step_metrics
+
+    def earlier(groups: Any, config: Any) -> Any:
+        metrics = real(groups, config)
+        assert metrics.pop("frac_masked") == 1
+        return metrics
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rollouts, "step_metrics", earlier)
+        with pytest.raises(TrainingInterrupted):
+            options = {"mask_truncated": True, "max_new_tokens": 2, "updates": 2}
+            train(config(folder, tmp_path, **options), stop_after=1)
+    resume(tmp_path, quiet=True)
+    found = [each["metrics"] for each in records(tmp_path) if each["kind"] == "step"]
+    assert ["frac_masked" in each for each in found] == [False, True, True, True]
+    assert verify(tmp_path).ok
 
 
 @pytest.mark.slow

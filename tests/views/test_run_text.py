@@ -24,7 +24,7 @@ from mlxtune.core.run.metrics import (
 )
 from mlxtune.core.run.profile import Phase, StepProfile
 from mlxtune.core.run.progress import Progress, Record
-from mlxtune.core.run.sampled_answers import MetricChange
+from mlxtune.core.run.sampled_answers import MetricChange, NoGradient
 from mlxtune.core.run.stored_run import Run, read_run
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.training.trainer import InstructTrainer
@@ -187,7 +187,7 @@ def test_summary_shows_speed_losses_and_written_files(tmp_path: Path) -> None:
 
 def test_summary_of_rewards_names_no_loss(tmp_path: Path) -> None:
     view = RunView.of(read_run(write_rewarded_run(tmp_path)))
-    gradient = MetricChange("fraction of rows without a gradient", 0.5, 0.75, 1, "answers")
+    gradient = MetricChange("fraction of rows with equal rewards", 0.5, 0.75, 1, "answers")
     view = dataclasses.replace(
         view, changes=(*view.changes, gradient), initial_val_loss=-0.5, best_val_loss=-0.25
     )
@@ -202,7 +202,8 @@ def test_summary_of_rewards_names_no_loss(tmp_path: Path) -> None:
     assert "raise --group-size, or change --reward" in text
     assert "loss" not in text
     assert "no reward" not in text and "nothing was learned" not in text
-    nothing = dataclasses.replace(view, taught_nothing=True, unrewarded_fraction=0.3)
+    why = NoGradient.of({"frac_reward_zero_std": 1.0})
+    nothing = dataclasses.replace(view, taught_nothing=why, unrewarded_fraction=0.3)
     lines = list(run_text.summary_lines(nothing, config))
     assert lines[2] == "30.0% of the sampled answers had no reward"
     assert lines[3].startswith("all answers to each prompt got the same reward, so nothing")
@@ -341,24 +342,30 @@ def test_less_likely_chosen_answers_suggest_a_weight_for_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alike", "unrewarded", "sampled", "exact", "expected"),
+    ("alike", "unrewarded", "masked", "sampled", "exact", "expected"),
     [
-        (0.9, 0.0, 0.1, -0.1, "fewer answers are exact than before"),
-        (0.9, 0.0, 0.1, 0.0, "for 90% of the rows, all answers got the same reward"),
-        (0.9, 0.4, 0.1, 0.0, "for 50% of the rows, all answers got the same reward"),
-        (0.9, 0.5, 0.1, 0.0, "for 50% of the rows, no answer had a reward, so they taught"),
-        (0.1, 0.1, 0.1, 0.0, "only the sampled answers got better, so more training may help"),
-        (0.1, 0.0, -0.1, 0.0, "None"),
+        (0.9, 0.0, 0.0, 0.1, -0.1, "fewer answers are exact than before"),
+        (0.9, 0.0, 0.0, 0.1, 0.0, "for 90% of the rows, all answers got the same reward"),
+        (0.9, 0.4, 0.0, 0.1, 0.0, "for 50% of the rows, all answers got the same reward"),
+        (0.9, 0.5, 0.0, 0.1, 0.0, "for 50% of the rows, no answer had a reward, so they taught"),
+        (0.1, 0.0, 0.5, 0.1, 0.0, "for 50% of the rows, the answers that would teach were trunc"),
+        (0.1, 0.1, 0.0, 0.1, 0.0, "only the sampled answers got better, so more training may"),
+        (0.1, 0.0, 0.0, -0.1, 0.0, "None"),
     ],
 )
 def test_reward_that_did_not_rise_suggests_why(
-    alike: float, unrewarded: float, sampled: float, exact: float, expected: str
+    alike: float, unrewarded: float, masked: float, sampled: float, exact: float, expected: str
 ) -> None:
     config = TrainConfig("m", data=("d",), objective="grpo", reward=("json",))
     result = result_of(20, {0: 0.0})
     steps = [
         dataclasses.replace(
-            step, metrics={"frac_reward_zero_std": alike, "frac_without_reward": unrewarded}
+            step,
+            metrics={
+                "frac_reward_zero_std": alike,
+                "frac_without_reward": unrewarded,
+                "frac_masked": masked,
+            },
         )
         for step in result.steps
     ]

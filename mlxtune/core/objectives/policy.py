@@ -75,7 +75,15 @@ class SampledExample(Example):
 
     @property
     def has_gradient(self) -> bool:
-        return not self.masked and (self.advantage != 0 or self.reference_logps is not None)
+        return has_gradient(self.masked, self.advantage, self.reference_logps is not None)
+
+
+def has_gradient(masked: bool, advantage: float, has_divergence: bool) -> bool:
+    """Return whether a sample has a part in a step's gradient.
+
+    A sample without an advantage has one only from its divergence from the reference.
+    """
+    return not masked and (advantage != 0 or has_divergence)
 
 
 def expected_samples(

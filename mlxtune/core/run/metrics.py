@@ -12,9 +12,11 @@ REWARD = "reward"
 MEAN_LENGTH = "completions/mean_length"
 CLIPPED_RATIO = "completions/clipped_ratio"
 WITHOUT_REWARD = "completions/without_reward"
-WITHOUT_GRADIENT = "frac_reward_zero_std"
+EQUAL_REWARDS = "frac_reward_zero_std"
 # The part of these rows of which no answer has a reward, as a fraction of all rows; left out if 0.
 ROWS_WITHOUT_REWARD = "frac_without_reward"
+# The other rows that teach nothing, because answers are masked; left out if 0.
+MASKED_ROWS = "frac_masked"
 _ROWS_SHOWN = 8
 
 

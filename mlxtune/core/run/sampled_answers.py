@@ -12,7 +12,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -29,15 +29,17 @@ from mlxtune.config.limits import (
     TooLargeError,
     parse_json,
 )
-from mlxtune.config.objective_config import is_rewarded, reward_weight
+from mlxtune.config.objective_config import PolicyConfig, is_rewarded, reward_weight
 from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.typed_json import from_json
+from mlxtune.core.objectives.policy import has_gradient
 from mlxtune.core.run.metrics import (
     CLIPPED_RATIO,
+    EQUAL_REWARDS,
+    MASKED_ROWS,
     MEAN_LENGTH,
     REWARD,
     ROWS_WITHOUT_REWARD,
-    WITHOUT_GRADIENT,
     WITHOUT_REWARD,
 )
 from mlxtune.core.run.stored_run import Run, get_int
@@ -49,17 +51,15 @@ _PRECISION = 1e-9
 SUM = "sum of rewards"
 _REWARDS, _MEAN = "rewards/", "/mean"
 FRACTION = "fraction of "
-# The remedy for answers to a prompt that all get the same reward.
-PARTIAL_CREDIT = "add a reward with partial credit, such as json_keys, or raise --group-size"
-# The remedy for answers of which none has a reward.
-_FIX_REWARD = "fix the reward, which mlxtune reward tries on rows"
+_SAME_REWARD = "all answers got the same reward"
 # The labels of what a run measures of its answers besides rewards.
 ANSWER_LABELS = {
     MEAN_LENGTH: "tokens per answer",
     CLIPPED_RATIO: "fraction of truncated answers",
-    WITHOUT_GRADIENT: "fraction of rows without a gradient",
+    EQUAL_REWARDS: "fraction of rows with equal rewards",
     WITHOUT_REWARD: "fraction of answers without a reward",
     ROWS_WITHOUT_REWARD: "fraction of rows without a reward",
+    MASKED_ROWS: "fraction of rows whose answers are masked",
     "kl": "divergence from the start (KL)",
 }
 Kind = Literal["reward", "sum", "answers"]
@@ -131,7 +131,7 @@ def metric_values(run: Run, key: str) -> tuple[list[float], list[float]]:
     steps, values = [], []
     for step, metrics in zip(run.column("step"), run.progress.steps.metrics, strict=True):
         value = metrics.get(key)
-        if key == ROWS_WITHOUT_REWARD and WITHOUT_GRADIENT in metrics:
+        if key in (ROWS_WITHOUT_REWARD, MASKED_ROWS) and EQUAL_REWARDS in metrics:
             value = value or 0.0
         if value is not None:
             steps.append(step)
@@ -178,38 +178,63 @@ def _change(
 
 @dataclass(frozen=True)
 class NoGradient:
-    """The main reason why rows have no gradient, its remedy, and the fraction of rows it is for."""
+    """The main reason why rows teach nothing, its remedy, and the fraction of rows it is for.
+
+    `answers` says in a few words what the answers had.
+    """
 
     fraction: float
     reason: str
     remedy: str
+    answers: str
 
     @classmethod
-    def of(cls, without_gradient: float, unrewarded: float) -> NoGradient:
-        """Choose the reason; `unrewarded` is the fraction of rows of which no answer has a reward.
+    def of(cls, metrics: Mapping[str, float]) -> NoGradient | None:
+        """Choose the reason from a step's metrics, or from their means; None if all rows teach."""
+        unrewarded, masked = (metrics.get(key, 0.0) for key in (ROWS_WITHOUT_REWARD, MASKED_ROWS))
+        reasons = (
+            cls(
+                metrics.get(EQUAL_REWARDS, 0.0) - unrewarded,
+                _SAME_REWARD,
+                "add a reward with partial credit, such as json_keys, or raise --group-size",
+                "got equal rewards",
+            ),
+            cls(
+                unrewarded,
+                "no answer had a reward",
+                "fix the reward, which mlxtune reward tries on rows",
+                "got no reward",
+            ),
+            cls(
+                masked,
+                "the answers that would teach were truncated",
+                "raise --max-new-tokens, or leave out --mask-truncated",
+                "were truncated",
+            ),
+        )
+        main = max(reasons, key=lambda each: each.fraction)
+        return main if main.fraction > 0 else None
 
-        The other rows `without_gradient` have answers with the same reward.
-        """
-        if unrewarded > (equal := without_gradient - unrewarded):
-            return cls(unrewarded, "no answer had a reward", _FIX_REWARD)
-        return cls(equal, "all answers got the same reward", PARTIAL_CREDIT)
+    @property
+    def nothing_learned(self) -> str:
+        """A sentence on steps of which no row teaches."""
+        if self.reason == _SAME_REWARD:
+            text = "all answers to each prompt got the same reward, so nothing was learned"
+        else:
+            text = f"nothing was learned, and for {self.fraction:.0%} of the rows, {self.reason}"
+        return f"{text}: {self.remedy}"
 
 
-def nothing_learned(unrewarded: float) -> str:
-    """Return a sentence on steps without any gradient; `unrewarded` is as in `NoGradient`."""
-    why = NoGradient.of(1.0, unrewarded)
-    if why.remedy != PARTIAL_CREDIT:
-        rows = f"for {why.fraction:.0%} of the rows"
-        return f"nothing was learned, and {rows}, {why.reason}: {why.remedy}"
-    return f"all answers to each prompt got the same reward, so nothing was learned: {why.remedy}"
+def untaught(metrics: Mapping[str, float]) -> float:
+    """Return the fraction of a step's rows that teach nothing, which its metrics state in parts."""
+    return metrics.get(EQUAL_REWARDS, 0.0) + metrics.get(MASKED_ROWS, 0.0)
 
 
 def gradient_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
-    """Yield a line if most rows of the last third had no gradient."""
+    """Yield a line if most rows of the last third taught nothing."""
     last = {each.name: each.last for each in changes if each.kind == "answers"}
-    fraction = last.get(ANSWER_LABELS[WITHOUT_GRADIENT], 0.0)
-    if fraction > 0.5:
-        why = NoGradient.of(fraction, last.get(ANSWER_LABELS[ROWS_WITHOUT_REWARD], 0.0))
+    metrics = {key: last.get(name, 0.0) for key, name in ANSWER_LABELS.items()}
+    if untaught(metrics) > 0.5 and (why := NoGradient.of(metrics)):
         yield (
             f"in the last third, {why.fraction:.0%} of the rows taught nothing, because "
             f"{why.reason}"
@@ -222,10 +247,13 @@ def mean_metric(run: Run, key: str) -> float:
     return float(np.mean(values)) if values else 0.0
 
 
-def taught_nothing(run: Run) -> bool:
-    """Return whether a run learns from rewards, but no step had a row with different ones."""
+def taught_nothing(run: Run) -> NoGradient | None:
+    """Return why no row of any step taught a run anything; None for other runs."""
     steps = run.progress.steps.metrics
-    return bool(steps) and all(step.get(WITHOUT_GRADIENT) == 1 for step in steps)
+    if not steps or any(untaught(step) < 1 - _PRECISION for step in steps):
+        return None
+    keys = (EQUAL_REWARDS, ROWS_WITHOUT_REWARD, MASKED_ROWS)
+    return NoGradient.of({key: mean_metric(run, key) for key in keys})
 
 
 def opposites(changes: Sequence[MetricChange]) -> list[tuple[MetricChange, MetricChange]]:
@@ -277,6 +305,18 @@ class SampleRecord:
     old_logps: tuple[float, ...] | None = None
     reference_logps: tuple[float, ...] | None = None
 
+    def is_masked(self, config: PolicyConfig) -> bool:
+        """Return whether the sample has no loss: without a reward, or truncated and left out."""
+        return self.reward is None or (config.mask_truncated and not self.finished)
+
+    def has_gradient(self, config: PolicyConfig) -> bool:
+        """Return whether the sample has a part in a step's gradient."""
+        return has_gradient(self.is_masked(config), self.advantage, config.kl > 0)
+
+    def teaches(self, config: PolicyConfig) -> bool:
+        """Return whether the sample has a gradient from its reward, not only its divergence."""
+        return has_gradient(self.is_masked(config), self.advantage, has_divergence=False)
+
 
 @dataclass(frozen=True)
 class GroupRecord:
@@ -295,6 +335,20 @@ class GroupRecord:
     prompt: str
     prompt_tokens: tuple[int, ...]
     samples: tuple[SampleRecord, ...]
+
+    @property
+    def has_equal_rewards(self) -> bool:
+        """Whether all rewards are equal or missing."""
+        return all(sample.advantage == 0 for sample in self.samples)
+
+    @property
+    def is_unrewarded(self) -> bool:
+        """Whether no sample has a reward."""
+        return all(sample.reward is None for sample in self.samples)
+
+    def is_masked(self, config: PolicyConfig) -> bool:
+        """Return whether rewards differ, but every sample that would teach is masked."""
+        return not self.has_equal_rewards and not any(s.teaches(config) for s in self.samples)
 
     def as_json(self) -> bytes:
         values = asdict(self)

@@ -22,7 +22,6 @@ from mlxtune.core.formatting import duration, loss_text, pluralize, sentence
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.metrics import (
     REWARD,
-    ROWS_WITHOUT_REWARD,
     WITHOUT_REWARD,
     TrainingMetrics,
     measured,
@@ -30,13 +29,13 @@ from mlxtune.core.run.metrics import (
 from mlxtune.core.run.run_folder import previous_number
 from mlxtune.core.run.sampled_answers import (
     MetricChange,
+    NoGradient,
     exploit_sentence,
     exploit_warning,
     mean_metric,
     mean_text,
     metric_changes,
     metric_values,
-    nothing_learned,
     taught_nothing,
 )
 from mlxtune.core.run.stored_run import Run, get_int, get_mapping, get_str, number
@@ -51,7 +50,7 @@ _OUTCOMES: dict[str, Outcome] = {HELPED: "good", HURT: "bad", CANNOT_TELL: "unce
 # The fields that the JSON of a run leaves out.
 _OMITTED_FIELDS = (
     *("problems", "curve", "rows_per_second", "last_val_loss", "best_place", "judged", "changes"),
-    *("taught_nothing", "unrewarded_fraction", "unrewarded_rows"),
+    *("taught_nothing", "unrewarded_fraction"),
     *("trained_on", "steps_per_epoch"),
 )
 
@@ -76,9 +75,8 @@ class RunView:
     the mean rewards of sampled answers in a run that learns from rewards.
     `judged` is the verdict of the evaluation, `best_place` the epoch or step of the best
     validation, `changes` the changes of sampled answers' rewards. `trained_on` has the data with
-    training rows. A run `taught_nothing` if all answers to each prompt got the same reward in all
-    of its steps; `unrewarded_fraction` counts answers without a reward, and `unrewarded_rows`
-    rows of which no answer has one.
+    training rows. `taught_nothing` says why no row of any step taught a run that learns from
+    rewards, if none did; `unrewarded_fraction` counts answers without a reward.
     """
 
     name: str
@@ -111,9 +109,8 @@ class RunView:
     judged: Verdict | None
     objective: str = "sft"
     changes: tuple[MetricChange, ...] = ()
-    taught_nothing: bool = False
+    taught_nothing: NoGradient | None = None
     unrewarded_fraction: float = 0.0
-    unrewarded_rows: float = 0.0
     trained_on: tuple[str, ...] = ()
     steps_per_epoch: int | None = None
 
@@ -155,7 +152,6 @@ class RunView:
             changes=tuple(metric_changes(run)),
             taught_nothing=taught_nothing(run),
             unrewarded_fraction=mean_metric(run, WITHOUT_REWARD),
-            unrewarded_rows=mean_metric(run, ROWS_WITHOUT_REWARD),
             trained_on=data_names(run, trained=True),
             steps_per_epoch=get_int(run.about, "plan", "steps_per_epoch"),
         )
@@ -229,7 +225,7 @@ class RunView:
             return self.judged
         ended = "stopped early" if self.status == "stopped early" else "finished"
         if self.taught_nothing:
-            why = sentence(nothing_learned(self.unrewarded_rows))
+            why = sentence(self.taught_nothing.nothing_learned)
             return Verdict("uncertain", f"The run {ended}. {why}")
         if not self.improved:
             text = f"The run {ended}. {sentence(self.not_better)}"
@@ -293,8 +289,8 @@ class RunView:
         if self._is_partial:
             trained = f"{pluralize(self.step, 'step')} ({self.epochs_taken})"
         if self.taught_nothing and not (validated and self.improved):
-            rewards = "no reward" if self.unrewarded_rows > 0.5 else "equal rewards"
-            return f"{trained} on {data} taught {model} nothing: its answers got {rewards}"
+            answers = self.taught_nothing.answers
+            return f"{trained} on {data} taught {model} nothing: its answers {answers}"
         if before is not None and best is not None:
             if not self.improved:
                 losses = f"{shown(before)} before, {shown(best)} at best"

@@ -12,9 +12,10 @@ from mlxtune.core.formatting import byte_size, loss_text, pluralize
 from mlxtune.core.run.extension import extensions_of
 from mlxtune.core.run.metrics import (
     CLIPPED_RATIO,
+    EQUAL_REWARDS,
+    MASKED_ROWS,
     MEAN_LENGTH,
     REWARD,
-    WITHOUT_GRADIENT,
     WITHOUT_REWARD,
     measured,
 )
@@ -109,7 +110,7 @@ def _sampled_charts(run: Run) -> list[Chart]:
     spreads = {name: spread_key(key) for name, key in reward_keys(run).items()}
     fractions = {
         ANSWER_LABELS[key].removeprefix(FRACTION): key
-        for key in (CLIPPED_RATIO, WITHOUT_GRADIENT, WITHOUT_REWARD)
+        for key in (CLIPPED_RATIO, EQUAL_REWARDS, WITHOUT_REWARD, MASKED_ROWS)
     }
     ratios = {"largest": "ratio/max", "mean": "ratio/mean"}
     lengths = {ANSWER_LABELS[MEAN_LENGTH]: MEAN_LENGTH}
@@ -132,7 +133,7 @@ def _metric_chart(run: Run, title: str, unit: str, keys: Mapping[str, str]) -> C
     series, texts = list[Series](), []
     for i, (name, key) in enumerate(keys.items()):
         steps, values = metric_values(run, key)
-        if not values or (key == WITHOUT_REWARD and not any(values)):
+        if not values or (key in (WITHOUT_REWARD, MASKED_ROWS) and not any(values)):
             continue
         style = style_of(i)
         if len(keys) == 1:

@@ -22,6 +22,8 @@ from mlxtune.core.run.summary import RunView
 from mlxtune.views.run_text import summary_lines
 from tests.runs import as_lines, step_line, write_rewarded_run, write_run
 
+EQUAL = "all answers got the same reward"
+
 
 def changed(folder: Path, values: dict[str, list[float]], reward: tuple[str, ...]) -> Run:
     run = write_run(folder, options={"objective": "grpo", "reward": reward})
@@ -44,7 +46,7 @@ def test_thirds_are_compared_by_name(tmp_path: Path) -> None:
         "short.short": (0.125, 0.525, 1),
         "tokens per answer": (37.5, 29.5, -1),
         "fraction of truncated answers": (0.25, 0.25, 0),
-        "fraction of rows without a gradient": (0.5, 0.5, 0),
+        "fraction of rows with equal rewards": (0.5, 0.5, 0),
         "divergence from the start (KL)": (0.025, 0.105, 1),
     }
     assert by_name["json"].texts == ["0.875", "0.475"]
@@ -113,32 +115,45 @@ def test_short_run_or_another_objective_has_no_changes(tmp_path: Path) -> None:
     assert metric_changes(run) == []
 
 
-def test_rows_without_gradient_are_reported_if_they_are_most() -> None:
-    def fraction(last: float) -> list[MetricChange]:
-        name = "fraction of rows without a gradient"
-        return [MetricChange(name, 0.0, last, 1, "answers")]
+def test_rows_that_teach_nothing_are_reported_if_they_are_most() -> None:
+    def fractions(equal: float, masked: float) -> list[MetricChange]:
+        return [
+            MetricChange("fraction of rows with equal rewards", 0.0, equal, 1, "answers"),
+            MetricChange("fraction of rows whose answers are masked", 0.0, masked, 1, "answers"),
+        ]
 
-    assert list(gradient_warning(fraction(0.5))) == []
-    (text,) = gradient_warning(fraction(0.75))
-    assert "75% of the rows taught nothing" in text
+    assert list(gradient_warning(fractions(0.25, 0.25))) == []
+    (text,) = gradient_warning(fractions(0.75, 0.0))
+    assert "75% of the rows taught nothing, because all answers got the same reward" in text
+    (text,) = gradient_warning(fractions(0.25, 0.5))
+    assert "50% of the rows taught nothing, because the answers that would teach were" in text
 
 
 @pytest.mark.parametrize(
-    ("unrewarded", "fraction", "reason", "remedy"),
+    ("unrewarded", "masked", "fraction", "reason", "remedy"),
     [
-        (None, "100%", "all answers got the same reward", "partial credit"),
-        (0.25, "75%", "all answers got the same reward", "partial credit"),
-        (0.75, "75%", "no answer had a reward", "fix the reward"),
-        (1.0, "100%", "no answer had a reward", "fix the reward"),
+        (None, None, "100%", EQUAL, "partial credit"),
+        (0.25, None, "75%", EQUAL, "partial credit"),
+        (0.25, 0.3, "45%", EQUAL, "partial credit"),
+        (0.75, None, "75%", "no answer had a reward", "fix the reward"),
+        (1.0, None, "100%", "no answer had a reward", "fix the reward"),
+        (None, 0.7, "70%", "the answers that would teach were truncated", "max-new-tokens"),
+        (None, 1.0, "100%", "the answers that would teach were truncated", "max-new-tokens"),
     ],
 )
 def test_every_text_names_the_main_reason_for_rows_without_a_gradient(
-    tmp_path: Path, unrewarded: float | None, fraction: str, reason: str, remedy: str
+    tmp_path: Path,
+    unrewarded: float | None,
+    masked: float | None,
+    fraction: str,
+    reason: str,
+    remedy: str,
 ) -> None:
-    """Steps without the metric, as most are, have no rows without a reward."""
-    values = {"rewards/json/mean": [1.0] * 12, "frac_reward_zero_std": [1.0] * 12}
-    if unrewarded is not None:
-        values["frac_without_reward"] = [unrewarded] * 12
+    """Steps without the metrics of a reason, as most are, have no such rows."""
+    values = {"rewards/json/mean": [1.0] * 12, "frac_reward_zero_std": [1 - (masked or 0.0)] * 12}
+    for name, each in (("frac_without_reward", unrewarded), ("frac_masked", masked)):
+        if each is not None:
+            values[name] = [each] * 12
     run = changed(tmp_path, values, ("json",))
     view = RunView.of(run)
     (warning,) = gradient_warning(view.changes)
@@ -153,16 +168,17 @@ def test_every_text_names_the_main_reason_for_rows_without_a_gradient(
     for text in map(str.lower, texts):
         assert remedy in text
         assert ("all answers to each prompt got the same reward" in text) is is_equal
-        assert (f"for {fraction} of the rows, no answer had a reward" in text) is not is_equal
-    assert ("got equal rewards" in view.headline) is is_equal
-    assert ("got no reward" in view.headline) is not is_equal
-    assert "unrewarded_rows" not in view.as_dict()
+        assert (f"for {fraction} of the rows, {reason}" in text) is not is_equal
+    ends = {"same": "got equal rewards", "no ": "got no reward", "would": "were truncated"}
+    (end,) = (end for word, end in ends.items() if word in reason)
+    assert view.headline.endswith(f"its answers {end}")
 
 
 def test_steps_without_the_metric_have_no_row_without_a_reward(tmp_path: Path) -> None:
     run = changed(tmp_path, {"frac_reward_zero_std": [1.0] * 2}, ("json",))
     run.progress.steps.metrics[0]["frac_without_reward"] = 0.5
-    assert RunView.of(run).unrewarded_rows == 0.25
+    nothing = RunView.of(run).taught_nothing
+    assert nothing is not None and nothing.fraction == 0.75
 
 
 def test_damaged_metrics_have_no_changes(tmp_path: Path) -> None:
@@ -204,7 +220,7 @@ def test_run_without_a_gradient_has_no_success(
         ]
         (run / "metrics.jsonl").write_bytes(as_lines([*lines, *(equal if validation else ())]))
         view = RunView.of(read_run(run))
-        assert view.finished and view.taught_nothing is nothing
+        assert view.finished and bool(view.taught_nothing) is nothing
         assert "taught_nothing" not in view.as_dict()
         assert ("taught tiny nothing" in view.headline) is nothing
         assert (view.verdict.outcome == "uncertain") is (nothing or validation)

@@ -14,9 +14,10 @@ from mlxtune.config.objective_config import OBJECTIVES, REWARD_OBJECTIVES
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.run.metrics import (
     CLIPPED_RATIO,
+    EQUAL_REWARDS,
+    MASKED_ROWS,
     MEAN_LENGTH,
     ROWS_WITHOUT_REWARD,
-    WITHOUT_GRADIENT,
     WITHOUT_REWARD,
     TrainingMetrics,
     measured,
@@ -111,7 +112,10 @@ def test_run_is_complete_at_max_steps() -> None:
 
 
 def test_each_metric_of_answers_has_one_name_and_one_label() -> None:
-    keys = {MEAN_LENGTH, CLIPPED_RATIO, WITHOUT_REWARD, WITHOUT_GRADIENT, ROWS_WITHOUT_REWARD}
+    keys = {
+        *(MEAN_LENGTH, CLIPPED_RATIO, WITHOUT_REWARD),
+        *(EQUAL_REWARDS, ROWS_WITHOUT_REWARD, MASKED_ROWS),
+    }
     texts = {*keys, *(ANSWER_LABELS[key].removeprefix(FRACTION) for key in keys)}
     written = [
         (path.name, text)
