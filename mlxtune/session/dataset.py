@@ -153,10 +153,7 @@ def load_rows(
     """
     paths, titles = source.files, source.titles
     limit, end = config.max_seq_len, config.cut
-    files = [
-        reader.encode(path).truncate(limit, at=end, unanswered=reader.unanswered(path))
-        for path in paths.all
-    ]
+    files = [reader.encode(path).truncate(limit, at=end) for path in paths.all]
     _check_fields(files)
     for path, file in zip(paths.all, files, strict=True):
         _check_usable(file, titles[path], needs(path), config)

@@ -34,7 +34,7 @@ from mlxtune.core.data.problems import (
     RowTally,
     SkippedRows,
 )
-from mlxtune.core.data.prompt import Prompt, TurnEnds, answered, is_answered, prompt_of
+from mlxtune.core.data.prompt import Prompt, TurnEnds, answered, prompt_of
 from mlxtune.core.data.sources.recognition import read_rows
 from mlxtune.core.data.template import END_OF_TURN, PLAIN, TEMPLATES, built_in_jinja
 from mlxtune.core.files.reading import file_hash
@@ -265,13 +265,6 @@ class Reader:
         cache, key = self._config.cache_path, self._key(path)
         return encode_file(path, encode, cache=cache, key=key, on_rows=partial(self._on_rows, path))
 
-    def unanswered(self, path: Path) -> frozenset[int]:
-        """Return the numbers of rows that need no answer and have none."""
-        if not self._config.is_rewarded:
-            return frozenset()
-        rows = self._read(path, SkippedRows(path))
-        return frozenset(each.row for each in rows if not is_answered(each))
-
     def why_skipped(self, path: Path, row: int) -> BadRowError | None:
         """Return the reason for skipping a row; None if the row is kept, or does not exist."""
         unread = SkippedRows(path, places_per_kind=sys.maxsize)
@@ -287,20 +280,16 @@ class Reader:
 
     def rows(self, path: Path, skipped: SkippedRows) -> Iterator[Row]:
         """Yield the readable rows of a file; count the other rows in `skipped`."""
-        rows = self._read(path, skipped)
-        return map(answered, rows) if self._config.is_rewarded else rows
-
-    def _read(self, path: Path, skipped: SkippedRows) -> Iterator[Row]:
         config = self._config
-        fields = parse_fields(config.field)
-        return read_rows(
+        rows = read_rows(
             path,
             skipped,
             format=config.format,
-            fields=fields,
+            fields=parse_fields(config.field),
             objective=config.objective,
             split_at=config.split_at,
         )
+        return answered(rows, skipped) if config.is_rewarded else rows
 
     def _key(self, path: Path) -> str:
         config = self._config

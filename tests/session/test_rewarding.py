@@ -8,6 +8,7 @@ import json
 import shlex
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import pytest
 from mlxtune import TrainConfig, TrainingInterrupted, resume, train
 from mlxtune.commands.plan import plan
 from mlxtune.commands.verify import verify
-from mlxtune.config import PlanConfig
+from mlxtune.config import DataConfig, PlanConfig
+from mlxtune.core.data.sources import rows
 from mlxtune.core.run.run_folder import REFERENCE_LORA, SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import read_samples
 from mlxtune.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from mlxtune.rewards import rollouts
 from mlxtune.rewards.rollouts import Rollouts
+from mlxtune.session.reader import Reader
 from tests.configs import problems
 from tests.models import write_model
 from tests.slow import slow
@@ -422,6 +425,47 @@ def test_runs_of_earlier_versions_without_the_masked_rows_pass(
     found = [each["metrics"] for each in records(tmp_path) if each["kind"] == "step"]
     assert ["frac_masked" in each for each in found] == [False, True, True, True]
     assert verify(tmp_path).ok
+
+
+def test_lines_are_parsed_once_to_encode_them_and_once_for_their_prompts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With encoded rows in the cache, a run of grpo parses lines for their prompts alone."""
+    parsed, parse = Counter[bytes](), rows.parse_json
+
+    def counted(line: bytes, *rest: Any) -> Any:
+        parsed[line] += 1
+        return parse(line, *rest)
+
+    def times(made: TrainConfig) -> set[int]:
+        parsed.clear()
+        train(made)
+        assert len(parsed) == 25
+        return set(parsed.values())
+
+    monkeypatch.setattr(rows, "parse_json", counted)
+    own: dict[str, Any] = {"cache_dir": str(tmp_path / "cache"), "max_steps": 1}
+    made = config(folder, tmp_path / "grpo", **own)
+    assert times(made) == {2}
+    assert times(dataclasses.replace(made, output=str(tmp_path / "again"))) == {1}
+    answered = tmp_path / "answered.jsonl"
+    lines = [json.dumps({"prompt": str(i), "completion": "1"}) for i in range(25)]
+    answered.write_text("\n".join(lines))
+    own |= {"output": str(tmp_path / "sft"), "samples": 0, "quiet": True}
+    assert times(TrainConfig(str(folder / "model"), (str(answered),), **own)) == {1}
+
+
+def test_unanswered_rows_of_a_cached_file_are_counted_as_in_a_new_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "half.jsonl"
+    lines = [{"prompt": "1 plus 2"}, {"prompt": "2 plus 2", "completion": "4"}]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    options = {"model_path": str(folder / "model"), "objective": "grpo", "reward": ("length:20",)}
+    made = PlanConfig(**options, data=(str(data),), cache_dir=str(tmp_path), quiet=True)
+    reads = [Reader(made.part(DataConfig), folder / "model").encode(data) for _ in range(2)]
+    assert [each.skipped.unanswered for each in reads] == [{1}, {1}]
+    assert reads[0].truncate(99).ledger() == reads[1].truncate(99).ledger()
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mlxtune.config.limits import OWN_JSON_LIMITS
 from mlxtune.core.data.encode import EncodedRows
 from mlxtune.core.data.encoded_file import COLUMNS, EncodedFile, ExampleArrays, write_arrays
@@ -119,7 +121,7 @@ def _write_account(folder: Path, skipped: SkippedRows, notes: RowTally) -> None:
         name: {"counts": tally.counts, "places": tally.places}
         for name, tally in (("skipped", skipped), ("notes", notes))
     }
-    account["absent"] = skipped.absent
+    account |= {"absent": skipped.absent, "unanswered": _packed(skipped.unanswered)}
     with new_file(folder / ACCOUNT) as file:
         file.write(json.dumps(account).encode())
     checksums = json.dumps(_checksums(folder))
@@ -138,7 +140,8 @@ def _read(entry: Path, path: Path) -> EncodedFile | None:
         return None
     with suppress(OSError):  # a read-only cache
         mark_used(entry / CHECKSUMS)
-    skipped = SkippedRows(path, account["absent"], **_tally_fields(account["skipped"]))
+    fields = _tally_fields(account["skipped"])
+    skipped = SkippedRows(path, account["absent"], _unpacked(account["unanswered"]), **fields)
     return EncodedFile(arrays, skipped, RowTally(**_tally_fields(account["notes"])))
 
 
@@ -155,6 +158,18 @@ def _tally_fields(saved: dict[str, Any]) -> dict[str, Any]:
         kind: [(row, detail) for row, detail in rows] for kind, rows in saved["places"].items()
     }
     return {"counts": Counter(saved["counts"]), "places": places}
+
+
+def _packed(rows: set[int]) -> str:
+    """Return row numbers as the bits of hexadecimal digits."""
+    bits = np.zeros(max(rows, default=-1) + 1, dtype=np.bool_)
+    bits[list(rows)] = True
+    return np.packbits(bits).tobytes().hex()
+
+
+def _unpacked(digits: str) -> set[int]:
+    bits = np.unpackbits(np.frombuffer(bytes.fromhex(digits), dtype=np.uint8))
+    return set(np.flatnonzero(bits).tolist())
 
 
 def _checksums(folder: Path) -> dict[str, str]:

@@ -319,20 +319,13 @@ class EncodedFile:
     notes: RowTally
     answer_tokens_truncated: int = 0
 
-    def truncate(
-        self,
-        max_seq_len: int | None = None,
-        *,
-        at: str = "end",
-        unanswered: frozenset[int] = frozenset(),
-    ) -> TruncatedFile:
+    def truncate(self, max_seq_len: int | None = None, *, at: str = "end") -> TruncatedFile:
         """Return the file with every example cut to `max_seq_len` tokens, at `end` or `start`.
 
-        `unanswered` are the numbers of rows without an answer.
         Its notes count truncated answers too, and its skipped rows those with no supervised token
         left.
         """
-        arrays = replace(self.arrays, unanswered=unanswered)
+        arrays = replace(self.arrays, unanswered=frozenset(self.skipped.unanswered))
         truncated = arrays.truncate(max_seq_len, at=at)
         kept_rows = truncated.rows_kept
         lost = arrays.per_row(arrays.supervised - truncated.supervised)

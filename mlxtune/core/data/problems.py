@@ -193,11 +193,13 @@ class RowTally:
 class SkippedRows(RowTally):
     """The rows of one file that were skipped, by reason.
 
-    `absent` has the fields whose key no row of the file has, skipped or not.
+    `absent` has the fields whose key no row of the file has, skipped or not, and `unanswered` the
+    numbers of the rows that need no answer and have none.
     """
 
     path: Path
     absent: dict[str, str] = field(default_factory=dict)
+    unanswered: set[int] = field(default_factory=set)
 
     def add(self, row: int, problem: BadRowError) -> None:
         self.count(row, problem.kind, problem.detail)

@@ -8,7 +8,7 @@ end                                                                             
 """
 
 import codecs
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,7 @@ from mlxtune.core.data.problems import (
     where,
 )
 from mlxtune.core.data.sources.messages import parse_conversation, role_of, turn_marks
-from mlxtune.core.data.sources.recognition import read_rows
-from mlxtune.core.data.sources.rows import read_unchanged
+from mlxtune.core.data.sources.recognition import read_with_objects
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.errors import DataError
 
@@ -109,13 +108,10 @@ def read_prompts(
     A row has any format of `sft` but text, or only a `prompt`; other keys have any meaning. The
     answer is the last turn, if that is the assistant's. Raises DataError as `read_rows` does.
     """
-    unchanged = read_unchanged(path)
-    for row in read_rows(
+    for row, content in read_with_objects(
         path, skipped, format=format, fields=fields, objective=REWARD_OBJECTIVES[0]
     ):
         assert isinstance(row, Conversation)
-        content = next(content for number, content in unchanged if number == row.row)
-        assert isinstance(content, dict)
         messages, answer = [{**each.fields} for each in row.messages], None
         if (last := row.messages[-1]).role == "assistant":
             messages.pop()
@@ -123,20 +119,21 @@ def read_prompts(
         yield PromptRow(messages, answer, content, path, row.row)
 
 
-def is_answered(row: Row) -> bool:
-    """Return whether a row ends with an answer."""
-    return not isinstance(row, Conversation) or row.messages[-1].role == "assistant"
+def answered(rows: Iterable[Row], skipped: SkippedRows) -> Iterator[Row]:
+    """Yield prompts' rows for encoding: with an answer, and with keys of any meaning.
 
-
-def answered(row: Row) -> Row:
-    """Return a prompt's row for encoding: with an answer, and with keys of any meaning."""
-    if not isinstance(row, Conversation):
-        return row
-    messages = row.messages
-    if not is_answered(row):
-        fields = {"role": "assistant", "content": _ANSWER}
-        messages = (*messages, Message("assistant", _ANSWER, fields=fields))
-    return replace(row, messages=messages, unread=())
+    The numbers of rows without an answer, which get a placeholder, are added to `skipped`.
+    """
+    for row in rows:
+        if not isinstance(row, Conversation):
+            yield row
+            continue
+        messages = row.messages
+        if messages[-1].role != "assistant":
+            skipped.unanswered.add(row.row)
+            fields = {"role": "assistant", "content": _ANSWER}
+            messages = (*messages, Message("assistant", _ANSWER, fields=fields))
+        yield replace(row, messages=messages, unread=())
 
 
 def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Prompt:

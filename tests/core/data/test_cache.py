@@ -38,6 +38,7 @@ class Encoding:
         skipped.add(2, BadRowError("not valid JSON", "ünd \ud800"))
         told.count(1, "odd", "message 3")
         told.count(1, "even")
+        skipped.unanswered |= {1, 4, 700}
         ids, span = [self.first] * self.tokens, (1, self.tokens)
         yield [[example(1, ids, span), example(1, [1, 2], (0, 1))]]
         yield [[example(3, [9], (0, 1))], [example(4, ids, span)]]
@@ -54,6 +55,7 @@ def content(file: EncodedFile) -> object:
     return (
         *(arrays, file.skipped.path, file.skipped.counts, file.skipped.places),
         *(file.notes.counts, file.notes.places, file.skipped.total),
+        file.skipped.unanswered,
     )
 
 

@@ -88,8 +88,11 @@ def test_placeholder_of_an_answer_is_in_no_count(limit: int | None, at: str) -> 
         Example(row, np.arange(len(mask), dtype=np.int32), np.array([*mask], dtype=np.uint8))
         for row, mask in masks.items()
     ]
-    file = EncodedFile(ExampleArrays.of(examples), SkippedRows(Path("a.jsonl")), RowTally())
-    whole, own = (file.truncate(limit, at=at, unanswered=frozenset(each)) for each in ((), (2,)))
+    arrays, path = ExampleArrays.of(examples), Path("a.jsonl")
+    whole, own = (
+        EncodedFile(arrays, SkippedRows(path, unanswered=each), RowTally()).truncate(limit, at=at)
+        for each in (set[int](), {2})
+    )
     ledger, answer = own.ledger(), whole.ledger()
     assert ledger.adds_up()
     assert ledger.tokens == 5 + 6 == answer.tokens - 3

@@ -41,7 +41,7 @@ from mlxtune.core.data.sources.formats import (
 )
 from mlxtune.core.data.sources.messages import ROLES, SHAREGPT_ROLES, role_of
 from mlxtune.core.data.sources.nulls import may_be_filled
-from mlxtune.core.data.sources.rows import has_nulls, read_objects
+from mlxtune.core.data.sources.rows import has_nulls, read_unchanged
 from mlxtune.core.data.sources.services import CLAUDE, as_sharegpt
 from mlxtune.core.data.sources.text_rows import ROWS_REMEDY
 from mlxtune.errors import DataError, shorten
@@ -62,7 +62,23 @@ def read_rows(
     objective: str = "sft",
     split_at: str | None = None,
 ) -> Iterator[Row]:
-    """Yield the conversation of each good row, and add bad rows to `skipped`.
+    """Yield the conversation of each good row as `read_with_objects` does."""
+    rows = read_with_objects(
+        path, skipped, format=format, fields=fields, objective=objective, split_at=split_at
+    )
+    return (row for row, _ in rows)
+
+
+def read_with_objects(
+    path: Path,
+    skipped: SkippedRows,
+    *,
+    format: str = "auto",
+    fields: Mapping[str, str] | None = None,
+    objective: str = "sft",
+    split_at: str | None = None,
+) -> Iterator[tuple[Row, JsonObject]]:
+    """Yield each good row as a conversation and as it is in the file; add others to `skipped`.
 
     With `auto`, the first row whose format is recognised decides the file's format. `fields` maps
     field names to the keys that the file uses for them, or to an empty key if it has no such field.
@@ -76,10 +92,12 @@ def read_rows(
     name, since, good, bad, bare = format, 0, 0, 0, 0
     absent = {name: key for name, key in fields.items() if key}
     is_table = path.name.lower().endswith(TABLE_ENDINGS)
-    for row, content in read_objects(path, texts=format == "text", split_at=split_at):
+    rows = read_unchanged(path, texts=format == "text", split_at=split_at)
+    for row, content, unchanged in rows:
         try:
             if isinstance(content, BadRowError):
                 raise content
+            assert isinstance(unchanged, dict)
             if format == "auto" and "text" not in fields and _is_of_slack(content):
                 raise DataError(
                     f"{shown(path)} is an export of Slack, which does not say who answers whom: "
@@ -120,7 +138,8 @@ def read_rows(
                 ) from problem
         else:
             good += 1
-            yield _without_placeholder(converted) if formats is PROMPTS else converted
+            converted = _without_placeholder(converted) if formats is PROMPTS else converted
+            yield converted, unchanged
     skipped.absent = dict(absent)
     if bare and bare == bad and not good:
         wrap = 'wrap the messages of each conversation, as in [{"messages": […]}]'

@@ -104,9 +104,17 @@ def read_objects(
     Only arrays are held in memory as a whole. Raises DataError when a file cannot be read, or
     unpacks to far more than its size.
     """
+    for number, row, _ in read_unchanged(path, texts=texts, split_at=split_at):
+        yield number, row
+
+
+def read_unchanged(
+    path: Path, *, texts: bool = False, split_at: str | None = None
+) -> Iterator[tuple[int, dict[str, Any] | BadRowError, dict[str, Any] | BadRowError]]:
+    """Yield each row as `read_objects` does, followed by the row with its nulls."""
     head = _head(path)
     for number, row in _read_objects(path, head, texts, split_at):
-        yield number, _present(row, from_arrow=head.startswith(PARQUET))
+        yield number, _present(row, from_arrow=head.startswith(PARQUET)), row
 
 
 def _present(
@@ -125,11 +133,6 @@ def has_nulls(value: Any) -> bool:
     if isinstance(value, dict | list):
         return any(map(has_nulls, value.values() if isinstance(value, dict) else value))
     return value is None or value != value
-
-
-def read_unchanged(path: Path) -> Iterator[NumberedRow]:
-    """Yield each row with its nulls. Raises DataError as `read_objects` does."""
-    return _read_objects(path, _head(path), texts=False, split_at=None)
 
 
 def _read_objects(
