@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import compress, islice
+from itertools import chain, compress, islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,6 +55,7 @@ _FIRST_ROLLOUTS = 3
 
 T = TypeVar("T")
 _Logps = npt.NDArray[np.float32]
+_PerSample = list[tuple[float, ...] | None]
 
 
 # A row, and the requests for answers to it.
@@ -197,7 +198,7 @@ class Rollouts:
     def _stop_without_rewards(
         self, step: int, groups: Sequence[GroupRecord], is_first: bool
     ) -> None:
-        samples = [sample for group in groups for sample in group.samples]
+        samples = _samples(groups)
         if any(sample.reward is not None for sample in samples):
             self._unrewarded_in_a_row = 0
             return
@@ -213,7 +214,7 @@ class Rollouts:
     def _warn_if_untaught(self, number: int, groups: Sequence[GroupRecord]) -> None:
         """Warn once if the run has learned nothing in its first rollouts; `number` is a rollout."""
         config = self._config
-        if number > _FIRST_ROLLOUTS or any(s.teaches(config) for g in groups for s in g.samples):
+        if number > _FIRST_ROLLOUTS or any(each.teaches(config) for each in _samples(groups)):
             return
         self._first_untaught += 1
         self._first_groups += groups
@@ -239,20 +240,18 @@ class Rollouts:
                 f"the record of samples has none of step {step}, which the next step trains "
                 "on: bring it back, or start over with --overwrite"
             )
-        groups = self._drawn(rows, step, adapter, on_progress)
-        self._complete(rows, groups)
-        return groups
+        return self._completed(rows, self._drawn(rows, step, adapter, on_progress))
 
-    def _complete(self, rows: CorpusRows, groups: Sequence[GroupRecord]) -> None:
-        """Set what follows from the rewards of all samples of a rollout, and record the rollout."""
+    def _completed(self, rows: CorpusRows, groups: Sequence[GroupRecord]) -> list[GroupRecord]:
+        """Add what follows from the rewards of all samples of a rollout, and record the rollout."""
         rewards = [[sample.reward for sample in group.samples] for group in groups]
-        advantages = advantages_of(rewards, self._config.scale_rewards)
-        for group, own in zip(groups, advantages, strict=True):
-            for sample, advantage in zip(group.samples, own, strict=True):
-                sample.advantage = advantage
-        self._add_logps(rows, groups)
+        advantages = chain(*advantages_of(rewards, self._config.scale_rewards))
+        samples = zip(_samples(groups), advantages, strict=True)
+        groups = _with_samples(groups, [replace(each, advantage=own) for each, own in samples])
+        groups = self._with_logps(rows, groups)
         if self._workers.rank == 0:
             self._records.add(groups)
+        return groups
 
     def _recorded(self, step: int, adapter: str | None) -> list[GroupRecord]:
         """Return the recorded groups of a rollout that the given or any LoRA matrices sampled."""
@@ -266,7 +265,7 @@ class Rollouts:
         Where the functions failed for a passing reason, the groups equal the groups of a run in
         which no function failed.
         """
-        samples = [sample for group in recorded for sample in group.samples]
+        samples = _samples(recorded)
         if not any(sample.problems for sample in samples):
             return recorded
         prompts, self._has_rewarded = self._prompts, True
@@ -280,12 +279,7 @@ class Rollouts:
         again = [sample for own in answered for sample in own]
         if all(one.rewards == other.rewards for one, other in zip(samples, again, strict=True)):
             return recorded
-        groups = [
-            replace(group, samples=tuple(own))
-            for group, own in zip(recorded, answered, strict=True)
-        ]
-        self._complete(rows, groups)
-        return groups
+        return self._completed(rows, _with_samples(recorded, again))
 
     def _check_recorded(self, rows: CorpusRows, step: int, groups: Sequence[GroupRecord]) -> None:
         """Raise OutputError for samples that this run cannot have drawn for the rows of a step."""
@@ -371,23 +365,25 @@ class Rollouts:
         self._advised |= advised != text
         self._on_problem(advised)
 
-    def _add_logps(self, rows: CorpusRows, groups: Sequence[GroupRecord]) -> None:
-        """Add the log-probabilities that later updates and the divergence need.
+    def _with_logps(self, rows: CorpusRows, groups: list[GroupRecord]) -> list[GroupRecord]:
+        """Return groups with the log-probabilities that later updates and the divergence need.
 
         Without a divergence, samples without an advantage have no gradient and need none.
         """
-        config = self._config
-        samples = [sample for group in groups for sample in group.samples]
+        config, samples = self._config, _samples(groups)
         needed = [sample.has_gradient(config) for sample in samples]
         trained = list(compress(self._examples(rows, groups), needed))
-        samples = list(compress(samples, needed))
+        old: _PerSample = [None] * len(samples)
+        reference = old
         if config.updates > 1:
-            for sample, logps in zip(samples, self._policy.token_logps(trained), strict=True):
-                sample.old_logps = _shortest(logps.tolist())
+            old = _spread(self._policy.token_logps(trained), needed)
         if config.kl:
-            arrays = self._policy.token_logps(trained, before_training=True)
-            for sample, logps in zip(samples, arrays, strict=True):
-                sample.reference_logps = _shortest(logps.tolist())
+            first = self._policy.token_logps(trained, before_training=True)
+            reference = _spread(first, needed)
+        new = zip(samples, old, reference, strict=True)
+        return _with_samples(
+            groups, [replace(each, old_logps=one, reference_logps=two) for each, one, two in new]
+        )
 
     def _examples(self, rows: CorpusRows, groups: Sequence[GroupRecord]) -> list[SampledExample]:
         return [
@@ -432,6 +428,18 @@ class Rollouts:
         return _evaluated(answered), losses
 
 
+def _samples(groups: Sequence[GroupRecord]) -> list[SampleRecord]:
+    return [sample for group in groups for sample in group.samples]
+
+
+def _with_samples(
+    groups: Sequence[GroupRecord], samples: Sequence[SampleRecord]
+) -> list[GroupRecord]:
+    """Return groups with other samples, as many in each group as before."""
+    new = iter(samples)
+    return [replace(group, samples=tuple(islice(new, len(group.samples)))) for group in groups]
+
+
 def _evaluated(answered: Sequence[Sequence[SampleRecord]]) -> InstructBatchResult:
     samples = [sample for samples in answered for sample in samples]
     metrics = sample_metrics(samples)
@@ -449,6 +457,12 @@ def _uses(rows: CorpusRows) -> list[int]:
         uses.append(counts[index])
         counts[index] += 1
     return uses
+
+
+def _spread(logps: Sequence[_Logps], needed: Sequence[bool]) -> _PerSample:
+    """Return the log-probabilities of the needed samples, and None for the others."""
+    own = iter(logps)
+    return [_shortest(next(own).tolist()) if each else None for each in needed]
 
 
 def _shortest(values: Sequence[float]) -> tuple[float, ...]:

@@ -284,14 +284,14 @@ def exploit_warning(changes: Sequence[MetricChange]) -> Iterator[str]:
 # Samples
 
 
-@dataclass
+@dataclass(frozen=True)
 class SampleRecord:
     """A sample: its tokens with their log-probabilities, its text, and what its rewards were.
 
     `finished` says whether the model ended it; otherwise, its length was limited. A reward is None
     if it has no value, and `reward`, the weighted sum, is None if any is; `problems` say why.
-    `SampledExample` describes `old_logps` and `reference_logps`; like `advantage`, they are set
-    once the whole group is drawn.
+    `SampledExample` describes `old_logps` and `reference_logps`; like `advantage`, they follow from
+    all samples of the rollout.
     """
 
     tokens: tuple[int, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 from hashlib import sha256
 from pathlib import Path
@@ -21,6 +22,14 @@ from mlxtune.core.run.sampled_answers import (
 def group(step: int, text: str = "answer", row: int = 1) -> GroupRecord:
     sample = SampleRecord((3, 1), (-0.5, -0.25), text, True, {"json": 1.0}, 1.0, 0.0)
     return GroupRecord(step, f"rows.jsonl:{row}", 0, 42, "a", "Hi", (7, 8), (sample, sample))
+
+
+def test_recorded_samples_cannot_change() -> None:
+    recorded = group(1)
+    for record in (recorded, *recorded.samples):
+        for field in dataclasses.fields(record):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(record, field.name, None)
 
 
 def write(path: Path, *steps: list[GroupRecord]) -> list[bytes]:
