@@ -116,9 +116,9 @@ class TrackingObserver(TrainingObserver):
             "train/tokens_per_second": record.tokens_per_second,
             "train/epoch": record.epoch,
         }
-        if record.metrics:
+        if record.is_of_rows:
             del values["train/perplexity"]
-            values |= {f"train/{name}": value for name, value in record.metrics.items()}
+        values |= {f"train/{name}": value for name, value in record.metrics.items()}
         if record.memory:
             values["train/memory_gb"] = record.memory / 1e9
         self._log(values, record.step)

@@ -67,7 +67,8 @@ class StepRecord:
     """One optimizer update. `tokens` counts its examples' tokens; `seconds` is wall time, with the
     time to draw its samples, if any.
 
-    The fields after `seconds` are as in InstructBatchResult.
+    The fields after `seconds` are as in InstructBatchResult. The loss is of rows, not of tokens,
+    under every objective but `sft`.
     """
 
     step: int
@@ -85,14 +86,7 @@ class StepRecord:
     run_tokens: int = 0
     padding: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def is_of_rows(self) -> bool:
-        """Whether the loss is of rows, not of tokens: all objectives but `sft`, which have metrics.
-
-        A record does not name its objective.
-        """
-        return bool(self.metrics)
+    is_of_rows: bool = False
 
     @property
     def weight(self) -> int:
@@ -113,7 +107,7 @@ class StepHistory(Sequence[StepRecord]):
     def __init__(self) -> None:
         kinds = get_type_hints(StepRecord)
         self._columns: dict[str, Any] = {
-            name: [] if name == "metrics" else array("q" if kind is int else "d")
+            name: array({int: "q", float: "d"}[kind]) if kind in (int, float) else []
             for name, kind in kinds.items()
         }
 

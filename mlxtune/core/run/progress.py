@@ -58,6 +58,9 @@ _SHORT_LINE = 4096
 _MAX_LINE_BYTES, _KIND_SKIPPED = 65_536, b'"kind": "skipped"'
 # The start of a line that is a step, of which there are up to a million.
 _STEP = b'{"kind": "step"'
+# A line names it only where metrics do not show it: a loss of rows without any, or with metrics a
+# loss of tokens.
+_IS_OF_ROWS = "is_of_rows"
 _KIND_OF = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -216,6 +219,8 @@ class Progress:
 
 def record_values(record: Record) -> dict[str, Any]:
     values = {"kind": _KIND_OF[type(record)], **asdict(record)}
+    if isinstance(record, StepRecord) and record.is_of_rows == bool(record.metrics):
+        del values[_IS_OF_ROWS]
     # Only preference objectives have metrics, and only runs with several files have a loss per
     # file.
     optional = ("metrics", "files")
@@ -271,6 +276,8 @@ def parse_record(line: bytes) -> Record:
         short = len(line) < _SHORT_LINE
         values = json.loads(text) if short else parse_json(line, RECORD_LIMITS, "the line")
         kind = _KINDS[values.pop("kind")]
+        if kind is StepRecord:
+            values.setdefault(_IS_OF_ROWS, bool(values.get("metrics")))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("is not a record of a run") from error
     try:

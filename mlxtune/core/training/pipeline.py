@@ -49,7 +49,12 @@ class Step:
     row_indices: Sequence[int]
 
     def record(
-        self, result: InstructBatchResult, seconds: float, metrics: Mapping[str, float]
+        self,
+        result: InstructBatchResult,
+        seconds: float,
+        metrics: Mapping[str, float],
+        *,
+        is_of_rows: bool,
     ) -> StepRecord:
         """Return the record of the step; `metrics` were known before its result."""
         return StepRecord(
@@ -68,6 +73,7 @@ class Step:
             run_tokens=result.run_tokens,
             padding=result.padding,
             metrics={**metrics, **result.metrics},
+            is_of_rows=is_of_rows,
         )
 
 

@@ -428,7 +428,8 @@ class InstructTrainer:
         # The step may have waited for the previous step.
         started, self._step_ended = max(outcome.started, self._step_ended), outcome.ended
         seconds = self._step_ended - started + running.drawing
-        record = step.record(result, seconds, running.metrics)
+        is_of_rows = not self.objective.is_sft
+        record = step.record(result, seconds, running.metrics, is_of_rows=is_of_rows)
         self._recorder.add(record)
         self._observer.on_step(record)
         if self._profiler:

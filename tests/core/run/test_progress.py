@@ -60,6 +60,18 @@ def test_records_are_read_back_as_they_were_to_the_last_digit() -> None:
     ]
 
 
+@pytest.mark.parametrize("metrics", [{}, {"reward": 0.5}], ids=str)
+@pytest.mark.parametrize("is_of_rows", [False, True])
+def test_line_says_what_a_loss_is_of_only_where_metrics_do_not(
+    metrics: dict[str, float], is_of_rows: bool
+) -> None:
+    """So the lines of earlier versions, which never said it, are read and written as before."""
+    record = step_record(1, metrics=metrics, is_of_rows=is_of_rows)
+    content = jsonl(Progress([record]))
+    assert (b"is_of_rows" in content) is (is_of_rows is not bool(metrics))
+    assert list(Progress.from_jsonl(content)) == [record]
+
+
 def test_derived_values_follow_from_the_records() -> None:
     progress = Progress(whole())
     assert progress.step == 4

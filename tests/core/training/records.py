@@ -22,7 +22,11 @@ def step_record(step: int, **changes: Any) -> StepRecord:
         "seconds": 0.1,
         **changes,
     }
-    return StepRecord(**{"perplexity": perplexity(values["loss"]), **values})
+    implied = {
+        "perplexity": perplexity(values["loss"]),
+        "is_of_rows": bool(values.get("metrics")),
+    }
+    return StepRecord(**{**implied, **values})
 
 
 def epoch_metrics(epoch: int, val_loss: float | None, **changes: Any) -> InstructEpochMetrics:

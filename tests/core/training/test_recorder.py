@@ -31,7 +31,7 @@ def test_metrics_file_lists_steps_validations_and_epochs_in_order(
     assert [line["loss"] for line in steps] == [4.0 / step for step in range(1, 7)]
     assert [line["grad_norm"] for line in steps] == [0.5 * step for step in range(1, 7)]
     for line, record in zip(steps, found.steps, strict=True):
-        assert {"kind": "step"} | vars(record) == line | {"metrics": {}}
+        assert {"kind": "step"} | vars(record) == line | {"metrics": {}, "is_of_rows": False}
         assert record.perplexity == pytest.approx(math.exp(record.loss))
         assert record.seconds >= 0
     validations = [line for line in lines if line["kind"] == "validation"]

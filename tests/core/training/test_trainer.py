@@ -17,11 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.config import InstructTrainingConfig
+from mlxtune.config.objective_config import LossConfig
 from mlxtune.core.data.corpus import Corpus, CorpusRows
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.encoded_file import ExampleArrays
 from mlxtune.core.data.held_out import RunRows
+from mlxtune.core.objectives.policy import objective_of
+from mlxtune.core.run.checkpoint import METRICS
+from mlxtune.core.run.cross_checks import check_records
 from mlxtune.core.run.metrics import InstructBatchResult
+from mlxtune.core.run.progress import Progress
 from mlxtune.core.training.pipeline import OnProgress, RowSource, Step, StepData
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
@@ -89,6 +94,37 @@ def test_two_uses_of_a_row_in_a_step_are_separate(tmp_path: Path) -> None:
     corpus = Corpus([ExampleArrays.of(rows(1, 2)).truncate()], weights=[3.0])
     train(tmp_path, Pipeline(), corpus, validation=[], epochs=1, batch_size=6)
     assert len(set(keys)) == len(keys) == 6
+
+
+@pytest.mark.parametrize("has_metrics", [False, True])
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_objective_decides_whether_a_mean_loss_is_over_tokens_or_rows(
+    tmp_path: Path, name: str, has_metrics: bool
+) -> None:
+    class Pipeline(FakePipeline):
+        def train_batch(self, examples: Sequence[Example], **options: Any) -> InstructBatchResult:
+            found = super().train_batch(examples, **options)
+            return replace(found, metrics={"entropy": 1.0} if has_metrics else {})
+
+    pipeline, given = Pipeline(), rows(1, 2, 3, 4)
+    trainer = InstructTrainer(
+        pipeline,
+        given,
+        options(tmp_path, batch_size=3, epochs=1),
+        validation=[],
+        objective=objective_of(LossConfig(objective=name)),
+    )
+    found = trainer.train()
+    taken = [[given[row - 1] for row in batch] for batch in pipeline.batches]
+    weights = [
+        len(batch) if name == "grpo" else sum(each.supervised for each in batch) for batch in taken
+    ]
+    expected = (4.0 * weights[0] + 2.0 * weights[1]) / sum(weights)
+    assert found.epoch_metrics[0].train_loss == pytest.approx(expected)
+    assert trainer.metrics.average_loss() == pytest.approx(expected)
+    read = Progress.from_jsonl((tmp_path / METRICS).read_bytes())
+    assert list(read.steps) == found.steps
+    check_records(read)
 
 
 def test_validation_rows_given_replace_the_split(tmp_path: Path) -> None:
