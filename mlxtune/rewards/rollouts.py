@@ -419,12 +419,10 @@ class Rollouts:
         greedy = replace(self._sampling, temperature=0.0)
         questions = self._prompts.questions(rows, 1, self._seed, 0)
         answered = self._answered(questions, greedy, on_progress)
-        files = rows.files.tolist()
         losses = []
-        for file in sorted(set(files)) if len(set(files)) > 1 else ():
-            own = [samples for samples, each in zip(answered, files, strict=True) if each == file]
-            part = _evaluated(own)
-            losses.append(FileLoss(rows.corpus.paths[file], part.avg_loss, part.metrics))
+        for name, indices in rows.by_file():
+            part = _evaluated([answered[i] for i in indices])
+            losses.append(FileLoss(name, part.avg_loss, part.metrics))
         return _evaluated(answered), losses
 
 

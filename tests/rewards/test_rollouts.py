@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -585,6 +585,15 @@ def test_evaluation_is_the_negative_mean_reward_of_greedy_answers(path: Path) ->
     assert result.metrics["rewards/length/mean"] == 2
     assert files == []
     assert [text for _, text in own.scorer.scored] == ["11", "11"]
+
+
+def test_evaluation_has_the_mean_reward_of_each_file_even_without_a_path(path: Path) -> None:
+    own, examples = made(path), rows().examples_of([0, 1])
+    own.scorer.equal_row = 2
+    two_files = Corpus.of([replace(each, file=i) for i, each in enumerate(examples)]).select()
+    result, files = own.rollouts.evaluate(two_files, lambda *each: None)
+    assert result.avg_loss == -1.5
+    assert [(each.path, each.val_loss) for each in files] == [("file 1", -2), ("file 2", -1)]
 
 
 def test_evaluation_without_any_reward_is_an_error(path: Path) -> None:

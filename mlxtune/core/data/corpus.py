@@ -409,6 +409,17 @@ class CorpusRows:
         """int32 (R,): the index of each row's file."""
         return self.corpus.file_of_row[np.asarray(self.indices, dtype=np.int64)]
 
+    def by_file(self) -> list[tuple[str, npt.NDArray[np.int64]]]:
+        """Return each file's name and the indices of its rows (F,); empty unless there are several.
+
+        A file without a known path is named by its number.
+        """
+        present = np.unique(self.files).tolist()
+        if len(present) < 2:
+            return []
+        names = self.corpus.paths or [f"file {i + 1}" for i in range(len(self.corpus.files))]
+        return [(names[file], np.flatnonzero(self.files == file)) for file in present]
+
     def source(self, index: int) -> tuple[str, int]:
         """Return the path of a row's file, if known, and the row's number in that file."""
         file, row = self.corpus.source_of(self.indices[index])

@@ -180,17 +180,14 @@ def _with_verdicts_by_file(
     There is no verdict on a file if all rows were trained on.
     """
     evaluation, rows = compare(judged, base, adapted, start), judged.rows
-    present = np.unique(rows.files).tolist()
-    if adapted is None or judged.only_trained or len(present) < 2:
+    if adapted is None or judged.only_trained:
         return evaluation
     verdicts = []
-    for file in present:
-        indices = np.flatnonzero(rows.files == file)
+    for name, indices in rows.by_file():
         first = None if start is None else start.only(indices)
         part = replace(judged, rows=rows.only(indices))
         evaluation_of_file = compare(part, base.only(indices), adapted.only(indices), first)
-        path = rows.corpus.paths[file] if rows.corpus.paths else f"file {file + 1}"
-        verdicts.append(_file_verdict(path, len(indices), evaluation_of_file))
+        verdicts.append(_file_verdict(name, len(indices), evaluation_of_file))
     return replace(evaluation, files=tuple(verdicts))
 
 

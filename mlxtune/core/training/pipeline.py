@@ -200,13 +200,12 @@ class RowSource:
     def evaluate(
         self, rows: CorpusRows, on_progress: OnProgress
     ) -> tuple[InstructBatchResult, list[FileLoss]]:
-        examples = [example for row in rows for example in row]
+        numbered = [(i, example) for i, row in enumerate(rows) for example in row]
+        row_of_example, examples = [i for i, _ in numbered], [example for _, example in numbered]
         logps = self._pipeline.logps(examples, lambda done: on_progress(done, len(examples)))
-        names, files = rows.corpus.paths, np.array([example.file for example in examples])
-        present, losses = np.unique(files).tolist(), []
-        for file in present if len(present) > 1 else ():
-            rows_of_file = np.flatnonzero(files == file).tolist()
-            part = self._pipeline.measure([examples[i] for i in rows_of_file], logps[rows_of_file])
-            name = names[file] if names else f"file {file + 1}"
+        losses = []
+        for name, indices in rows.by_file():
+            of_file = np.flatnonzero(np.isin(row_of_example, indices)).tolist()
+            part = self._pipeline.measure([examples[i] for i in of_file], logps[of_file])
             losses.append(FileLoss(name, part.avg_loss, part.metrics))
         return self._pipeline.measure(examples, logps), losses

@@ -256,6 +256,19 @@ def test_corpus_may_be_empty(corpus: Corpus) -> None:
     assert corpus.data_hash() == f"sha256:{hashlib.sha256().hexdigest()}"
 
 
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [((), ["file 1", "file 3"]), (("a.jsonl", "b.jsonl", "c.jsonl"), ["a.jsonl", "c.jsonl"])],
+)
+def test_rows_by_file_name_the_files_that_have_rows(paths: Sequence[str], names: list[str]) -> None:
+    files = [in_memory([(row, [[(row, 0), (1, 1)]]) for row in range(1, 4)]) for _ in range(3)]
+    corpus = Corpus([file.truncate() for file in files], paths)
+    found = corpus.select([8, 0, 7, 2]).by_file()
+    assert [name for name, _ in found] == names
+    assert [indices.tolist() for _, indices in found] == [[1, 3], [0, 2]]
+    assert corpus.select([3, 4]).by_file() == corpus.select([]).by_file() == []
+
+
 def test_selected_rows_are_built_on_access_in_the_given_order() -> None:
     corpus = corpus_of([in_memory([(row, [[(row, 1)]]) for row in range(1, 8)])])
 
