@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mlxtune.config.fields import CheckedConfig, flag
 from mlxtune.config.option import INPUT, RESULT, TRAINING
@@ -17,6 +17,7 @@ REWARD_NAMES = (
 )
 OBJECTIVES = ("sft", *PAIR_OBJECTIVES, *LABEL_OBJECTIVES, *REWARD_OBJECTIVES)
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?inf|nan")
+_CODE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>[^\W\d]\w*))?", re.DOTALL)
 # The default peak learning rates: for `sft`, and for all other objectives.
 DEFAULT_RATE, PREFERENCE_RATE = 1e-4, 5e-6
 
@@ -34,6 +35,41 @@ def parse_weight(reward: str) -> tuple[str, float]:
     """Return a reward without its weight, and the weight: the number after the last `=`, or 1."""
     named, equals, number = reward.rpartition("=")
     return (named, float(number)) if equals and NUMBER.fullmatch(number) else (reward, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardText:
+    """A reward as it is written, and its parts.
+
+    `kind` is the name before the colon or, for a pattern, the equals sign, and `argument` the text
+    behind it; for code, `argument` is the function's name. `file` is the path of the code or of a
+    schema.
+    """
+
+    text: str
+    kind: str
+    argument: str
+    weight: float
+    file: str = ""
+    is_code: bool = False
+
+    def with_file(self, change: Callable[[str], str]) -> str:
+        """Return the text with its file's path changed, if it names a file."""
+        start = 0 if self.is_code else len(f"{self.kind}:")
+        rest = self.text[start + len(self.file) :]
+        return self.text[:start] + change(self.file) + rest if self.file else self.text
+
+
+def parse_reward(text: str) -> RewardText:
+    """Parse `FILE.py[:FUNCTION]` or a built-in reward, known or not, with an optional weight."""
+    named, weight = parse_weight(text)
+    if named.startswith("regex="):
+        return RewardText(text, "regex", named.removeprefix("regex="), weight)
+    if match := _CODE.fullmatch(named):
+        function = match["function"] or ""
+        return RewardText(text, "function", function, weight, match["file"], is_code=True)
+    kind, _, argument = named.partition(":")
+    return RewardText(text, kind, argument, weight, argument if kind == "json" else "")
 
 
 def reward_weight(reward: str) -> float:

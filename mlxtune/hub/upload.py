@@ -20,7 +20,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.data_config import is_jinja
 from mlxtune.config.fields import flag_words, part_of
-from mlxtune.config.objective_config import LossConfig
+from mlxtune.config.objective_config import LossConfig, parse_reward
 from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import Evaluation, Sample
 from mlxtune.core.evaluation.verdict_text import verdict_lines
@@ -218,19 +218,15 @@ def command_of(run: Run, base: str) -> str:
             continue
         texts = tuple(map(str, shown)) if isinstance(shown, tuple) else (str(shown),)
         if name == "reward":
-            shown = tuple(map(_without_folder, texts))
+            shown = tuple(parse_reward(text).with_file(_name) for text in texts)
         elif option.path or (name == "template" and not is_jinja(texts[0])):
             shown = tuple(text if text in on_hub else PurePath(text).name for text in texts)
         words += flag_words(name, shown, option)
     return " ".join(shlex.join(words).split())
 
 
-def _without_folder(reward: str) -> str:
-    """Return a reward without the folder of its function's or schema's file."""
-    if reward.startswith("regex="):
-        return reward
-    kind = "json:" if reward.startswith("json:") else ""
-    return kind + PurePath(reward.removeprefix(kind)).name
+def _name(path: str) -> str:
+    return PurePath(path).name
 
 
 def _block(content: str) -> str:

@@ -34,15 +34,13 @@ from mlxtune.config.limits import (
     check_pattern,
     parse_json,
 )
-from mlxtune.config.objective_config import NUMBER, parse_weight
+from mlxtune.config.objective_config import NUMBER, parse_reward
 from mlxtune.core.evaluation.matching import canonical
 from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.machine.installation import installs_extra
 from mlxtune.errors import ConfigError, one_line, shorten
 from mlxtune.rewards.reward_helper import USUAL
 
-FUNCTION = "function"
-_FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>[^\W\d]\w*))?", re.DOTALL)
 _THINKING_ENDS, _THINKING_STARTS = "</think>", "<think>"
 _SEARCH_SECONDS = 0.5
 # Numbers are equal if they differ by this fraction of the larger.
@@ -98,22 +96,19 @@ class RewardSpec:
 
     @classmethod
     def _parse(cls, text: str) -> Self:
-        text, weight = parse_weight(text)
+        parts = parse_reward(text)
+        kind, argument, weight = parts.kind, parts.argument, parts.weight
         if not math.isfinite(weight):
             raise ValueError(f"has the weight {weight}: give a finite number")
-        if text.startswith("regex="):
-            kind, argument = "regex", text.removeprefix("regex=")
-        elif match := _FILE.fullmatch(text):
-            file = as_path(match["file"])
-            content, function = _read(file, CODE_LIMITS), match["function"] or USUAL
-            return cls(FUNCTION, function, weight, file, content, _modules_beside(file, content))
-        else:
-            kind, _, argument = text.partition(":")
+        if parts.is_code:
+            file = as_path(parts.file)
+            content, function = _read(file, CODE_LIMITS), argument or USUAL
+            return cls(kind, function, weight, file, content, _modules_beside(file, content))
         if kind not in _BUILT_IN:
             remedy = f"name a FILE.py, FILE.py:FUNCTION or {_KNOWN}"
             raise ValueError(f"is unknown{_suggestion(kind, argument)}: {remedy}")
-        if kind == "json" and argument:
-            schema = _read(as_path(argument), CONFIG_LIMITS)
+        if parts.file:
+            schema = _read(as_path(parts.file), CONFIG_LIMITS)
             _check_schema(schema)
             return cls(kind, argument, weight, content=schema)
         spec = cls(kind, argument, weight)

@@ -18,6 +18,7 @@ from mlxtune.backend.workers.environment import is_one_of_several
 from mlxtune.backend.workers.launch import from_worker_0
 from mlxtune.config import OPTIONS, TrainConfig, as_path
 from mlxtune.config.fields import check_names, field_types, flag, flag_value
+from mlxtune.config.objective_config import parse_reward
 from mlxtune.config.option import Affects, Option
 from mlxtune.config.train_config import adapter_path
 from mlxtune.core.files.reading import read_json
@@ -131,7 +132,7 @@ def check_asked_again(
         values = value if isinstance(value, list) else [value]
         if name == "reward":
             # All of them, because new rewards replace the run's rewards.
-            values = values if any(".py" in str(each) for each in values) else []
+            values = values if any(parse_reward(str(each)).is_code for each in values) else []
         elif name != "track":
             values = [
                 each
@@ -274,10 +275,8 @@ def _from(working_directory: str, path: str, name: str) -> str:
     if path.startswith(("~", "/")):
         return path
     if name == "reward":
-        kind = "json:" if path.startswith("json:") else ""
-        is_file = kind or (".py" in path and not path.startswith("regex="))
-        file = as_path(path.removeprefix(kind))
-        return f"{kind}{Path(working_directory, file)}" if is_file else path
+        reward = parse_reward(path)
+        return reward.with_file(lambda file: str(Path(working_directory, as_path(file))))
     there, text = Path(working_directory, path), path
     is_name = name == "model_path"
     if name in ("data", "val_data"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mlxtune.config.objective_config import parse_reward
 from tests.configs import config, problems
 from tests.sources import PACKAGE, nodes_of
 
@@ -94,3 +95,29 @@ def test_code_asks_an_objective_instead_of_its_name_or_type() -> None:
                 by_type.add(path.name)
     assert by_name == {"objective_config.py"}
     assert by_type == {"engine.py"}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "argument", "weight", "file", "changed"),
+    [
+        ("a/check.py", "function", "", 1, "a/check.py", "<a/check.py>"),
+        ("a/check.py:f=-2", "function", "f", -2, "a/check.py", "<a/check.py>:f=-2"),
+        ("~/b c.py=.5", "function", "", 0.5, "~/b c.py", "<~/b c.py>=.5"),
+        ("a=1/check.py:f", "function", "f", 1, "a=1/check.py", "<a=1/check.py>:f"),
+        ("json:a.py/s.json=2", "json", "a.py/s.json", 2, "a.py/s.json", "json:<a.py/s.json>=2"),
+        ("json", "json", "", 1, "", "json"),
+        ("json=0.5", "json", "", 0.5, "", "json=0.5"),
+        ("regex=a/b.py", "regex", "a/b.py", 1, "", "regex=a/b.py"),
+        ("regex=x=3=2", "regex", "x=3", 2, "", "regex=x=3=2"),
+        ("length:20=0.1", "length", "20", 0.1, "", "length:20=0.1"),
+        ("function:f", "function", "f", 1, "", "function:f"),
+        ("check.py:1", "check.py", "1", 1, "", "check.py:1"),
+    ],
+)
+def test_reward_has_parts_and_only_its_file_is_changed(
+    text: str, kind: str, argument: str, weight: float, file: str, changed: str
+) -> None:
+    found = parse_reward(text)
+    assert (found.kind, found.argument, found.weight, found.file) == (kind, argument, weight, file)
+    assert found.is_code is changed.startswith("<")
+    assert found.with_file(lambda path: f"<{path}>") == changed
