@@ -20,6 +20,7 @@ from mlxtune.core.formatting import pluralize
 from mlxtune.core.objectives.policy import MAX_REWARD, advantages_of, deviation
 from mlxtune.core.run.checkpoint import METRICS, WRITTEN_SAMPLES, Checkpoint
 from mlxtune.core.run.metrics import (
+    ADDED_METRICS,
     CLIPPED_RATIO,
     EQUAL_REWARDS,
     MASKED_ROWS,
@@ -231,7 +232,6 @@ def _check_steps(
     for record in records:
         recorded = {**record.metrics, "rows": record.rows}
         for name, own in metrics.items():
-            # Earlier versions did not count these rows.
-            other = recorded.get(name, own if name in (ROWS_WITHOUT_REWARD, MASKED_ROWS) else None)
+            other = recorded.get(name, own if name in ADDED_METRICS else None)
             if other is None or not _is_close(own, other):
                 raise ValueError(f"has {name} {own:.6g}, but {METRICS} has {other}")

@@ -17,6 +17,8 @@ EQUAL_REWARDS = "frac_reward_zero_std"
 ROWS_WITHOUT_REWARD = "frac_without_reward"
 # The other rows that teach nothing, because answers are masked; left out if 0.
 MASKED_ROWS = "frac_masked"
+# Earlier versions did not record these.
+ADDED_METRICS = (ROWS_WITHOUT_REWARD, MASKED_ROWS)
 _ROWS_SHOWN = 8
 
 

@@ -5,7 +5,7 @@ Paths, times, memory, and versions may differ; everything else must be equal.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mlxtune.core.run.checkpoint import (
     Checkpoint,
 )
 from mlxtune.core.run.checkpoint_checks import difference, named
-from mlxtune.core.run.metrics import SkippedStep, StepRecord
+from mlxtune.core.run.metrics import ADDED_METRICS, SkippedStep, StepRecord
 from mlxtune.core.run.progress import MEASURED_FIELDS, Record, have_equal_results
 from mlxtune.core.run.run_folder import ABOUT, EVALUATION, EVALUATION_HASH, LEDGER, RESULT
 from mlxtune.core.run.stored_run import get_mapping, read_evaluation, read_ledgers
@@ -40,13 +40,22 @@ _COMPARED_PLAN = ("steps", "steps_per_epoch", "rows_train", "rows_validation")
 def check_metrics(own: Sequence[Record], again: Sequence[Record]) -> str | None:
     """Return the first difference between the records of a run and of its replay, if any."""
     for record, other in zip(own, again, strict=False):
-        if not have_equal_results([record], [other]):
+        if not have_equal_results([record], [_as_recorded(other, record)]):
             return f"{named(record)}, but training again gives {named(other)}"
     if len(own) < len(again):
         return f"no {named(again[len(own)])}"
     if len(own) > len(again):
         return f"{named(own[len(again)])}, which training again does not give"
     return None
+
+
+def _as_recorded(again: Record, own: Record) -> Record:
+    """Return a replayed record without the metrics that the run's version did not record."""
+    if not (isinstance(again, StepRecord) and isinstance(own, StepRecord)):
+        return again
+    added = set(ADDED_METRICS) - own.metrics.keys()
+    metrics = {name: value for name, value in again.metrics.items() if name not in added}
+    return replace(again, metrics=metrics)
 
 
 def check_checkpoint_again(own: Checkpoint, again: Path) -> str | None:

@@ -34,6 +34,7 @@ from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.objectives.policy import has_gradient
 from mlxtune.core.run.metrics import (
+    ADDED_METRICS,
     CLIPPED_RATIO,
     EQUAL_REWARDS,
     MASKED_ROWS,
@@ -131,7 +132,7 @@ def metric_values(run: Run, key: str) -> tuple[list[float], list[float]]:
     steps, values = [], []
     for step, metrics in zip(run.column("step"), run.progress.steps.metrics, strict=True):
         value = metrics.get(key)
-        if key in (ROWS_WITHOUT_REWARD, MASKED_ROWS) and EQUAL_REWARDS in metrics:
+        if key in ADDED_METRICS and EQUAL_REWARDS in metrics:
             value = value or 0.0
         if value is not None:
             steps.append(step)
