@@ -110,42 +110,69 @@ def _other_config_hint(name: str, own: Mapping[str, Option]) -> str:
 _Part = TypeVar("_Part")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckedConfig:
     """A dataclass that converts and checks its fields, and reports every problem in one error."""
+
+    # The options that nobody chose, with their values. No field, so no option and in no record;
+    # but `dataclasses.replace` passes it to the copy, beside every option.
+    _unset: dataclasses.InitVar[Mapping[str, Any] | None] = None
 
     # Names that the constructor still accepts for programs that pass them: of options that no
     # longer exist, and of options by their new names.
     ignored: typing.ClassVar[tuple[str, ...]] = ()
     former: typing.ClassVar[Mapping[str, str]] = {}
-    # The names of the options passed to the constructor, which only `explicit_options` reads.
-    _passed: frozenset[str]
 
     def __new__(cls, *values: Any, **options: Any) -> Self:
         """Report unknown options before Python does. Raises ConfigError."""
         cls._check_former(options)
         options = {cls.former.get(name, name): value for name, value in options.items()}
-        check_names(cls, {k: value for k, value in options.items() if k not in cls.ignored})
+        others = (*cls.ignored, "_unset")
+        check_names(cls, {k: value for k, value in options.items() if k not in others})
         config = super().__new__(cls)
-        positional = [field.name for field in dataclasses.fields(cls) if not field.kw_only]  # type: ignore[arg-type]
+        positional = [field.name for field in dataclasses.fields(cls) if not field.kw_only]
         passed = frozenset([*positional[: len(values)], *options])
-        object.__setattr__(config, "_passed", passed)
+        vars(config)["_passed"] = passed
         return config
 
     @classmethod
     def _check_former(cls, options: Mapping[str, Any]) -> None:
         """Raise ConfigError if an option is given by both of its names."""
         # `dataclasses.replace` passes every field, beside the changes.
-        if not options.keys() >= set(options_of(cls)):
+        if "_unset" not in options:
             both = [(old, new) for old, new in cls.former.items() if {old, new} <= options.keys()]
             if both:
                 raise ConfigError(
                     [f"{old} is the former name of {new}: pass only one" for old, new in both]
                 )
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, unset: Mapping[str, Any] | None, *_: object) -> None:
+        names = self._names_without_choice(unset)
+        for name in names:
+            object.__setattr__(self, name, self.default_of(name))
+        self._convert()
+        object.__setattr__(self, "_unset", {name: getattr(self, name) for name in names})
+
+    def _names_without_choice(self, unset: Mapping[str, Any] | None) -> list[str]:
+        """Return the names of the options that nobody chose, here or, as `unset`, for a copy."""
+        every = options_of(type(self))
+        explicit = vars(self).pop("_passed")
+        if unset is None and explicit >= every.keys():  # as from a stored config
+            unset = {name: self.default_of(name) for name in every}
+        if unset is not None:
+            explicit = {n for n in every if n not in unset or getattr(self, n) != unset[n]}
+        return [name for name in every if name not in explicit or self._is_left_out(name)]
+
+    def _is_left_out(self, name: str) -> bool:
+        """Return whether an option is None instead of the default that other options decide."""
+        declared = getattr(type(self), name)
+        return getattr(self, name) is declared is None and self.default_of(name) is not None
+
+    def _convert(self) -> None:
+        """Convert and check the options. Raises ConfigError."""
         problems: list[str] = []
         types = field_types(type(self))
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+        for field in dataclasses.fields(self):
             option: Option = field.metadata["option"]
             if (value := getattr(self, field.name)) == "" and self.is_resolved_later(field.name):
                 continue
@@ -176,7 +203,7 @@ class CheckedConfig:
         return False
 
     def default_of(self, name: str) -> Any:
-        """Return the value of an option that is not given."""
+        """Return the value of an option that nobody chose."""
         return getattr(type(self), name)
 
     def part(self, kind: type[_Part], **changes: Any) -> _Part:
@@ -220,15 +247,8 @@ def former_names(**names: str) -> Callable[[type[_Config]], type[_Config]]:
 
 
 def explicit_options(config: CheckedConfig) -> frozenset[str]:
-    """Return the names of the options that the caller gave to a config.
-
-    `dataclasses.replace` passes every field to the copy: its explicit options are the ones that
-    differ from their defaults.
-    """
-    every, passed = options_of(type(config)).keys(), config._passed
-    if passed != every:
-        return passed
-    return frozenset(name for name in every if getattr(config, name) != config.default_of(name))
+    """Return the names of the options that the caller gave to a config, or changed in a copy."""
+    return frozenset(options_of(type(config)).keys() - vars(config)["_unset"].keys())
 
 
 def every_option() -> set[str]:

@@ -22,10 +22,6 @@ _CODE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>[^\W\d]\w*))?", re.DOTALL)
 DEFAULT_RATE, PREFERENCE_RATE = 1e-4, 5e-6
 
 
-class DefaultRate(float):
-    """A rate that nobody chose, so that a copy with another objective takes that one's default."""
-
-
 def is_rewarded(objective: object) -> bool:
     """Return whether an objective's rows are prompts, to which the model samples answers."""
     return objective in REWARD_OBJECTIVES
@@ -174,11 +170,6 @@ class ObjectiveConfig(RowObjectiveConfig):
     kto_loss: str = TRAINING.option(
         "kto", "Loss of kto.", RESULT, choices=("kto", "apo_zero_unpaired")
     )
-
-    @property
-    def default_rate(self) -> float:
-        """The default peak learning rate."""
-        return default_rate(self.objective)
 
     @property
     def effective_beta(self) -> float:

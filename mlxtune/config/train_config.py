@@ -19,9 +19,9 @@ from mlxtune.config.lora_config import LoraConfig, LoraShapeConfig
 from mlxtune.config.objective_config import (
     DEFAULT_RATE,
     PREFERENCE_RATE,
-    DefaultRate,
     ObjectiveConfig,
     RewardedConfig,
+    default_rate,
 )
 from mlxtune.config.option import EXECUTION, FILES, LENGTH, LORA, PLACES, RESULT, RUN, TRAINING
 from mlxtune.errors import shorten
@@ -59,23 +59,15 @@ class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
         choices=("auto", "on", "off"),
     )
 
-    def __post_init__(self) -> None:
-        # `dataclasses.replace` passes the default rate of the copied objective. It reads `lr`, so
-        # only the value itself can say that nobody chose it.
-        if isinstance(self.lr, DefaultRate):
-            object.__setattr__(self, "lr", None)
-        super().__post_init__()
-        if self.lr is None:
-            object.__setattr__(self, "lr", DefaultRate(self.default_rate))
-
     @property
     def peak_rate(self) -> float:
-        """The peak learning rate: `lr` or, until the options are checked, its default."""
-        return self.default_rate if self.lr is None else self.lr
+        """The peak learning rate: `lr`, which is None only in the constructor's arguments."""
+        assert self.lr is not None
+        return self.lr
 
     def default_of(self, name: str) -> Any:
-        """Return the value of an option that is not given; a rate depends on the objective."""
-        return self.default_rate if name == "lr" else super().default_of(name)
+        """Return the value of an option that nobody chose; a rate depends on the objective."""
+        return default_rate(self.objective) if name == "lr" else super().default_of(name)
 
     def contradictions(self) -> Iterator[str]:
         if self.quantize == "nf4" and self.quantized_compute == "quantized":
@@ -340,9 +332,6 @@ class InstructTrainingConfig(_LoopConfig):
     val_rows: int = same_option(TrainConfig, "val_rows")
     order: str = same_option(TrainConfig, "order")
 
-    def __post_init__(self, *_: object) -> None:
-        super().__post_init__()
-
 
 @dataclasses.dataclass(frozen=True)
 class TrainerConfig(InstructTrainingConfig):
@@ -379,6 +368,3 @@ class InstructConfig(LoraConfig):
     seed: int = same_option(TrainConfig, "seed")
     targets: tuple[str, ...] = same_option(TrainConfig, "targets")
     num_layers: int | None = same_option(TrainConfig, "num_layers")
-
-    def __post_init__(self, *_: object) -> None:
-        super().__post_init__()

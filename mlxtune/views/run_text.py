@@ -300,7 +300,7 @@ def next_try_line(
     weightless = config.objective == "dpo" and not config.sft_weight and preference is not None
     if weightless and difference is not None and difference.low > 0:
         return "the chosen answers became less likely: try --sft-weight 1"
-    tiny = config.peak_rate < _TINY_RATE_FRACTION * config.default_rate
+    tiny = config.peak_rate < _TINY_RATE_FRACTION * default_rate(config.objective)
     if not learned and not config.auto and (tiny or total_steps < MIN_STEPS):
         why = (
             f"--lr {config.peak_rate:g} is tiny"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from contextlib import suppress
 from typing import Any
 
@@ -100,12 +102,28 @@ def test_explicit_options_are_positional_and_keyword_arguments() -> None:
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_explicit_options_of_a_copy_differ_from_their_defaults(objective: str) -> None:
+def test_explicit_options_of_a_stored_config_differ_from_their_defaults(objective: str) -> None:
     first = config(objective=objective, rank=4)
     changed = {"model_path", "data", "rank", *({"objective"} if objective != "sft" else ())}
     assert explicit_options(TrainConfig(**dataclasses.asdict(first))) == changed
-    assert explicit_options(dataclasses.replace(first, seed=1)) == changed | {"seed"}
-    assert explicit_options(dataclasses.replace(first, lr=2e-4)) == changed | {"lr"}
+
+
+@pytest.mark.parametrize("name", ["rank", "lr", "val_steps", "epochs"])
+def test_copy_has_the_explicit_options_of_the_original_and_of_the_change(name: str) -> None:
+    """An option that was given its default is explicit in every copy, so --auto keeps it."""
+    first = config(**{name: getattr(config(), name)})
+    chosen = {"model_path", "data", name}
+    for original in (first, pickle.loads(pickle.dumps(first)), copy.copy(first)):
+        copied = dataclasses.replace(original, output="o")
+        assert explicit_options(copied) == {*chosen, "output"}
+        again = dataclasses.replace(copied, lr=2e-4, seed=1)
+        assert explicit_options(again) == {*chosen, "output", "lr", "seed"}
+
+
+def test_rate_of_none_is_the_default_of_the_objective() -> None:
+    for first in (config(lr=None), dataclasses.replace(config(lr=1.0), lr=None)):
+        assert (first.lr, "lr" in explicit_options(first)) == (1e-4, False)
+        assert dataclasses.replace(first, objective="dpo").lr == 5e-6
 
 
 # Options as words of a command

@@ -289,9 +289,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     found: list[TrainConfig] = []
     check = TrainConfig.__post_init__
 
-    def counted(made: TrainConfig) -> None:
+    def counted(made: TrainConfig, *initial: Any) -> None:
         found.append(made)
-        check(made)
+        check(made, *initial)
 
     monkeypatch.setattr(TrainConfig, "__post_init__", counted)
     return found

@@ -149,3 +149,8 @@ def test_command_line_gives_the_same_options() -> None:
     fields = {field.name for field in dataclasses.fields(TrainConfig)}
     values = {name: value for name, value in flags.items() if name in fields}
     assert build_config(TrainConfig, None, values) == run
+
+
+def test_copy_of_a_config_keeps_the_given_rank() -> None:
+    given = dataclasses.replace(config(rank=8, auto=True), output="elsewhere")
+    assert not {"rank", "output"} & choose_options(FACTS, given, explicit_options(given)).keys()
