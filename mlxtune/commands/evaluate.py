@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -111,8 +111,7 @@ def _by_rewards(
     from mlxtune.session.rewarding import RewardSession
 
     start = None
-    with ExitStack() as cleanup:
-        rewards = RewardSession(session, use.config.part(RewardedConfig), cleanup)
+    with RewardSession(session, use.config.part(RewardedConfig)) as rewards:
         for other in others:
             use.console.say("Against", str(other.path))
             measure = partial(rewards.measure, judged.rows)

@@ -15,7 +15,6 @@ from mlxtune.backend.adapters.adapter_folder import check_beside
 from mlxtune.backend.device import allocator
 from mlxtune.backend.workers.launch import join_run
 from mlxtune.config import DemoConfig, TrainConfig
-from mlxtune.config.objective_config import RewardedConfig
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows
@@ -54,7 +53,7 @@ from mlxtune.views.console import RunConsole
 from mlxtune.views.pages.run_page import ResultCard, write_page
 
 if TYPE_CHECKING:
-    from mlxtune.session.rewarding import RewardSession
+    from mlxtune.session.rewarding import RunRewards
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ def count_candidates(result: InstructTrainResult) -> int:
 def judge_and_report(
     session: RunSession,
     judged: JudgedRows,
-    rewards: "RewardSession | None",
+    rewards: "RunRewards | None",
     initial_hash: str | None,
 ) -> Evaluation | None:
     """Report whether the adapter helped on the held-out rows, if any, and write the run's page."""
@@ -285,21 +284,20 @@ def stop_requests(session: RunSession) -> Iterator[Callable[[], bool]]:
         yield lambda: interrupted() or asked_by_watch()
 
 
-def open_rewards(session: RunSession, cleanup: ExitStack) -> "RewardSession | None":
+def open_rewards(session: RunSession, cleanup: ExitStack) -> "RunRewards | None":
     """Read the rewards of a run that learns from them."""
     if not session.config.is_rewarded:
         return None
     # Only these runs import the rewards.
-    from mlxtune.session.rewarding import RewardSession
+    from mlxtune.session.rewarding import RunRewards
 
-    options = session.config.part(RewardedConfig)
-    return RewardSession(session, options, cleanup, session)
+    return cleanup.enter_context(RunRewards(session))
 
 
 def make_trainer(
     session: RunSession,
     parts: RunParts,
-    rewards: "RewardSession | None",
+    rewards: "RunRewards | None",
     should_stop: Callable[[], bool],
     stop_after: int | None,
     poller: ConditionsPoller,
@@ -339,7 +337,7 @@ def make_trainer(
         monitor=monitor,
         objective=pipeline.objective,
         cache=config.cache_path,
-        source=None if rewards is None else rewards.rollouts(session, pipeline),
+        source=None if rewards is None else rewards.rollouts(pipeline),
     )
 
 

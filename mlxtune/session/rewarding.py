@@ -1,10 +1,10 @@
 """Connects a run's pipeline and rows with its rewards, for objectives that learn from rewards."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
@@ -77,59 +77,33 @@ class RewardSession:
     """The rewards and prompts that training, evaluations and the verdict share.
 
     Files of rewards and the rows are read once, so a change of a file during a run changes nothing.
-    The process of reward functions ends when `cleanup` closes. Raises ConfigError for rewards that
-    cannot be used, ModelError if only a text ends answers, and DataError if a `run` that resumes
-    had other rewards.
+    The process of reward functions lives in the `with` block. Functions are called in `folder`, and
+    `names` are the names of the data files in records. Raises ConfigError for rewards that cannot
+    be used, and ModelError if only a text ends answers.
     """
 
     def __init__(
         self,
         session: Session[Any],
         config: RewardedConfig,
-        cleanup: ExitStack,
-        run: RunSession | None = None,
+        folder: Path | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self._session, self._config = session, config
         specs = parse_rewards(config.reward)
         for hint in filter(None, (spec.hint for spec in specs)):
             session.console.warn(hint)
-        folder = None if run is None else run.reward_folder
-        scorer = RewardScorer(specs, config.reward_timeout, folder)
-        if run is not None and run.resume is not None:
-            check_rewards(run.resume, scorer.hash)
+        self._scorer = RewardScorer(specs, config.reward_timeout, folder)
         self._stop_tokens = _stop_tokens(session.reader)
-        self._prompts = _read_prompts(session, scorer, None if run is None else run.start.files)
+        self._prompts = _read_prompts(session, self._scorer, names)
         self._names = [spec.name for spec in specs]
-        cleanup.enter_context(scorer)
 
-    def rollouts(self, session: RunSession, pipeline: InstructPipeline) -> StepSource:
-        """Return the source of a run's samples.
+    def __enter__(self) -> Self:
+        self._scorer.__enter__()
+        return self
 
-        Raises ModelError for a missing reference, and OutputError for a damaged record of samples.
-        """
-        config, folder = session.config, session.config.checkpoint_path
-        checkpoint = None if session.resume is None else session.resume.checkpoint
-        if config.kl and checkpoint is not None:
-            hashes = get_mapping(checkpoint.metadata, FILE_HASHES)
-            pipeline.load_reference_lora(
-                checkpoint.run / REFERENCE_LORA, hashes.get(REFERENCE_LORA)
-            )
-        records = SampleRecords(
-            folder / SAMPLE_RECORDS,
-            checkpoint,
-            is_own=is_own(folder),
-            on_problem=session.console.warn,
-        )
-        return Rollouts(
-            self._config,
-            config.seed,
-            pipeline,
-            self._stop_tokens,
-            self._prompts,
-            records,
-            session.console.warn,
-            session.workers,
-        )
+    def __exit__(self, *error: object) -> None:
+        self._scorer.__exit__(*error)
 
     def measure(
         self, rows: CorpusRows, loaded: LoadedModel, *, with_adapter: bool = True
@@ -209,6 +183,43 @@ class RewardSession:
             right=after.exact[index],
             against=before.greedy[index].text if against else None,
             against_right=before.exact[index] if against else None,
+        )
+
+
+class RunRewards(RewardSession):
+    """The rewards of a run. Raises DataError if a run that resumes had other rewards."""
+
+    def __init__(self, run: RunSession) -> None:
+        super().__init__(run, run.config, run.reward_folder, run.start.files)
+        if run.resume is not None:
+            check_rewards(run.resume, self._scorer.hash)
+        self._run = run
+
+    def rollouts(self, pipeline: InstructPipeline) -> StepSource:
+        """Return the source of the run's samples.
+
+        Raises ModelError for a missing reference, and OutputError for a damaged record of samples.
+        """
+        run, config = self._run, self._run.config
+        folder, warn = config.checkpoint_path, run.console.warn
+        checkpoint = None if run.resume is None else run.resume.checkpoint
+        if config.kl and checkpoint is not None:
+            hashes = get_mapping(checkpoint.metadata, FILE_HASHES)
+            pipeline.load_reference_lora(
+                checkpoint.run / REFERENCE_LORA, hashes.get(REFERENCE_LORA)
+            )
+        records = SampleRecords(
+            folder / SAMPLE_RECORDS, checkpoint, is_own=is_own(folder), on_problem=warn
+        )
+        return Rollouts(
+            config,
+            config.seed,
+            pipeline,
+            self._stop_tokens,
+            self._prompts,
+            records,
+            warn,
+            run.workers,
         )
 
 
