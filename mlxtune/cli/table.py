@@ -66,15 +66,14 @@ def _train(
     """Start a run, or resume one with its recorded options, changed by the given options."""
     options: TrainConfig | ResolvedOptions[TrainConfig]
     if resume is None:
-        options, point = build_config(TrainConfig, config, flags), None
-        run = options
+        options = run = build_config(TrainConfig, config, flags)
     else:
         from mlxtune.session.resuming import find_run
 
         changes, problems = read_options(TrainConfig, config, flags)
         if problems:
             raise ConfigError(problems)
-        options, point = find_run(resume, changes)
+        options = find_run(resume, changes)
         run = options.config
 
     from mlxtune.commands.train import train
@@ -84,7 +83,7 @@ def _train(
         from mlxtune.watch.server import PageOpener
 
         observers = [PageOpener(run.checkpoint_path)]
-    train(options, dry_run=dry_run, resume=point, observers=observers, live=open_page)
+    train(options, dry_run=dry_run, observers=observers, live=open_page)
 
 
 def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) -> bool:

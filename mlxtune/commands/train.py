@@ -25,7 +25,6 @@ from mlxtune.core.machine.conditions import ConditionsPoller, Sensors, kept_awak
 from mlxtune.core.run import run_folder, trained_rows
 from mlxtune.core.run.metrics import InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import StepProfiler
-from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.run.saving import check_space, free_space
 from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
@@ -95,7 +94,6 @@ def train(
     options: ResolvedOptions[TrainConfig],
     *,
     dry_run: bool = False,
-    resume: ResumePoint | None = None,
     stop_after: int | None = None,
     observers: Sequence[TrainingObserver] = (),
     live: bool = False,
@@ -104,12 +102,11 @@ def train(
 ) -> TrainResult:
     """Fine-tune a model as the options say, and write the adapter.
 
-    With `dry_run`, print the plan and stop before the first step. With `resume`, continue from that
-    checkpoint, which `mlxtune.resume` finds. After step `stop_after`, stop as on Ctrl-C; if the run
-    ends first, write checkpoints but no adapter. On the first worker, `observers` receive the
-    events of the run. With `live`, the model also answers up to `samples` validation rows after
-    each validation, for the live page. `on_step` gets the record of each step, and `on_validation`
-    the step (0 before training) and the loss of each validation.
+    With `dry_run`, print the plan and stop before the first step. After step `stop_after`, stop as
+    on Ctrl-C; if the run ends first, write checkpoints but no adapter. On the first worker,
+    `observers` receive the events of the run. With `live`, the model also answers up to `samples`
+    validation rows after each validation, for the live page. `on_step` gets the record of each
+    step, and `on_validation` the step (0 before training) and the loss of each validation.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
@@ -118,11 +115,11 @@ def train(
     observers = [*observers, Callbacks(on_step, on_validation)]
     with join_run(options.config, _make_console) as worker_run, ExitStack() as cleanup:
         console = cleanup.enter_context(closing(worker_run.console))
-        session = RunSession(worker_run, options, resume)
+        session = RunSession(worker_run, options)
         check_paths(session)
         if session.config.auto:
             session = with_auto_options(session)
-        config = session.config
+        config, resume = session.config, session.resume
         if not (dry_run or config.allow_sleep) and worker_run.first_on_machine:
             cleanup.enter_context(kept_awake())
         # A missing folder is created, and locked, only just before training starts.
@@ -247,8 +244,8 @@ def resume(
     Raises the errors of `train`. Raises ConfigError if a changed option would change the result,
     and OutputError if there is no run to resume.
     """
-    options, point = find_run(str(folder), with_rows(changes))
-    return train(options, resume=point, on_step=on_step, on_validation=on_validation)
+    options = find_run(str(folder), with_rows(changes))
+    return train(options, on_step=on_step, on_validation=on_validation)
 
 
 @takes_options(DemoConfig)

@@ -217,15 +217,15 @@ class _Replay:
     def start(self) -> int:
         return self.resumed.checkpoint.step if self.resumed else 0
 
-    def train(self, config: TrainConfig, **options: Any) -> None:
+    def train(self, config: TrainConfig, resumed: ResumePoint | None = None, **more: Any) -> None:
         """Train as the run did, with the options of `config`."""
         with _interrupts():
-            train(ResolvedOptions.recorded(config, self.newest), **options)
+            train(ResolvedOptions.recorded(config, self.newest, resumed), **more)
 
     def train_to(self, config: TrainConfig, step: int, resumed: ResumePoint | None) -> None:
         """Train to a step, or to the end of the run."""
         with suppress(TrainingInterrupted):
-            self.train(config, resume=resumed, stop_after=step)
+            self.train(config, resumed, stop_after=step)
 
 
 def _train_again(config: TrainConfig, newest: Checkpoint, replay: _Replay) -> str | None:
@@ -246,7 +246,7 @@ def _train_again(config: TrainConfig, newest: Checkpoint, replay: _Replay) -> st
         resumed = _resume_point(written[0])
     if replay.whole:
         try:
-            replay.train(config, resume=resumed)
+            replay.train(config, resumed)
         except ModelError as error:
             # Training that ends elsewhere may look for a best checkpoint that the run never had.
             return str(error)

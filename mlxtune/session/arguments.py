@@ -33,6 +33,7 @@ from mlxtune.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from mlxtune.backend.adapters.adapter_file import AdapterFile
     from mlxtune.core.run.checkpoint import Checkpoint
+    from mlxtune.core.run.run_folder import ResumePoint
 
 Result = TypeVar("Result")
 C = TypeVar("C", bound=CheckedConfig)
@@ -47,18 +48,21 @@ class ResolvedOptions(Generic[C]):
     """The options of a command, and the names of those that are given, which take precedence.
 
     An option is given by the caller, or by `initial`, the adapter that a run continues from.
-    `origin` is a checkpoint of the earlier run that is resumed or repeated.
+    A run continues from the checkpoint `resume`, if any. `origin` is a checkpoint of the earlier
+    run that is resumed or repeated.
     """
 
     config: C
     explicit_options: frozenset[str]
     initial: "AdapterFile | None" = None
+    resume: "ResumePoint | None" = None
     origin: "Checkpoint | None" = None
 
     @classmethod
-    def recorded(cls, config: C, origin: "Checkpoint | None" = None) -> Self:
+    def recorded(cls, config: C, origin: "Checkpoint", resume: "ResumePoint | None" = None) -> Self:
         """Return the options of an earlier run, which were resolved when that run started."""
-        return cls(config, frozenset(options_of(type(config))), origin=origin)
+        names = frozenset(options_of(type(config)))
+        return cls(config, names, resume=resume, origin=origin)
 
 
 def resolve_options(config: C) -> ResolvedOptions[C]:

@@ -19,7 +19,6 @@ from mlxtune.backend.workers.shards import shard_base
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import TrainConfig, user_cache
 from mlxtune.config.fields import flag
-from mlxtune.config.train_config import OPTIONS
 from mlxtune.core.files.hashing import hash_in_background
 from mlxtune.core.objectives.policy import objective_of
 from mlxtune.core.run.checkpoint import INITIAL_HASH
@@ -50,11 +49,11 @@ class RunParts:
 
 def _check_validation_options(session: RunSession) -> None:
     """Raise ConfigError for options that have no effect without validation rows."""
-    # Earlier versions accepted --patience, and a repeated run has every option.
-    repeated = {*session.explicit_options} >= {*OPTIONS}
+    # A run that is resumed or repeated has a value for every option.
+    is_new = session.origin is None
     without = {
         "val_steps": session.config.val_steps,
-        "patience": "patience" in session.explicit_options and not repeated,
+        "patience": is_new and "patience" in session.explicit_options,
     }
     if problems := [
         f"{flag(name)}: there are no validation rows: leave it out, or set --val-split above 0"

@@ -79,10 +79,8 @@ _FACT_PROBLEMS: dict[str, tuple[type[MlxTuneError], str]] = {
 }
 
 
-def find_run(
-    folder: str, changes: Mapping[str, Any]
-) -> tuple[ResolvedOptions[TrainConfig], ResumePoint]:
-    """Return the options of the run in a folder, with `changes`, and the run's checkpoint.
+def find_run(folder: str, changes: Mapping[str, Any]) -> ResolvedOptions[TrainConfig]:
+    """Return the options with which the run in a folder resumes: its own, with `changes`.
 
     If `folder` is empty, looks where the given options would put the checkpoints.
 
@@ -94,7 +92,7 @@ def find_run(
     config = run_config(run, point.checkpoint, changes)
     if "output" not in changes:
         _check_output(run, config)
-    return ResolvedOptions.recorded(config, point.checkpoint), point
+    return ResolvedOptions.recorded(config, point.checkpoint, point)
 
 
 def _find_point(folder: str, changes: Mapping[str, Any]) -> tuple[Path, ResumePoint]:

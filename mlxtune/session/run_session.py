@@ -18,7 +18,6 @@ from mlxtune.core.files.remembered import is_own
 from mlxtune.core.files.writing import check_outputs, check_writable, is_same_place
 from mlxtune.core.run import run_folder, trained_rows
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
-from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.errors import ConfigError, OutputError, resume_command
 from mlxtune.session.arguments import ResolvedOptions
 from mlxtune.session.resuming import StartPlace, start_of
@@ -32,18 +31,16 @@ _OTHER_FILES = (".bin", ".csv", ".gguf", ".json", ".jsonl", ".npz", ".pt", ".pth
 class RunSession(TrainingSession[TrainConfig]):
     """The session of one worker of `train`, which resumes from the checkpoint `resume`, if any.
 
-    `options` apply to all workers; `worker_run` has this worker's config and console.
+    `options` apply to all workers; `worker_run` has this worker's config and console. `origin` is
+    a checkpoint of the earlier run that is resumed or repeated, if any.
     """
 
     def __init__(
-        self,
-        worker_run: WorkerRun[RunConsole],
-        options: ResolvedOptions[TrainConfig],
-        resume: ResumePoint | None = None,
+        self, worker_run: WorkerRun[RunConsole], options: ResolvedOptions[TrainConfig]
     ) -> None:
         super().__init__(worker_run.config, worker_run.console, options.explicit_options)
-        self._initial, self._origin = options.initial, options.origin
-        self.worker_run, self.workers, self.resume = worker_run, worker_run.workers, resume
+        self._initial, self.origin, self.resume = options.initial, options.origin, options.resume
+        self.worker_run, self.workers = worker_run, worker_run.workers
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -62,9 +59,9 @@ class RunSession(TrainingSession[TrainConfig]):
     def start(self) -> StartPlace:
         """Where this run, or the earlier run that it resumes or repeats, was started."""
         names = [self.source.titles[path] for path in self.source.files.all]
-        if self._origin is None:
+        if self.origin is None:
             return StartPlace(Path.cwd(), names)
-        start = start_of(self._origin)
+        start = start_of(self.origin)
         return start if len(start.files) == len(names) else replace(start, files=names)
 
     @property
@@ -75,11 +72,7 @@ class RunSession(TrainingSession[TrainConfig]):
         if the run is this user's.
         """
         folder = self.start.folder
-        if (
-            self._origin is None
-            or not is_own(self._origin.run)
-            or is_same_place(folder, Path.cwd())
-        ):
+        if self.origin is None or not is_own(self.origin.run) or is_same_place(folder, Path.cwd()):
             return None
         return folder if folder.is_dir() else None
 

@@ -21,6 +21,7 @@ from mlxtune.cli import COMMANDS
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data import cache, problems
 from mlxtune.core.data.problems import BadRowError, SkippedRows, where
+from mlxtune.core.run.checkpoint import Checkpoint
 from mlxtune.errors import ConfigError, DataError
 from mlxtune.session import arguments
 from mlxtune.session.arguments import (
@@ -268,9 +269,10 @@ def test_command_gets_the_names_of_the_explicit_options() -> None:
     assert rank_and_explicit_options(resolve_options(config(rank=8))) == (8, explicit_options)
 
 
-def test_options_of_an_earlier_run_are_reused_unchanged() -> None:
+def test_options_of_an_earlier_run_are_reused_unchanged(tmp_path: Path) -> None:
     recorded = config(init_adapter="removed since")
-    rank, explicit_options = rank_and_explicit_options(ResolvedOptions.recorded(recorded))
+    options = ResolvedOptions.recorded(recorded, Checkpoint(tmp_path, {}))
+    rank, explicit_options = rank_and_explicit_options(options)
     assert rank == recorded.rank
     assert {"rank", "alpha", "targets", "epochs"} <= explicit_options
 
