@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 
-from mlxtune.config import DataConfig, RewardConfig, as_path
+from mlxtune.config import RewardConfig, as_path
 from mlxtune.config.data_config import parse_fields
 from mlxtune.core.data.problems import BadRowError, SkippedRows, where
 from mlxtune.core.data.prompt import PromptRow, read_prompts
@@ -137,11 +137,10 @@ def _number(value: float | None) -> str:
 def _rows(config: RewardConfig) -> list[PromptRow]:
     """Return the first usable rows of the data. Raises DataError if there is none."""
     # This import loads the backend, which no other part of the command needs.
-    from mlxtune.session.dataset import find_data
+    from mlxtune.session.dataset import find_named
 
-    data = config.part(DataConfig, model_path="none", val_split=0.0)
     rows: list[PromptRow] = []
-    for path in find_data(data).files.train:
+    for path in find_named(config.data).files.train:
         skipped = SkippedRows(path)
         read = read_prompts(path, skipped, format=config.format, fields=parse_fields(config.field))
         rows += islice(read, config.rows - len(rows))

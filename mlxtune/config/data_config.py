@@ -205,16 +205,18 @@ class RowsConfig(RowObjectiveConfig):
     def contradictions(self) -> Iterator[str]:
         if self.split_at is not None and self.format != "text":
             yield "--split-at is for plain text: add --format text"
-        try:
-            parse_fields(self.field)
-        except ValueError as problem:
-            yield f"--field {problem}"
+        yield from field_problems(self.field)
         if self.objective != "sft" and self.format != "auto":
             yield f"--format {self.format} goes with --objective sft: leave it out"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadingConfig(RowsConfig, _Source):
+    """How rows and prompts are read with a model's tokenizer and template."""
+
+
 @dataclasses.dataclass(frozen=True)
-class DataConfig(RowsConfig, _Source):
+class DataConfig(ReadingConfig):
     """The data, and how it is encoded, split and batched."""
 
     data: tuple[str, ...] = FILES.option(
@@ -283,6 +285,14 @@ class InspectConfig(DataConfig):
 def is_jinja(template: str) -> bool:
     """Return whether a value of --template is a template's text, as adapters record it."""
     return "{%" in template or "{{" in template
+
+
+def field_problems(pairs: Sequence[str]) -> Iterator[str]:
+    """Yield the problem of the first invalid pair in --field."""
+    try:
+        parse_fields(pairs)
+    except ValueError as problem:
+        yield f"--field {problem}"
 
 
 def parse_fields(pairs: Sequence[str]) -> dict[str, str]:

@@ -90,6 +90,14 @@ def check_names(config: type, options: Mapping[str, Any]) -> None:
         raise ConfigError(problems)
 
 
+def read_option(config: type, name: str, value: Any) -> Any:
+    """Return the value of an option in its type. Raises ConfigError."""
+    try:
+        return options_of(config)[name].read(value, field_types(config)[name])
+    except ValueError as problem:
+        raise ConfigError([f"{flag(name)} {problem}"]) from problem
+
+
 def _other_config_hint(name: str, own: Mapping[str, Option]) -> str:
     """Return the end of a message on another tool's option: which config has our equivalent."""
     equivalent = EQUIVALENTS.get(name)

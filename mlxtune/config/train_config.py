@@ -281,9 +281,7 @@ class TrainConfig(_LoopConfig, LoraConfig, RewardedConfig, StepConfig):
     @property
     def checkpoint_path(self) -> Path:
         """The checkpoint folder; by default `checkpoints` next to the output."""
-        if self.checkpoint_dir is None:
-            return self.output_path.parent / "checkpoints"
-        return as_path(self.checkpoint_dir)
+        return checkpoint_path(self.output, self.checkpoint_dir)
 
     def pipeline_config(self) -> "InstructConfig":
         """Return the options of the pipeline."""
@@ -303,6 +301,13 @@ def adapter_path(output: str) -> Path:
     # Unlike Path.is_file, os.path.isfile accepts a name of any length.
     is_file = path.suffix in (".safetensors", ".json") or os.path.isfile(path)  # noqa: PTH113
     return path if is_file else path / TrainConfig.output
+
+
+def checkpoint_path(output: str, checkpoint_dir: str | None) -> Path:
+    """Return the checkpoint folder for `--output` and `--checkpoint-dir`."""
+    if checkpoint_dir is None:
+        return adapter_path(output).parent / "checkpoints"
+    return as_path(checkpoint_dir)
 
 
 OPTIONS = options_of(TrainConfig)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.data_config import DataConfig
+from mlxtune.config.data_config import DataConfig, field_problems
 from mlxtune.config.fields import CheckedConfig, as_path, same_option
 from mlxtune.config.objective_config import REWARD_NAMES, RewardedConfig
 from mlxtune.config.option import BENCH, COMMAND, FILES, PLAN, RUN
@@ -135,6 +135,7 @@ class RewardConfig(CheckedConfig):
     json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
 
     def contradictions(self) -> Iterator[str]:
+        yield from field_problems(self.field)
         if self.answers is not None and len(self.data) > 1:
             yield "--answers belong to one file: give one --data"
 

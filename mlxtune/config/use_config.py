@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.data_config import FORMATS, DataConfig, ModelConfig, RowsConfig
+from mlxtune.config.data_config import FORMATS, DataConfig, ModelConfig, ReadingConfig, RowsConfig
 from mlxtune.config.fields import CheckedConfig, as_path, flag, same_option
 from mlxtune.config.limits import check_pattern
 from mlxtune.config.objective_config import (
@@ -59,11 +59,9 @@ class UseConfig(ModelConfig):
         if self.model_path is None and self.adapter is None:
             yield "--model-path is required, or an --adapter, which names its base model"
 
-    def data_config(self, **options: Any) -> DataConfig:
-        """Return the options for reading data as `train` does, changed by `options`."""
-        # Prompts need no data file, and EvalConfig has its own data.
-        changes = {"data": getattr(self, "data", None) or ("none",), "val_split": 0.0}
-        return self.part(DataConfig, **changes | options)
+    def reading_config(self, **options: Any) -> ReadingConfig:
+        """Return the options for reading prompts as `train` does, changed by `options`."""
+        return self.part(ReadingConfig, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +116,10 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
         help="Seed of the bootstrap for the confidence interval, and of sampled answers.",
     )
     json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
+
+    def data_config(self, **options: Any) -> DataConfig:
+        """Return the options for reading data as `train` does, changed by `options`."""
+        return self.part(DataConfig, **{"val_split": 0.0} | options)
 
     def contradictions(self) -> Iterator[str]:
         if self.is_rewarded and not self.reward:

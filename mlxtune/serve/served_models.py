@@ -19,8 +19,8 @@ from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.adapter_folder import find_adapter
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models.token_array import TokenArrays
-from mlxtune.config import DataConfig, ServeConfig, UseConfig, as_path
-from mlxtune.config.data_config import BaseOptions
+from mlxtune.config import ServeConfig, UseConfig, as_path
+from mlxtune.config.data_config import BaseOptions, ReadingConfig
 from mlxtune.core.data.encode import Encoder, Encoding, Tokenizer
 from mlxtune.core.data.prompt import Prompt, prompt_of, text_prompt
 from mlxtune.core.run.checkpoint import ADAPTER, MANIFEST, checkpoint_folders
@@ -66,7 +66,7 @@ class ServedModels:
         self._lock = threading.RLock()
         # Encoding may take seconds, in which `token_bytes` and `current` must not wait.
         self._encoding = threading.Lock()
-        self._readers: dict[DataConfig, tuple[Reader, TokenizerWrapper]] = {}
+        self._readers: dict[ReadingConfig, tuple[Reader, TokenizerWrapper]] = {}
         self._attached: dict[str, tuple[str, attach.AdapterSwitch]] = {}
         self._models: dict[str, ServedModel] = {}
         # The first adapter decides which base model is loaded, and how it is quantised.
@@ -141,7 +141,7 @@ class ServedModels:
 
         Models with the same options share them.
         """
-        options = model.session.config.data_config(turns="last")
+        options = model.session.config.reading_config(turns="last")
         if isinstance(thinking, bool):
             options = replace(options, thinking="on" if thinking else "off")
         if (cached := self._readers.get(options)) is None:
@@ -302,7 +302,7 @@ def _name_of(path: str) -> str:
     return (folder.parent if folder.name == "checkpoints" else folder).name or BASE
 
 
-def _tokenizer_of(reader: Reader, folder: Path, options: DataConfig) -> TokenizerWrapper:
+def _tokenizer_of(reader: Reader, folder: Path, options: ReadingConfig) -> TokenizerWrapper:
     """Return mlx-lm's tokenizer, which takes rendered prompts and ends answers as `reader` does."""
     own, end = reader.tokenizer, reader.unknown_end
     loaded: TokenizerWrapper = load_with_mlx_lm(

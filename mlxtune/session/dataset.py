@@ -113,27 +113,42 @@ def find_data(config: DataConfig, sets: Mapping[str, HubData] | None = None) -> 
 
     Raises DataError if there is no training file, or if a file cannot be read.
     """
+    texts = config.format == "text"
+    return find_named(config.data, config.val_data, sets, texts=texts, quiet=config.quiet)
+
+
+def find_named(
+    data: Sequence[str],
+    val_data: str | None = None,
+    sets: Mapping[str, HubData] | None = None,
+    *,
+    texts: bool = False,
+    quiet: bool = False,
+) -> DataSource:
+    """Return the data of values of --data and --val-data; with `texts`, the files are plain text.
+
+    Raises the errors of `find_data`.
+    """
     hub: list[HubData] = []
 
     def files_of(value: DataValue) -> list[Path]:
         if value.name is None:
             return [as_path(value.text)]
-        hub.append((sets or {}).get(str(value.name)) or fetch(value.name, quiet=config.quiet))
+        hub.append((sets or {}).get(str(value.name)) or fetch(value.name, quiet=quiet))
         return hub[-1].train
 
     train: list[Path] = []
     weights: dict[Path, float] = {}
-    for value in config.data:
+    for value in data:
         meant = data_value(value)
         named = files_of(meant)
         train += named
         weights |= dict.fromkeys(named, meant.weight)
     validation = [path for data in hub for path in data.validation]
-    texts = config.format == "text"
     files = find_data_files(train, validation_files=validation, texts=texts)
-    if config.val_data is not None:
+    if val_data is not None:
         validation_files = find_data_files(
-            files_of(data_value(config.val_data, "val_data")), "--val-data"
+            files_of(data_value(val_data, "val_data")), "--val-data"
         ).train
         files = replace(files, validation=validation_files)
     # A file from a folder, or from a folder within it, has the weight of the nearest one named.

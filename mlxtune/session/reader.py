@@ -18,8 +18,8 @@ from mlxtune.backend.text.chat_template import (
     start_process,
 )
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
-from mlxtune.config import OPTIONS, DataConfig, as_path
-from mlxtune.config.data_config import is_jinja, parse_fields
+from mlxtune.config import OPTIONS, as_path
+from mlxtune.config.data_config import ReadingConfig, is_jinja, parse_fields
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation, Row
@@ -54,7 +54,7 @@ class Reader:
 
     def __init__(
         self,
-        config: DataConfig,
+        config: ReadingConfig,
         folder: Path,
         on_rows: Callable[[Path, int], None] = lambda path, rows: None,
     ) -> None:

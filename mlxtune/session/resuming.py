@@ -17,10 +17,10 @@ from mlxtune.backend.models.model_folder import is_local
 from mlxtune.backend.workers.environment import is_one_of_several
 from mlxtune.backend.workers.launch import from_worker_0
 from mlxtune.config import OPTIONS, TrainConfig, as_path
-from mlxtune.config.fields import check_names, field_types, flag, flag_value
+from mlxtune.config.fields import check_names, flag, flag_value, read_option
 from mlxtune.config.objective_config import parse_reward
 from mlxtune.config.option import Affects, Option
-from mlxtune.config.train_config import adapter_path
+from mlxtune.config.train_config import adapter_path, checkpoint_path
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.files.writing import is_same_place
@@ -99,8 +99,9 @@ def _find_point(folder: str, changes: Mapping[str, Any]) -> tuple[Path, ResumePo
     if folder:
         run = run_folder_at(as_path(folder))
     else:
-        paths = {name: changes[name] for name in ("output", "checkpoint_dir") if name in changes}
-        run = TrainConfig(model_path="any", data=("any",), **paths).checkpoint_path
+        output = read_option(TrainConfig, "output", changes.get("output", TrainConfig.output))
+        other = read_option(TrainConfig, "checkpoint_dir", changes.get("checkpoint_dir"))
+        run = checkpoint_path(output, other)
     point = find_resume_point(run)
     if point is None:
         raise OutputError(
@@ -223,9 +224,9 @@ def _difference(name: str, value: Any, stored: Any) -> str | None:
     if option.affects not in (Affects.RESULT, Affects.LENGTH):
         return None
     try:
-        value = option.read(value, field_types(TrainConfig)[name])
-    except ValueError as problem:
-        return f"{flag(name)} {problem}"
+        value = read_option(TrainConfig, name, value)
+    except ConfigError as error:
+        return error.problems[0]
     stored = tuple(stored) if isinstance(stored, list) else stored
     if option.affects is Affects.LENGTH:
         if isinstance(stored, int) and (value is None or value >= stored):

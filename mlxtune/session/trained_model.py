@@ -177,7 +177,7 @@ class UseSession(Generic[U]):
     @cached_property
     def reader(self) -> Reader:
         """The reader of prompts."""
-        return Reader(self.config.data_config(turns="last"), self.folder)
+        return Reader(self.config.reading_config(turns="last"), self.folder)
 
     def load(self) -> LoadedModel:
         return load_model(self.config, self.adapter, self.folder, self.console)

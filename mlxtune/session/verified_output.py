@@ -96,7 +96,7 @@ class Source:
     @cached_property
     def reader(self) -> Reader:
         """The reader of prompts, as in training."""
-        return Reader(self.trained.data_config(), self.folder)
+        return Reader(self.trained.reading_config(), self.folder)
 
     @property
     def is_of_conversations(self) -> bool:
@@ -108,7 +108,7 @@ class Source:
         """The tokens of prompts on which to compare models, as `generate` encodes them."""
         reader = self.reader
         if not reader.renders_prompts:  # two models can be compared on any tokens
-            reader = reader.with_options(replace(self.trained.data_config(), template="chatml"))
+            reader = reader.with_options(replace(self.trained.reading_config(), template="chatml"))
         prompts = []
         for text in _PROMPTS:
             row = {"messages": [{"role": "user", "content": text}]}
