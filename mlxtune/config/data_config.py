@@ -4,7 +4,8 @@ import dataclasses
 import difflib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -195,6 +196,11 @@ class RowsConfig(RowObjectiveConfig):
         inherited=False,
     )
     no_cache: bool = DATA.option(False, "Encode the data again, and cache nothing.", PLACES)
+
+    @cached_property
+    def fields(self) -> Mapping[str, str]:
+        """The keys of fields in the files, by field, as `parse_fields` gives them."""
+        return parse_fields(self.field)
 
     @property
     def cache_path(self) -> Path | None:

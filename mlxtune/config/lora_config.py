@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
 from mlxtune.config.fields import CheckedConfig
 from mlxtune.config.option import INPUT, LORA, RESULT, TRAINING
@@ -67,6 +68,11 @@ class LoraConfig(CheckedConfig):
     )
     weight_decay: float = TRAINING.option(0.01, "AdamW weight decay.", RESULT, at_least=0)
 
+    @cached_property
+    def target_ranks(self) -> Mapping[str, int]:
+        """The ranks of `target_rank` by target, in their order. Raises ConfigError."""
+        return target_ranks(self.target_rank)
+
     @property
     def is_pissa(self) -> bool:
         """Whether the matrices start from the weights' singular vectors (PiSSA)."""
@@ -74,7 +80,7 @@ class LoraConfig(CheckedConfig):
 
     def contradictions(self) -> Iterator[str]:
         try:
-            target_ranks(self.target_rank)
+            _ = self.target_ranks
         except ConfigError as error:
             yield from error.problems
         if problem := init_problem(self.init):

@@ -19,7 +19,7 @@ from mlxtune.backend.text.chat_template import (
 )
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import OPTIONS, as_path
-from mlxtune.config.data_config import ReadingConfig, is_jinja, parse_fields
+from mlxtune.config.data_config import ReadingConfig, is_jinja
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation, Row
@@ -63,7 +63,7 @@ class Reader:
         self._on_rows = on_rows
         self._encoded: dict[Path, EncodedFile] = {}
 
-    def with_options(self, config: DataConfig) -> "Reader":
+    def with_options(self, config: ReadingConfig) -> "Reader":
         """Return a reader with other options, which shares the tokenizer. Raises ModelError."""
         reader = Reader(config, self._folder)
         reader.tokenizer = self.tokenizer
@@ -285,7 +285,7 @@ class Reader:
             path,
             skipped,
             format=config.format,
-            fields=parse_fields(config.field),
+            fields=config.fields,
             objective=config.objective,
             split_at=config.split_at,
         )

@@ -11,7 +11,7 @@ import numpy as np
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Sampling
 from mlxtune.backend.text.sampling import sample
-from mlxtune.config.data_config import parse_fields
+from mlxtune.config import DataConfig
 from mlxtune.config.objective_config import RewardedConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.problems import SkippedRows, shown
@@ -258,9 +258,9 @@ def _read_prompts(
 
     `names` are the files' names in records, if they are recorded.
     """
-    config, fields = session.config, parse_fields(session.config.field)
+    config: DataConfig = session.config
     rows, files = {}, session.source.files.all
     for path, name in zip(files, names or map(shown, files), strict=True):
-        read = read_prompts(path, SkippedRows(path), format=config.format, fields=fields)
+        read = read_prompts(path, SkippedRows(path), format=config.format, fields=config.fields)
         rows[shown(path)] = {each.number: replace(each, file=name) for each in read}
     return Prompts(rows, session.reader.tokenizer.token_bytes, scorer)

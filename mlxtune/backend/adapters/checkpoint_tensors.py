@@ -15,7 +15,6 @@ from mlxtune.backend.adapters.file_formats.adapter import Adapter, Matrix, Weigh
 from mlxtune.backend.adapters.file_formats.mlx_lm import tensors_of, write_mlx_lm
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
 from mlxtune.backend.lora.lora_layers import LoRALinear, PrincipalFactors
-from mlxtune.config.lora_config import target_ranks
 from mlxtune.core.run.checkpoint import ADAPTER, PARAMETERS
 from mlxtune.errors import ModelError, one_line
 
@@ -72,7 +71,7 @@ def adapter_writer(
         "alpha": options.alpha,
         "rslora": options.rslora,
         "init": options.init,
-        "target_ranks": target_ranks(options.target_rank),
+        "target_ranks": options.target_ranks,
         **(extra or {}),
     }
     adapter = Adapter(

@@ -27,7 +27,7 @@ from mlxtune.backend.lora.targets import (
 )
 from mlxtune.backend.workers.shards import ShardedLinear, shards_of
 from mlxtune.config import InstructConfig
-from mlxtune.config.lora_config import scale_of, target_ranks
+from mlxtune.config.lora_config import scale_of
 from mlxtune.core.formatting import join_few, pluralize
 from mlxtune.core.steps.memory_terms import lora_bytes, moment_bytes
 
@@ -110,8 +110,7 @@ class LoRASummary:
         """Return a one-line description of the trained parameters."""
         config = self.config
         fraction = self.trainable_parameters / (self.total_parameters * self.parts)
-        ranks = target_ranks(config.target_rank)
-        exceptions = ", ".join(f"{name} {rank}" for name, rank in ranks.items())
+        exceptions = ", ".join(f"{name} {rank}" for name, rank in config.target_ranks.items())
         scale = scale_of(config.alpha, config.rank, rslora=config.rslora)
         formula = " = alpha / √rank" if config.rslora else ""
         experts = self.expert_matrices
@@ -123,7 +122,7 @@ class LoRASummary:
             f"B learns {config.lr_ratio:g} times as fast as A" if config.lr_ratio != 1 else "",
         ]
         return (
-            f"rank {config.rank}{f' ({exceptions})' if ranks else ''}, "
+            f"rank {config.rank}{f' ({exceptions})' if exceptions else ''}, "
             f"alpha {config.alpha:g} (scale {scale:g}{formula}) on "
             f"{', '.join(config.targets)}: {self.modules} modules in {self.layers} layers"
             f"{f' (with {experts:,} matrices of experts)' if experts else ''}, "

@@ -10,7 +10,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlxtune.backend.models.stored_layers import dimensions
 from mlxtune.backend.workers.shards import ShardedLinear
 from mlxtune.config import InstructConfig
-from mlxtune.config.lora_config import pattern_of, target_ranks
+from mlxtune.config.lora_config import pattern_of
 from mlxtune.errors import ModelError
 
 # Layers that stack the matrices of all experts.
@@ -70,9 +70,8 @@ def choose_targets(model: nn.Module, config: InstructConfig) -> dict[str, nn.Mod
     modules = {
         name: module for name, module in projections_of(model).items() if id(module) in selected
     }
-    ranks = target_ranks(config.target_rank)
-    used = {pattern_of(name, ranks) for name in modules}
-    if unused := [target for target in ranks if target not in used]:
+    used = {pattern_of(name, config.target_ranks) for name in modules}
+    if unused := [target for target in config.target_ranks if target not in used]:
         raise ModelError(
             f"--target-rank: no target is named {', '.join(unused)}; "
             f"the targets are {', '.join(sorted(keys))}"
@@ -84,9 +83,8 @@ def choose_targets(model: nn.Module, config: InstructConfig) -> dict[str, nn.Mod
 
 def rank_of(name: str, config: InstructConfig) -> int:
     """Return the rank that the options give the module with this path in the model."""
-    ranks = target_ranks(config.target_rank)
-    pattern = pattern_of(name, ranks)
-    return config.rank if pattern is None else ranks[pattern]
+    pattern = pattern_of(name, config.target_ranks)
+    return config.rank if pattern is None else config.target_ranks[pattern]
 
 
 def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> None:
