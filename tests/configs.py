@@ -1,4 +1,4 @@
-"""For tests, makes configs with the required options and a few more, or returns their problems."""
+"""For tests, makes configs with the required options, returns problems, and stops runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ REQUIRED = {"model_path": "data/demo", "data": "chat.jsonl"}
 
 def config(**changes: Any) -> TrainConfig:
     return TrainConfig(**REQUIRED | changes)
+
+
+def train_to(made: TrainConfig, step: int) -> None:
+    """Train until the run stops after a step, as on Ctrl-C. Raises TrainingInterrupted."""
+    from mlxtune.commands.train import RunMode, run_training
+    from mlxtune.session.arguments import resolve_options
+
+    run_training(resolve_options(made), RunMode(stop_after=step))
 
 
 def problems(**changes: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -10,9 +10,6 @@ from mlxtune import config as configs
 from mlxtune.cli.options import Command, ConfigCommand, build_config, read_options
 from mlxtune.config import DemoConfig, TrainConfig, as_path
 from mlxtune.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mlxtune.session.arguments import ResolvedOptions
 
 
 def _command(
@@ -64,9 +61,10 @@ def _train(
     config: str | None, dry_run: bool, resume: str | None, open_page: bool, **flags: Any
 ) -> None:
     """Start a run, or resume one with its recorded options, changed by the given options."""
-    options: TrainConfig | ResolvedOptions[TrainConfig]
     if resume is None:
-        options = run = build_config(TrainConfig, config, flags)
+        from mlxtune.session.arguments import resolve_options
+
+        options = resolve_options(build_config(TrainConfig, config, flags))
     else:
         from mlxtune.session.resuming import find_run
 
@@ -74,16 +72,15 @@ def _train(
         if problems:
             raise ConfigError(problems)
         options = find_run(resume, changes)
-        run = options.config
 
-    from mlxtune.commands.train import train
+    from mlxtune.commands.train import RunMode, run_training
 
     observers = []
     if open_page:
         from mlxtune.watch.server import PageOpener
 
-        observers = [PageOpener(run.checkpoint_path)]
-    train(options, dry_run=dry_run, observers=observers, live=open_page)
+        observers = [PageOpener(options.config.checkpoint_path)]
+    run_training(options, RunMode(dry_run=dry_run, observers=observers, live=open_page))
 
 
 def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) -> bool:

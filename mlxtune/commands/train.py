@@ -21,33 +21,27 @@ from mlxtune.core.evaluation.verdict import JudgedRows
 from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.files.reading import read_text
 from mlxtune.core.files.writing import write_json
-from mlxtune.core.machine.conditions import ConditionsPoller, Sensors, kept_awake
+from mlxtune.core.machine.conditions import ConditionsPoller, Sensors
 from mlxtune.core.run import run_folder, trained_rows
 from mlxtune.core.run.metrics import InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import StepProfiler
-from mlxtune.core.run.saving import check_space, free_space
+from mlxtune.core.run.run_folder import ResumePoint
+from mlxtune.core.run.saving import check_space
 from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserver
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.session.arguments import ResolvedOptions, takes_options, takes_resolved, with_rows
-from mlxtune.session.auto import with_auto_options
 from mlxtune.session.interrupt import stop_on_interrupt
 from mlxtune.session.judge import ValidationAnswers, judge
 from mlxtune.session.memory_planning import save_run_speed
-from mlxtune.session.prepared_run import RunParts, prepare_run
+from mlxtune.session.prepared_run import RunParts, prepare_run, print_plan
 from mlxtune.session.resuming import check_unchanged, find_run, print_resume
 from mlxtune.session.run_records import about_result, about_run, write_adapter
-from mlxtune.session.run_session import (
-    RunSession,
-    check_initial_adapter,
-    check_paths,
-    lock_folder,
-    trained_before,
-)
+from mlxtune.session.run_session import RunSession, lock_folder, open_run, trained_identities
 from mlxtune.tracking import TrackingObserver, check_trackers
-from mlxtune.views import plan_text, run_text
+from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.pages.run_page import ResultCard, write_page
 
@@ -89,11 +83,43 @@ class TrainResult:
         return ResultCard(replace(self.run, evaluation=self.evaluation), usage)
 
 
+@dataclass(frozen=True)
+class RunMode:
+    """How a command starts a run, beside the run's options.
+
+    With `dry_run`, the run ends before its first step. After step `stop_after`, it stops as on
+    Ctrl-C; if it ends first, it writes checkpoints but no adapter. `observers` receive the run's
+    events on the first worker. With `live`, the model also answers up to `samples` validation rows
+    after each validation, for the live page.
+    """
+
+    dry_run: bool = False
+    stop_after: int | None = None
+    observers: Sequence[TrainingObserver] = ()
+    live: bool = False
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run whose adapter is written: its records, and the rows on which to judge the adapter.
+
+    `initial_hash` is the hash of the adapter from which the run started, if any.
+    """
+
+    training: InstructTrainResult
+    records: Run
+    judged: JudgedRows
+    rewards: "RunRewards | None"
+    initial_hash: str | None
+    total_steps: int
+
+
 @takes_resolved(TrainConfig)
 def train(
     options: ResolvedOptions[TrainConfig],
     *,
     dry_run: bool = False,
+    resume: ResumePoint | None = None,
     stop_after: int | None = None,
     observers: Sequence[TrainingObserver] = (),
     live: bool = False,
@@ -102,86 +128,82 @@ def train(
 ) -> TrainResult:
     """Fine-tune a model as the options say, and write the adapter.
 
-    With `dry_run`, print the plan and stop before the first step. After step `stop_after`, stop as
-    on Ctrl-C; if the run ends first, write checkpoints but no adapter. On the first worker,
-    `observers` receive the events of the run. With `live`, the model also answers up to `samples`
-    validation rows after each validation, for the live page. `on_step` gets the record of each
-    step, and `on_validation` the step (0 before training) and the loss of each validation.
+    With `dry_run`, print the plan and stop before the first step. With `resume`, continue from that
+    checkpoint, which `mlxtune.resume` finds. `RunMode` describes `stop_after`, `observers` and
+    `live`. `on_step` gets the record of each step, and `on_validation` the step (0 before training)
+    and the loss of each validation.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
+    observers = (*observers, Callbacks(on_step, on_validation))
+    options = replace(options, resume=resume or options.resume)
+    return run_training(options, RunMode(dry_run, stop_after, observers, live))
+
+
+def run_training(options: ResolvedOptions[TrainConfig], mode: RunMode) -> TrainResult:
+    """Train an adapter, and report whether it helped. Raises the errors of `train`."""
     check_trackers(options.config.track)
-    observers = [*observers, Callbacks(on_step, on_validation)]
     with join_run(options.config, _make_console) as worker_run, ExitStack() as cleanup:
-        console = cleanup.enter_context(closing(worker_run.console))
-        session = RunSession(worker_run, options)
-        check_paths(session)
-        if session.config.auto:
-            session = with_auto_options(session)
-        config, resume = session.config, session.resume
-        if not (dry_run or config.allow_sleep) and worker_run.first_on_machine:
-            cleanup.enter_context(kept_awake())
-        # A missing folder is created, and locked, only just before training starts.
-        is_new = not config.checkpoint_path.is_dir()
-        if not (dry_run or is_new):
-            lock_folder(session, cleanup)
-        check_initial_adapter(session)
-        parts = prepare_run(session, cleanup, reserves=not dry_run)
-        result_of = partial(
-            TrainResult,
+        cleanup.enter_context(closing(worker_run.console))
+        session = open_run(worker_run, options, cleanup, trains=not mode.dry_run)
+        trained, config = train_adapter(session, mode, cleanup), session.config
+        result = TrainResult(
+            training=None,
+            adapter=None,
             checkpoint_dir=config.checkpoint_path,
             ledgers=session.dataset.ledgers,
+            peak_memory_gb=allocator.peak_gb(),
             model_path=config.model_path,
         )
-        with stop_requests(session) as should_stop, ConditionsPoller(Sensors()) as poller:
-            rewards = open_rewards(session, cleanup)
-            trainer = make_trainer(
-                session, parts, rewards, should_stop, stop_after, poller, observers, live
-            )
-            print_plan(session, parts, trainer)
-            check_run(session, parts, trainer)
-            if resume is not None:
-                print_resume(resume, trainer, console)
-            if dry_run:
-                return result_of(training=None, adapter=None, peak_memory_gb=allocator.peak_gb())
-            if is_new:  # another run may have created the folder in the meantime
-                lock_folder(session, cleanup)
-            text_hash = session.reader.text_hash
-            own = trained_rows.identities_of(trainer.train_rows, text_hash)
-            trained = np.union1d(own, trained_before(session))
-            files = files_at_start(session, parts, trainer, trained)
-            write = partial(write_adapter, parts.pipeline, trainer, config.output_path, resume)
-            # A run that is replayed up to a step writes checkpoints, but no adapter.
-            training = trainer.train(
-                files, resume=resume, write_adapter=write if stop_after is None else None
-            )
-        if stop_after is not None:
-            return result_of(training=None, adapter=None, peak_memory_gb=allocator.peak_gb())
-        run = finish_run(session, parts, trainer, training, files[run_folder.ABOUT])
-        candidates, by_prompt = count_candidates(training), rewards is not None
-        judged = JudgedRows.of(
-            trainer.val_rows, trained, candidates, text_hash, by_prompt=by_prompt
-        )
-        peak_gb, total_steps = allocator.peak_gb(), trainer.total_steps
-        initial_hash = parts.pipeline.initial_hash
-        # Free the model: the adapter is read back from its file and judged on a new one.
-        del parts, trainer, write
+        if trained is None:
+            return result
+        # The model is free now: the adapter is read back from its file and judged on a new one.
         allocator.release()
-        evaluation = judge_and_report(session, judged, rewards, initial_hash)
-        if evaluation and (
-            line := run_text.next_try_line(evaluation, config, training, total_steps)
-        ):
-            console.say("Next", line)
-        usage = run_text.usage_line(config, plain_text=session.dataset.is_plain_text)
-        console.say("Try it", usage, copyable=True)
-        return result_of(
-            training=training,
+        evaluation = judge_and_report(session, trained)
+        print_next(session, trained, evaluation)
+        return replace(
+            result,
+            training=trained.training,
             adapter=config.output_path,
-            peak_memory_gb=peak_gb,
             evaluation=evaluation,
-            run=run,
+            run=trained.records,
         )
+
+
+def train_adapter(session: RunSession, mode: RunMode, cleanup: ExitStack) -> TrainedRun | None:
+    """Train and write the adapter; None after a dry run, or a run that ends before `stop_after`."""
+    config, resume = session.config, session.resume
+    parts = prepare_run(session, cleanup, reserves=not mode.dry_run)
+    with stop_requests(session) as should_stop, ConditionsPoller(Sensors()) as poller:
+        rewards = open_rewards(session, cleanup)
+        trainer = make_trainer(session, parts, rewards, mode, should_stop, poller)
+        print_plan(session, parts, trainer)
+        check_run(session, parts, trainer)
+        if resume is not None:
+            print_resume(resume, trainer, session.console)
+        if mode.dry_run:
+            return None
+        if not session.is_locked:  # another run may have created the folder in the meantime
+            lock_folder(session, cleanup)
+        identities = trained_identities(session, trainer.train_rows)
+        files = files_at_start(session, parts, trainer, identities)
+        write = partial(write_adapter, parts.pipeline, trainer, config.output_path, resume)
+        training = trainer.train(
+            files, resume=resume, write_adapter=write if mode.stop_after is None else None
+        )
+    if mode.stop_after is not None:
+        return None
+    records = finish_run(session, parts, trainer, training, files[run_folder.ABOUT])
+    judged = JudgedRows.of(
+        trainer.val_rows,
+        identities,
+        count_candidates(training),
+        session.reader.text_hash,
+        by_prompt=rewards is not None,
+    )
+    initial_hash = parts.pipeline.initial_hash
+    return TrainedRun(training, records, judged, rewards, initial_hash, trainer.total_steps)
 
 
 def files_at_start(
@@ -205,19 +227,25 @@ def count_candidates(result: InstructTrainResult) -> int:
     return max(sum(validation.step > 0 for validation in result.validations), 1)
 
 
-def judge_and_report(
-    session: RunSession,
-    judged: JudgedRows,
-    rewards: "RunRewards | None",
-    initial_hash: str | None,
-) -> Evaluation | None:
+def judge_and_report(session: RunSession, trained: TrainedRun) -> Evaluation | None:
     """Report whether the adapter helped on the held-out rows, if any, and write the run's page."""
     folder, console = session.config.checkpoint_path, session.console
     try:
-        return judge(session, judged, rewards, initial_hash) if judged.rows else None
+        if not trained.judged.rows:
+            return None
+        return judge(session, trained.judged, trained.rewards, trained.initial_hash)
     finally:  # also after Ctrl-C during the evaluation
         if session.workers.rank == 0 and (page := write_page(folder, console.warn)):
             console.say("Report", str(page))
+
+
+def print_next(session: RunSession, trained: TrainedRun, evaluation: Evaluation | None) -> None:
+    """Print what to try after a verdict, and how to use the adapter."""
+    config, console, steps = session.config, session.console, trained.total_steps
+    if evaluation and (line := run_text.next_try_line(evaluation, config, trained.training, steps)):
+        console.say("Next", line)
+    usage = run_text.usage_line(config, plain_text=session.dataset.is_plain_text)
+    console.say("Try it", usage, copyable=True)
 
 
 def _make_console(config: TrainConfig, log: TextIO | None) -> RunConsole:
@@ -295,11 +323,9 @@ def make_trainer(
     session: RunSession,
     parts: RunParts,
     rewards: "RunRewards | None",
+    mode: RunMode,
     should_stop: Callable[[], bool],
-    stop_after: int | None,
     poller: ConditionsPoller,
-    observers: Sequence[TrainingObserver],
-    live: bool,
 ) -> InstructTrainer:
     """Connect the pipeline with its rows, the run's observers and the machine's conditions."""
     config, console, workers = session.config, session.console, session.workers
@@ -307,9 +333,9 @@ def make_trainer(
     trackers = [
         TrackingObserver(each, config, console.warn) for each in dict.fromkeys(config.track)
     ]
-    first = list(observers) if workers.rank == 0 else []
+    first = list(mode.observers) if workers.rank == 0 else []
     # With several workers, the other workers would wait while the first worker answers.
-    if live and config.samples and workers.world_size == 1 and pipeline.objective.is_sft:
+    if mode.live and config.samples and workers.world_size == 1 and pipeline.objective.is_sft:
         first.append(ValidationAnswers(session, parts.base))
     observer = Observers([console, *trackers, *first, session.worker_run.last_step])
     profiler = None
@@ -329,7 +355,7 @@ def make_trainer(
         run_config=asdict(config),
         observer=observer,
         should_stop=should_stop,
-        stop_after=stop_after,
+        stop_after=mode.stop_after,
         profiler=profiler,
         monitor=monitor,
         objective=pipeline.objective,
@@ -350,33 +376,6 @@ def check_run(session: RunSession, parts: RunParts, trainer: InstructTrainer) ->
         check_unchanged(session.resume, trainer)
     step = session.resume.progress.step if session.resume else 0
     session.worker_run.check_same(asdict(session.config), {**trainer.describe(), "step": step})
-
-
-def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -> None:
-    """Print how many rows and tokens are used, the plan of training, and unusable checkpoints."""
-    config, dataset, console = session.config, session.dataset, session.console
-    for ledger in dataset.ledgers:
-        console.say("Data", run_text.rows_line(ledger))
-        console.say("", run_text.tokens_line(ledger))
-    line = run_text.template_line(dataset.template, config, added=dataset.template_added)
-    console.say("Template", line)
-    console.say("Plan", run_text.plan_line(trainer))
-    plan, steps = parts.plan, (trainer.total_steps, trainer.steps_per_epoch, config.max_steps)
-    lines = (
-        plan_text.few_steps_line(*steps, config if session.auto_chose_epochs else None),
-        plan_text.large_rate_line(config.peak_rate),
-        plan_text.micro_batches_line(plan),
-        plan_text.peak_line(plan),
-        plan_text.free_line(plan, allocator.free_now()),
-        plan_text.disk_line(
-            parts.pipeline.lora.checkpoint_bytes, free_space(config.checkpoint_path)
-        ),
-        *parts.notes,
-    )
-    for line in filter(None, lines):
-        console.say("", line)
-    for folder, why in session.resume.skipped.items() if session.resume else ():
-        console.warn(f"{folder} cannot be used: {why}")
 
 
 def finish_run(

@@ -13,7 +13,7 @@ from mlxtune.backend.adapters.initialize import find_initial
 from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.models import loading, model_folder
-from mlxtune.commands.train import train
+from mlxtune.commands.train import RunMode, run_training
 from mlxtune.config import TrainConfig, as_path, user_cache
 from mlxtune.config.objective_config import is_rewarded
 from mlxtune.core.files.hashing import model_hash
@@ -42,6 +42,7 @@ from mlxtune.core.run.replay_checks import (
 from mlxtune.core.run.run_folder import EVALUATION, SAMPLE_RECORDS, ResumePoint
 from mlxtune.core.run.stored_run import get_mapping, run_folder_at
 from mlxtune.core.run.verification import Verification, verify_files
+from mlxtune.core.training.observer import Callbacks
 from mlxtune.core.training.schedule import schedule_of
 from mlxtune.errors import (
     DataError,
@@ -217,15 +218,15 @@ class _Replay:
     def start(self) -> int:
         return self.resumed.checkpoint.step if self.resumed else 0
 
-    def train(self, config: TrainConfig, resumed: ResumePoint | None = None, **more: Any) -> None:
+    def train(self, config: TrainConfig, resumed: ResumePoint | None, mode: RunMode) -> None:
         """Train as the run did, with the options of `config`."""
         with _interrupts():
-            train(ResolvedOptions.recorded(config, self.newest, resumed), **more)
+            run_training(ResolvedOptions.recorded(config, self.newest, resumed), mode)
 
     def train_to(self, config: TrainConfig, step: int, resumed: ResumePoint | None) -> None:
         """Train to a step, or to the end of the run."""
         with suppress(TrainingInterrupted):
-            self.train(config, resumed, stop_after=step)
+            self.train(config, resumed, RunMode(stop_after=step))
 
 
 def _train_again(config: TrainConfig, newest: Checkpoint, replay: _Replay) -> str | None:
@@ -246,7 +247,7 @@ def _train_again(config: TrainConfig, newest: Checkpoint, replay: _Replay) -> st
         resumed = _resume_point(written[0])
     if replay.whole:
         try:
-            replay.train(config, resumed)
+            replay.train(config, resumed, RunMode())
         except ModelError as error:
             # Training that ends elsewhere may look for a best checkpoint that the run never had.
             return str(error)
@@ -346,8 +347,8 @@ def _check_earlier(
     losses: list[float] = []
     config = replace(config, output=str(scratch / ADAPTER), checkpoint_dir=str(scratch))
     with suppress(TrainingInterrupted):
-        on_validation = lambda step, loss: losses.append(loss)  # noqa: E731
-        replay.train(config, stop_after=0, on_validation=on_validation)
+        callbacks = Callbacks(None, lambda step, loss: losses.append(loss))
+        replay.train(config, None, RunMode(stop_after=0, observers=[callbacks]))
     problem = None
     if losses != [each.val_loss for each in own if each.step == 0]:
         problem = f"the validation before the first step gives {losses[0]:.6g}"

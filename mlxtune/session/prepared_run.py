@@ -23,13 +23,16 @@ from mlxtune.core.files.hashing import hash_in_background
 from mlxtune.core.objectives.policy import objective_of
 from mlxtune.core.run.checkpoint import INITIAL_HASH
 from mlxtune.core.run.run_folder import ResumePoint
+from mlxtune.core.run.saving import free_space
 from mlxtune.core.steps.memory_plan import MemoryPlan, Workload
+from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError
 from mlxtune.session import memory_planning
 from mlxtune.session.dataset import Dataset
 from mlxtune.session.run_records import provenance_of
 from mlxtune.session.run_session import RunSession
 from mlxtune.session.trained_model import await_result, training_record
+from mlxtune.views import plan_text, run_text
 from mlxtune.views.console import RunConsole
 
 
@@ -175,3 +178,30 @@ def build_pipeline(
     recorded = None if resume is None else memory_planning.recorded_memory(config.checkpoint_path)
     plan = memory_planning.confirm(config, base, pipeline, work, estimate, recorded, workers)
     return pipeline, plan
+
+
+def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -> None:
+    """Print how many rows and tokens are used, the plan of training, and unusable checkpoints."""
+    config, dataset, console = session.config, session.dataset, session.console
+    for ledger in dataset.ledgers:
+        console.say("Data", run_text.rows_line(ledger))
+        console.say("", run_text.tokens_line(ledger))
+    line = run_text.template_line(dataset.template, config, added=dataset.template_added)
+    console.say("Template", line)
+    console.say("Plan", run_text.plan_line(trainer))
+    plan, steps = parts.plan, (trainer.total_steps, trainer.steps_per_epoch, config.max_steps)
+    lines = (
+        plan_text.few_steps_line(*steps, config if session.auto_chose_epochs else None),
+        plan_text.large_rate_line(config.peak_rate),
+        plan_text.micro_batches_line(plan),
+        plan_text.peak_line(plan),
+        plan_text.free_line(plan, allocator.free_now()),
+        plan_text.disk_line(
+            parts.pipeline.lora.checkpoint_bytes, free_space(config.checkpoint_path)
+        ),
+        *parts.notes,
+    )
+    for line in filter(None, lines):
+        console.say("", line)
+    for folder, why in session.resume.skipped.items() if session.resume else ():
+        console.warn(f"{folder} cannot be used: {why}")

@@ -14,12 +14,15 @@ from mlxtune.backend.adapters.adapter_folder import check_known, check_replaceab
 from mlxtune.backend.adapters.attach import check_base
 from mlxtune.backend.workers.launch import WorkerRun
 from mlxtune.config import TrainConfig, as_path
+from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.files.writing import check_outputs, check_writable, is_same_place
+from mlxtune.core.machine.conditions import kept_awake
 from mlxtune.core.run import run_folder, trained_rows
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.errors import ConfigError, OutputError, resume_command
 from mlxtune.session.arguments import ResolvedOptions
+from mlxtune.session.auto import with_auto_options
 from mlxtune.session.resuming import StartPlace, start_of
 from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole
@@ -41,6 +44,7 @@ class RunSession(TrainingSession[TrainConfig]):
         super().__init__(worker_run.config, worker_run.console, options.explicit_options)
         self._initial, self.origin, self.resume = options.initial, options.origin, options.resume
         self.worker_run, self.workers = worker_run, worker_run.workers
+        self.is_locked = False
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -75,6 +79,31 @@ class RunSession(TrainingSession[TrainConfig]):
         if self.origin is None or not is_own(self.origin.run) or is_same_place(folder, Path.cwd()):
             return None
         return folder if folder.is_dir() else None
+
+
+def open_run(
+    worker_run: WorkerRun[RunConsole],
+    options: ResolvedOptions[TrainConfig],
+    cleanup: ExitStack,
+    *,
+    trains: bool,
+) -> RunSession:
+    """Return the session of a run that may begin; with `trains`, keep it alone until `cleanup`.
+
+    A missing folder is not created yet: `lock_folder` does so just before training starts. Raises
+    ConfigError, DataError, ModelError or OutputError.
+    """
+    session = RunSession(worker_run, options)
+    check_paths(session)
+    if session.config.auto:
+        session = with_auto_options(session)
+    config = session.config
+    if trains and not config.allow_sleep and worker_run.first_on_machine:
+        cleanup.enter_context(kept_awake())
+    if trains and config.checkpoint_path.is_dir():
+        lock_folder(session, cleanup)
+    check_initial_adapter(session)
+    return session
 
 
 def check_paths(session: RunSession) -> None:
@@ -154,6 +183,13 @@ def lock_folder(session: RunSession, cleanup: ExitStack) -> None:
             f"{folder} holds an unfinished run: resume it with {resume_command(folder)}, "
             "or start over with --overwrite"
         )
+    session.is_locked = True
+
+
+def trained_identities(session: RunSession, rows: CorpusRows) -> npt.NDArray[np.uint64]:
+    """Return the identities of all rows that the adapter will have been trained on."""
+    own = trained_rows.identities_of(rows, session.reader.text_hash)
+    return np.union1d(own, trained_before(session))
 
 
 def trained_before(session: RunSession) -> npt.NDArray[np.uint64]:

@@ -22,9 +22,11 @@ from tests.command import Cli, Outcome, files_in, read_terminal, start
 
 @pytest.fixture
 def config_of_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[], TrainConfig]:
-    """Replace `train`; return a function that returns the config of its only call."""
+    """Replace `run_training`; return a function that returns the config of its only call."""
     calls: list[TrainConfig] = []
-    monkeypatch.setattr("mlxtune.commands.train.train", lambda config, **_: calls.append(config))
+    monkeypatch.setattr(
+        "mlxtune.commands.train.run_training", lambda options, _: calls.append(options.config)
+    )
 
     def config() -> TrainConfig:
         assert len(calls) == 1
@@ -363,5 +365,5 @@ def test_every_mlxtune_error_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPat
     def fail(*_: object, **__: object) -> None:
         raise MlxTuneError("first\n\nsecond\r\n  third")
 
-    monkeypatch.setattr("mlxtune.commands.train.train", fail)
+    monkeypatch.setattr("mlxtune.commands.train.run_training", fail)
     assert cli("train", "--model-path", "m", "--data", "d").error == r"first\n\nsecond\r\n  third"

@@ -19,6 +19,7 @@ from mlxtune import TrainConfig, TrainingInterrupted, resume, train
 from mlxtune.commands.verify import verify
 from mlxtune.core.run.run_folder import SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import read_samples
+from tests.configs import train_to
 from tests.launch import free_ports, launched, needs_ring, pid_of, run
 from tests.paths import DATA
 from tests.waiting import SECONDS, wait_until
@@ -146,7 +147,7 @@ def test_two_workers_resume_preferences_without_a_cache(tmp_path: Path) -> None:
         **{"max_steps": 2, "val_rows": 8, "samples": 0, "no_cache": True, "quiet": True},
     )
     with pytest.raises(TrainingInterrupted):
-        train(config, stop_after=1)
+        train_to(config, 1)
     shutil.copytree(both, one)
     resume(one, no_cache=True)
     resumed(2, both, "--no-cache")

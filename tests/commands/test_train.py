@@ -29,6 +29,7 @@ from mlxtune import (
     train,
 )
 from mlxtune.backend.adapters import checkpoint_tensors
+from mlxtune.commands.train import RunMode, run_training
 from mlxtune.config import DataConfig
 from mlxtune.config.fields import flag
 from mlxtune.core.data.held_out import RunRows
@@ -40,9 +41,11 @@ from mlxtune.core.run.stored_run import read_run
 from mlxtune.core.run.summary import RunView, data_names
 from mlxtune.core.run.trained_rows import read_trained_rows
 from mlxtune.core.training.observer import TrainingObserver
+from mlxtune.session.arguments import resolve_options
 from mlxtune.session.dataset import Dataset, DataSource, load_dataset
 from mlxtune.session.reader import Reader
 from tests.command import Cli
+from tests.configs import train_to
 from tests.models import sums, write_chat
 from tests.slow import slow
 
@@ -224,7 +227,7 @@ def test_best_checkpoint_from_before_a_resume_gives_only_its_tensors(
     assert whole.best_step is not None
     options = {"val_data": str(gibberish), "epochs": 8, "patience": 2, "schedule": "constant"}
     with pytest.raises(TrainingInterrupted):
-        train(config(model, chat, tmp_path, **options), stop_after=whole.best_step + 1)
+        train_to(config(model, chat, tmp_path, **options), whole.best_step + 1)
     best = tmp_path / "checkpoints" / "best"
     tensors = safetensors.numpy.load_file(best / ADAPTER)
 
@@ -552,7 +555,7 @@ def test_live_run_answers_rows_after_each_validation_and_learns_the_same(
             path = configured.checkpoint_path / "samples.json"
             written.append(json.loads(path.read_text()))
 
-    result = train(configured, observers=[Reading()], live=True)
+    result = run_training(resolve_options(configured), RunMode(observers=[Reading()], live=True))
     assert plain.adapter is not None
     assert configured.output_path.read_bytes() == plain.adapter.read_bytes()
     assert len(written) == EPOCHS
@@ -581,7 +584,7 @@ def test_answers_that_fail_do_not_fail_the_run(
         patch.setattr("mlxtune.session.judge._draw", failing)
         configured = config(model, chat, tmp_path, samples=2, epochs=1, max_steps=1, val_rows=2)
         patch.setattr("mlxtune.commands.train.judge", lambda *_: None)
-        train(configured, live=True)
+        run_training(resolve_options(configured), RunMode(live=True))
     assert configured.output_path.is_file()
     assert not (configured.checkpoint_path / "samples.json").exists()
 

@@ -20,6 +20,7 @@ from mlxtune.config.fields import flag
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, ModelError, TrainingInterrupted
 from tests.command import Cli
+from tests.configs import train_to
 from tests.models import sums, write_chat
 from tests.slow import slow, slow_except
 
@@ -52,7 +53,7 @@ def test_run_stopped_within_an_epoch_resumes_to_the_same_files(
 ) -> None:
     train(config(model, chat, tmp_path / "whole", **MEMBERS[member]))
     with pytest.raises(TrainingInterrupted):
-        train(config(model, chat, tmp_path / "out", **MEMBERS[member]), stop_after=3)
+        train_to(config(model, chat, tmp_path / "out", **MEMBERS[member]), 3)
     resume(tmp_path / "out")
     for name in ("adapters.safetensors", "adapter_config.json"):
         whole, again = (tmp_path / run / name for run in ("whole", "out"))
@@ -195,7 +196,7 @@ def test_resumed_run_needs_the_adapter_no_more_and_knows_which_it_was(
     options = starting_from(start, num_layers=1)
     train(config(model, chat, tmp_path / "whole", **options))
     with pytest.raises(TrainingInterrupted):
-        train(config(model, chat, tmp_path / "out", **options), stop_after=3)
+        train_to(config(model, chat, tmp_path / "out", **options), 3)
     other = Path(shutil.copytree(tmp_path / "whole", tmp_path / "other"))
     with pytest.raises(ModelError, match="the run did not start from"):
         resume(tmp_path / "out", init_adapter=str(other))

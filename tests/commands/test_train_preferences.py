@@ -17,6 +17,7 @@ from mlxtune.commands.verify import verify
 from mlxtune.core.objectives.preference_rows import write_references
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.views.run_text import evaluation_lines
+from tests.configs import train_to
 from tests.models import CHATML, write_model
 from tests.slow import slow
 
@@ -143,7 +144,7 @@ def test_stopped_run_resumes_to_the_same_bytes(
     train(whole)
     part = config(folder, tmp_path / "part", objective, epochs=2, dropout=0.1)
     with pytest.raises(TrainingInterrupted):
-        train(part, stop_after=5)
+        train_to(part, 5)
     resume(tmp_path / "part", quiet=True)
     names = ("adapters.safetensors", "checkpoints/reference.json")
     for name in names:
@@ -170,7 +171,7 @@ def test_reference_is_computed_once(
 def test_resume_needs_the_reference_and_the_same_objective(folder: Path, tmp_path: Path) -> None:
     stopped = config(folder, tmp_path / "out", "dpo", epochs=2, no_cache=True)
     with pytest.raises(TrainingInterrupted):
-        train(stopped, stop_after=3)
+        train_to(stopped, 3)
     with pytest.raises(ConfigError, match="--beta"):
         resume(tmp_path / "out", beta=0.3)
     (tmp_path / "out" / "checkpoints" / "reference.json").unlink()
@@ -202,7 +203,7 @@ def test_resume_with_more_epochs_keeps_the_reference_of_a_pissa_start(
 ) -> None:
     stopped = config(folder, tmp_path / "out", "dpo", epochs=1, init="pissa", no_cache=True)
     with pytest.raises(TrainingInterrupted):
-        train(stopped, stop_after=3)
+        train_to(stopped, 3)
     resume(tmp_path / "out", epochs=2, quiet=True)
     assert (tmp_path / "out" / "adapters.safetensors").is_file()
 
@@ -228,7 +229,7 @@ def test_reference_in_a_run_folder_never_reaches_the_cache(folder: Path, tmp_pat
     cache = tmp_path / "cache"
     stopped = config(folder, tmp_path / "out", "dpo", epochs=2, cache_dir=str(cache))
     with pytest.raises(TrainingInterrupted):
-        train(stopped, stop_after=3)
+        train_to(stopped, 3)
     own = tmp_path / "out" / "checkpoints" / "reference.json"
     (cached,) = cache.glob("references/*.json")
     forged = json.loads(own.read_text())

@@ -10,7 +10,7 @@ import pytest
 
 import mlxtune
 from mlxtune import TrainConfig, TrainingInterrupted, train
-from mlxtune.commands.train import train as recipe
+from tests.configs import train_to
 from tests.models import sums, write_chat
 
 
@@ -55,6 +55,6 @@ def test_profiled_run_writes_the_same_adapter(
 
 def test_profile_continues_with_the_run(model: Path, chat: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingInterrupted):
-        recipe(config(model, chat, tmp_path, quiet=True, profile_interval=1), stop_after=4)
+        train_to(config(model, chat, tmp_path, quiet=True, profile_interval=1), 4)
     mlxtune.resume(tmp_path, profile_interval=2)
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4, 6]

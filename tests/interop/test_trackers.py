@@ -61,9 +61,10 @@ def trained(folder: Path, model: Path, chat: Path, tracker: str, **environment: 
     }
     begin = (
         "from mlxtune import TrainConfig, TrainingInterrupted\n"
-        "from mlxtune.commands.train import train\n"
+        "from mlxtune.commands.train import RunMode, run_training\n"
+        "from mlxtune.session.arguments import resolve_options\n"
         f"config = TrainConfig({str(model)!r}, {str(chat)!r}, **{options!r})\n"
-        f"try: train(config, stop_after={STOP_AT})\n"
+        f"try: run_training(resolve_options(config), RunMode(stop_after={STOP_AT}))\n"
         "except TrainingInterrupted: pass\n"
     )
     for code in (begin, "import mlxtune; mlxtune.resume('run')"):

@@ -21,6 +21,7 @@ from mlxtune.core.run.checkpoint import MANIFEST, METADATA, WRITTEN_SAMPLES
 from mlxtune.core.run.run_folder import SAMPLE_RECORDS
 from mlxtune.core.run.sampled_answers import read_members
 from mlxtune.errors import OutputError
+from tests.configs import train_to
 from tests.session.test_rewarding import config, folder, result_of
 
 __all__ = ["folder"]
@@ -195,7 +196,7 @@ def test_replay_of_a_damaged_record_is_a_failed_check(folder: Path, run: Path, d
 def interrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("interrupted")
     with pytest.raises(TrainingInterrupted):
-        train(config(folder, output), stop_after=2)
+        train_to(config(folder, output), 2)
     return output
 
 

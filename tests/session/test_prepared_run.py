@@ -13,7 +13,7 @@ import pytest
 
 import mlxtune
 from mlxtune import TrainConfig, TrainingInterrupted, TrainResult, resume, train
-from mlxtune.commands.train import train as recipe
+from tests.configs import train_to
 from tests.models import sums, write_chat
 from tests.slow import slow
 
@@ -46,7 +46,7 @@ def test_run_describes_itself_before_its_first_step(
     model: Path, chat: Path, tmp_path: Path, run: tuple[Path, TrainResult]
 ) -> None:
     with pytest.raises(TrainingInterrupted):
-        recipe(config(model, chat, tmp_path), stop_after=1)
+        train_to(config(model, chat, tmp_path), 1)
     early, whole = about(tmp_path / "checkpoints"), about(run[0])
     for said in (early, whole):
         started = datetime.datetime.fromisoformat(said.pop("started_at"))
@@ -108,7 +108,7 @@ def test_page_and_list_are_of_the_run(run: tuple[Path, TrainResult]) -> None:
 
 def test_continuing_run_keeps_its_start(model: Path, chat: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingInterrupted):
-        recipe(config(model, chat, tmp_path), stop_after=3)
+        train_to(config(model, chat, tmp_path), 3)
     folder = tmp_path / "checkpoints"
     (summary,) = mlxtune.runs(tmp_path)
     assert (summary.status, summary.step, summary.total_steps) == ("unfinished", 3, 8)
@@ -129,7 +129,7 @@ def stopped(model: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -
     """The folder of a run that was stopped before its last step, for tests to copy."""
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.raises(TrainingInterrupted):
-        recipe(config(model, chat, folder), stop_after=7)
+        train_to(config(model, chat, folder), 7)
     return folder
 
 

@@ -22,6 +22,7 @@ from mlxtune.commands.verify import verify
 from mlxtune.core.run.checkpoint import FACTS
 from mlxtune.session import resuming
 from tests.command import ROWS, Cli, Outcome, files_in, finish, read_until, start
+from tests.configs import train_to
 from tests.models import sums, write_chat, write_model
 from tests.slow import slow
 
@@ -229,7 +230,7 @@ def test_resumed_run_with_another_output_stays_in_its_folder(
         more = {"reward": (str(reward),)}
     config = run_config(model, write_chat(tmp_path / "chat.jsonl", rows), tmp_path / "run")
     with pytest.raises(TrainingInterrupted):
-        run_training(replace(config, dropout=0.0, **options, **more), stop_after=1)
+        train_to(replace(config, dropout=0.0, **options, **more), 1)
     run, in_place, elsewhere = (tmp_path / name for name in ("run", "in place", "elsewhere"))
     shutil.copytree(run, in_place)
     expected = resume(in_place, **more).adapter

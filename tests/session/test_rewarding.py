@@ -25,7 +25,7 @@ from mlxtune.errors import ConfigError, DataError, ModelError, NonFiniteLossErro
 from mlxtune.rewards import rollouts
 from mlxtune.rewards.rollouts import Rollouts
 from mlxtune.session.reader import Reader
-from tests.configs import problems
+from tests.configs import problems, train_to
 from tests.models import write_model
 from tests.slow import slow
 
@@ -154,7 +154,7 @@ def test_resumed_run_ends_like_an_undisturbed_one(
     assert result_of(whole) == result_of(again)
     # Stopped after its first step, within the first rollout if it has two updates.
     with pytest.raises(TrainingInterrupted):
-        train(config(folder, stopped, **options), stop_after=1)
+        train_to(config(folder, stopped, **options), 1)
     drawn = drawn_steps(monkeypatch)
     resume(stopped, quiet=True)
     assert result_of(stopped) == result_of(whole)
@@ -168,7 +168,7 @@ def test_resumed_run_measures_the_divergence_from_its_first_model(
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     train(config(folder, whole, kl=0.3, save_steps=2, keep=9, **options))
     with pytest.raises(TrainingInterrupted):
-        train(config(folder, stopped, kl=0.3, **options), stop_after=2)
+        train_to(config(folder, stopped, kl=0.3, **options), 2)
     file = stopped / "checkpoints" / REFERENCE_LORA
     content = file.read_bytes()
     file.write_bytes(content + b"?")
@@ -237,7 +237,7 @@ def test_changed_reward_is_refused_on_resume(folder: Path, tmp_path: Path) -> No
     file.write_text(LOW)
     made = config(folder, tmp_path / "out", reward=(str(file),))
     with pytest.raises(TrainingInterrupted):
-        train(made, stop_after=1)
+        train_to(made, 1)
     # Before any of the new code runs.
     file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{LOW}")
     with pytest.raises(DataError, match="--reward: the rewards differ"):
@@ -275,7 +275,7 @@ def test_strangers_rewards_run_only_if_given_again(folder: Path, tmp_path: Path)
     file.write_text(LOW)
     rewards = (f"{file}:reward=2", "length:20=0.5")
     with pytest.raises(TrainingInterrupted):
-        train(config(folder, output, reward=rewards, max_steps=2), stop_after=1)
+        train_to(config(folder, output, reward=rewards, max_steps=2), 1)
     shutil.copytree(output, received)
     file.rename(tmp_path / "sent.py")
     file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{LOW}")
@@ -309,7 +309,7 @@ def test_own_rewards_are_found_from_another_folder(
     monkeypatch.chdir(tmp_path)
     rewards = ("own.py=2", "json:any.json", r"regex=\.py")
     with pytest.raises(TrainingInterrupted):
-        train(config(folder, tmp_path / "out", reward=rewards, max_steps=2), stop_after=1)
+        train_to(config(folder, tmp_path / "out", reward=rewards, max_steps=2), 1)
     monkeypatch.chdir(folder)
     assert resume(tmp_path / "out", quiet=True).adapter
     about = json.loads((tmp_path / "out" / "checkpoints" / "run.json").read_text())
@@ -339,7 +339,7 @@ def test_run_resumed_in_other_folders_ends_like_an_undisturbed_one(
 
     train(made("whole"))
     with pytest.raises(TrainingInterrupted):
-        train(made("stopped"), stop_after=1)
+        train_to(made("stopped"), 1)
     whole, stopped = start / "whole", start / "stopped"
 
     class Death(BaseException):
