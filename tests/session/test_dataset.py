@@ -16,6 +16,7 @@ from mlxtune import ConfigError, DataError, ModelError, TrainConfig, fuse, train
 from mlxtune.commands.inspect import inspect as run_inspect
 from mlxtune.config import DataConfig, InspectConfig
 from mlxtune.config import data_config as config_data
+from mlxtune.config.data_config import ReadingConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.inspection import Inspection
 from mlxtune.core.data.problems import NO_END_OF_TURN, BadRowError, SkippedRows
@@ -476,7 +477,7 @@ def test_built_in_template_is_chosen_by_the_type_of_the_model(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
 
-    reader = Reader(DataConfig(str(tmp_path), ("none",)), tmp_path)
+    reader = Reader(ReadingConfig(str(tmp_path)), tmp_path)
 
     assert reader.describe() == f"built-in {name}, as the model has none"
 
@@ -576,7 +577,7 @@ def test_template_of_training_gives_the_same_prompts_from_a_folder(
 def test_template_that_training_chose_by_the_type_is_written(tmp_path: Path) -> None:
     for name, written in (("qwen3", built_in_jinja("chatml")), ("llama", None)):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
-        reader = Reader(DataConfig(str(tmp_path), ("none",)), tmp_path)
+        reader = Reader(ReadingConfig(str(tmp_path)), tmp_path)
         assert (reader.written_template, reader.adds_template) == (written, False)
 
 
@@ -607,7 +608,7 @@ def test_plain_template_ends_answers_with_the_models_own_end_token(tmp_path: Pat
     fused = fuse(adapter=str(output), output=str(tmp_path / "fused"), quiet=True).output
     asked = [SYSTEM, MESSAGES[0]]
     ours = prompt_of(
-        Reader(DataConfig(str(fused), ("none",), turns="last"), fused).encoder,
+        Reader(ReadingConfig(str(fused), turns="last"), fused).encoder,
         {"messages": asked},
         "",
     )
