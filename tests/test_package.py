@@ -62,11 +62,6 @@ def test_recipe_is_the_function_however_it_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_train_takes_no_keyword_that_only_its_commands_need() -> None:
-    own = {"dry_run", "observers", "on_step", "on_validation"}
-    assert inspect.signature(mlxtune.train).parameters.keys() == {"config", "options", *own}
-
-
 def test_recipes_stay_the_functions_within_this_process() -> None:
     import mlxtune.commands.inspect
     import mlxtune.commands.train
