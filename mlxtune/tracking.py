@@ -21,7 +21,12 @@ from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.files.writing import write_json
 from mlxtune.core.machine.installation import installs_extra
-from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord, measured
+from mlxtune.core.run.metrics import (
+    InstructEpochMetrics,
+    InstructTrainResult,
+    StepRecord,
+    validation_measure,
+)
 from mlxtune.core.run.run_folder import TENSORBOARD, TRACKING
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.errors import ConfigError, one_line
@@ -124,7 +129,7 @@ class TrackingObserver(TrainingObserver):
         self._log(values, record.step)
 
     def on_validation(self, step: int, loss: float) -> None:
-        name, value = measured(loss, self._config.objective)
+        name, value = validation_measure(loss, self._config.objective)
         values = {f"val/{name}": value}
         if self._config.objective == "sft":
             values["val/perplexity"] = perplexity(loss)
@@ -154,7 +159,7 @@ class TrackingObserver(TrainingObserver):
         """Return the entry of a validation, which starts with `prefix`; empty without a loss."""
         if loss is None:
             return {}
-        name, value = measured(loss, self._config.objective)
+        name, value = validation_measure(loss, self._config.objective)
         return {f"{prefix}_{name}": value}
 
     def on_end(self) -> None:

@@ -12,7 +12,7 @@ from tests.long.structure import (
     modules,
     short,
     single_importers,
-    twin_classes,
+    twin_definitions,
     twin_names,
     without_tests,
 )
@@ -62,8 +62,8 @@ def test_module_and_package_names_are_unique() -> None:
     assert len(twins) <= MAX_TWIN_NAMES, f"rename modules of {twins}"
 
 
-def test_class_names_are_unique() -> None:
-    assert twin_classes() == {}
+def test_names_of_classes_and_functions_are_unique() -> None:
+    assert twin_definitions() == {}
 
 
 def test_most_modules_have_a_test_file_of_the_same_name() -> None:

@@ -44,7 +44,7 @@ from mlxtune.session.session import Session
 from mlxtune.session.trained_model import await_result
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json
-from mlxtune.views.terminal import plain_table, result_console, shown
+from mlxtune.views.terminal import plain_table, result_console, styled
 
 # Returns the command line of a process that runs the job in a file.
 Command = Callable[[Path], list[str]]
@@ -62,7 +62,7 @@ def bench(config: BenchConfig) -> Benchmark:
     with closing(RunConsole(quiet=config.quiet)) as console, prepared(config, console) as job:
         if problem := busy():
             console.warn(problem)
-        result = measured(config, job, console)
+        result = run_benchmark(config, job, console)
     if config.json_path is not None:
         writing.make_folder(config.json_path.parent)
         writing.write_json(config.json_path, result.as_dict())
@@ -80,7 +80,7 @@ def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
     config = session.config
     if config.json_path is not None:
         check_outputs([config.json_path], session.inputs, "--json")
-    steps, count_rows = first_steps(config, session.load())
+    steps, count_rows = benchmark_steps(config, session.load())
     _report_work(config, steps, count_rows, console)
     with scratch_folder("bench") as scratch:
         training, adapter = config.training(config.dtype), scratch / "adapter"
@@ -94,7 +94,7 @@ def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
         yield Job(OURS, session.folder, training, adapter, steps, count_rows, config.execution)
 
 
-def measured(
+def run_benchmark(
     config: BenchConfig, job: Job, console: RunConsole, peer: tuple[str, Command] | None = None
 ) -> Benchmark:
     """Time the steps in mlxtune, and in the given peer or the peer of --against, if any.
@@ -103,7 +103,7 @@ def measured(
     """
     if peer is None and config.against is not None:
         peer = config.against, helper_command
-    ours, theirs = _alternate(config.repeats, job, peer, console)
+    ours, theirs = _run_in_turn(config.repeats, job, peer, console)
     return Benchmark(
         model=config.model_path,
         device=default_device.device_name(),
@@ -128,7 +128,7 @@ def show(config: BenchConfig) -> None:
         show_benchmark(result, result_console(stderr=as_json))
 
 
-def first_steps(config: BenchConfig, dataset: Dataset) -> tuple[list[list[Example]], int]:
+def benchmark_steps(config: BenchConfig, dataset: Dataset) -> tuple[list[list[Example]], int]:
     """Return the first steps of `train`'s first epoch, and the number of their rows."""
     steps = first_epoch(config.training(config.dtype), dataset)[: config.steps]
     return [dataset.rows.train.examples_of(step) for step in steps], sum(map(len, steps))
@@ -152,7 +152,7 @@ def _report_work(
         )
 
 
-def _alternate(
+def _run_in_turn(
     repeats: int, job: Job, peer: tuple[str, Command] | None, console: RunConsole
 ) -> tuple[ContestantResult, ContestantResult | None]:
     """Run mlxtune and the peer in turn, one process at a time, `repeats` times each.
@@ -250,10 +250,10 @@ def show_benchmark(benchmark: Benchmark, console: Console) -> None:
         f"{pluralize(benchmark.steps, 'step')} of {pluralize(benchmark.batch_size, 'row')}, "
         f"{pluralize(len(benchmark.ours.runs), 'run')}"
     )
-    console.print(shown(title, "bold"), soft_wrap=True)
+    console.print(styled(title, "bold"), soft_wrap=True)
     console.print(plain_table(head, rows))
     for line in remarks(benchmark):
-        console.print(shown(line), soft_wrap=True)
+        console.print(styled(line), soft_wrap=True)
 
 
 def run_line(contestant: str, run: BenchmarkRun) -> str:

@@ -33,9 +33,9 @@ HELP = """\
 /quit          quit; Ctrl-D does too
 Ctrl-C stops an answer. Start a line with // to send a message that starts with /."""
 # The largest number of characters in a line of input: a pipe may send an endless line.
-_MAX_LINE_BYTES = 2**20
+_MAX_LINE_CHARS = 2**20
 _SAVE_FILE = "conversations.jsonl"
-_NAMES = {False: "base model", True: "adapter"}
+_MODEL_NAMES = {False: "base model", True: "adapter"}
 
 _note = partial(print_line, stderr=True)
 
@@ -135,14 +135,14 @@ class _Conversation:
         trained_model.await_result(self.console)
         with (
             closing(self.console),
-            closing(AnswerConsole([_NAMES[on] for on in prompts])) as console,
+            closing(AnswerConsole([_MODEL_NAMES[on] for on in prompts])) as console,
         ):
             for on, piece in self.answerers.answer(prompts, should_stop):
                 self.console.result_arrived()
                 if isinstance(piece, Answer):
                     answers[on] = piece
                 else:
-                    console.add(_NAMES[on], piece)
+                    console.add(_MODEL_NAMES[on], piece)
         return answers
 
     def run_command(self, line: str) -> bool:
@@ -222,9 +222,9 @@ def _lines() -> Iterator[str]:
 
 
 def _read_line() -> str:
-    line = sys.stdin.readline(_MAX_LINE_BYTES)
+    line = sys.stdin.readline(_MAX_LINE_CHARS)
     if not line:
         raise EOFError
-    if len(line) == _MAX_LINE_BYTES:
-        raise DataError(f"standard input: has a line of more than {_MAX_LINE_BYTES:,} characters")
+    if len(line) == _MAX_LINE_CHARS:
+        raise DataError(f"standard input: has a line of more than {_MAX_LINE_CHARS:,} characters")
     return line.rstrip("\r\n")

@@ -22,7 +22,7 @@ from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.core.run.trained_rows import NO_ROWS
 from mlxtune.session.arguments import ResolvedOptions, takes_resolved
 from mlxtune.session.judge import (
-    answer_rows,
+    answer_sample,
     compare_losses,
     losses_and_answers,
     measure_adapter,
@@ -90,7 +90,7 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
         loaded, generated = use.load(), None
         if config.generate:
             longest, texts = config.max_new_tokens, start.answers if start else None
-            generated = answer_rows(
+            generated = answer_sample(
                 loaded, session.reader, judged.rows, longest, console, config.match, texts
             )
         sums = start.sums if start else None

@@ -37,7 +37,7 @@ def export(config: ExportConfig) -> verified_output.ExportResult:
             return verified_output.certify(source, folder, _merge(config, source, folder))
         _write(config, source, folder)
         verified_output.warn_of_end(source)
-        load = partial(_load, config, source, folder)
+        load = partial(_load_exported, config, source, folder)
         return verified_output.certify(
             source, folder, verified_output.prove_export(source, config.format, load)
         )
@@ -47,7 +47,9 @@ def show(config: ExportConfig) -> None:
     verified_output.print_result(export(config), config)
 
 
-def _merge(config: ExportConfig, source: verified_output.Source, folder: Path) -> Certificate:
+def _merge(
+    config: ExportConfig, source: verified_output.TrainedAdapter, folder: Path
+) -> Certificate:
     """Merge base and adapter into a GGUF file or, without llama.cpp's converter, a model folder.
 
     The output folder also gets a Modelfile for Ollama. The proof covers the weights before
@@ -66,10 +68,10 @@ def _merge(config: ExportConfig, source: verified_output.Source, folder: Path) -
     merged = folder if converter is None else folder / "merged"
     make_folder(merged)
     certificate, stored = verified_output.write_fused(
-        source, merged, dequantize=quantized, text_alone=True
+        source, merged, dequantize=quantized, text_only=True
     )
     if converter is not None:
-        verified_output.convert(
+        verified_output.convert_to_gguf(
             source, converter, merged, stored, "use mlxtune fuse to write a model folder"
         )
         certificate = replace(certificate, format="gguf")
@@ -85,7 +87,7 @@ def _merge(config: ExportConfig, source: verified_output.Source, folder: Path) -
     return certificate
 
 
-def _write(config: ExportConfig, source: verified_output.Source, folder: Path) -> None:
+def _write(config: ExportConfig, source: verified_output.TrainedAdapter, folder: Path) -> None:
     if config.format == "mlx-lm":
         mlx_lm.copy_mlx_lm(source.file, folder / ADAPTER)
     elif config.format == "peft":
@@ -98,9 +100,11 @@ def _write(config: ExportConfig, source: verified_output.Source, folder: Path) -
         gguf.write_gguf(source.adapter, base, folder)
 
 
-def _load(config: ExportConfig, source: verified_output.Source, folder: Path) -> Any:
+def _load_exported(
+    config: ExportConfig, source: verified_output.TrainedAdapter, folder: Path
+) -> Any:
     """Load the base model again, with the adapter that was exported to a folder."""
-    base = verified_output.load_base(source)
+    base = verified_output.load_source_base(source)
     if config.format == "mlx-lm" and source.adapter.is_dora and base.quantize == "nf4":
         # mlx-lm's DoRA unpacks the base with MLX's functions, which do not support nf4.
         return load_adapted(base, AdapterFile(folder / ADAPTER)).model
@@ -108,7 +112,7 @@ def _load(config: ExportConfig, source: verified_output.Source, folder: Path) ->
         return mlx_lm.load_with_mlx_lm(base.model, folder)
     modules = projections_of(base.model)
     if config.format == "peft":
-        adapter = peft.read_peft(folder, peft.read_config(folder), modules, base.model_type)
+        adapter = peft.read_peft(folder, peft.read_peft_config(folder), modules, base.model_type)
     elif config.format == "flat":
         adapter = flat.read_flat(folder, modules)
     else:

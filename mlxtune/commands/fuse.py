@@ -14,7 +14,7 @@ from mlxtune.backend.adapters.certificate import MAX_LOST, Retention, try_in_ord
 from mlxtune.backend.adapters.file_formats import merged_gguf
 from mlxtune.backend.adapters.storage import AS_BASE, Storage
 from mlxtune.backend.device import allocator
-from mlxtune.backend.models.loading import BaseModel, open_base, prepare, read_weights
+from mlxtune.backend.models.loading import BaseModel, as_base_model, open_base, read_weights
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import NF4, is_quantized
 from mlxtune.backend.step.evaluator import Evaluator
@@ -64,7 +64,7 @@ def fuse(config: FuseConfig) -> verified_output.ExportResult:
             source,
             folder,
             dequantize=dequantize,
-            text_alone=config.gguf,  # llama.cpp's converter knows few names of other parts
+            text_only=config.gguf,  # llama.cpp's converter knows few names of other parts
             storage=storage,
             retention=retention,
         )
@@ -73,7 +73,7 @@ def fuse(config: FuseConfig) -> verified_output.ExportResult:
         return verified_output.certify(source, folder, certificate)
 
 
-def _dequantizes(config: FuseConfig, source: verified_output.Source) -> bool:
+def _dequantizes(config: FuseConfig, source: verified_output.TrainedAdapter) -> bool:
     """Return whether to dequantise the weights, as the options or the format require.
 
     Raises ModelError if --gguf is set but this model cannot be written as GGUF.
@@ -92,12 +92,12 @@ def _dequantizes(config: FuseConfig, source: verified_output.Source) -> bool:
     return config.gguf
 
 
-def _write_gguf(source: verified_output.Source, folder: Path, stored: str) -> None:
+def _write_gguf(source: verified_output.TrainedAdapter, folder: Path, stored: str) -> None:
     program = merged_gguf.converter()
     if program is None:
         source.console.warn(merged_gguf.advice(source.config.output_path, stored))
     else:
-        verified_output.convert(
+        verified_output.convert_to_gguf(
             source, program, folder, stored, "leave out --gguf to write the folder alone"
         )
 
@@ -107,7 +107,7 @@ def show(config: FuseConfig) -> None:
 
 
 def _choose_storage(
-    config: FuseConfig, source: verified_output.Source
+    config: FuseConfig, source: verified_output.TrainedAdapter
 ) -> tuple[Storage, Retention | None]:
     """Return how to store the trained projections, and how much of the adapter's gain is lost.
 
@@ -115,14 +115,14 @@ def _choose_storage(
     the KL divergence from the trained model on the proof's prompts. If only one way is possible, as
     without quantised projections, nothing is measured, and the second value is None.
 
-    Raises ConfigError, or the errors of `load_base` and `load_adapted`.
+    Raises ConfigError, or the errors of `load_source_base` and `load_adapted`.
     """
     storages = fusing.storages(source.fusion, config.bits)
     if len(storages) == 1 and config.bits is None:
         return AS_BASE, None
     source.console.say("Measuring", "how much of the adapter's gain is lost by quantising again")
     rows = _rows_of_data(config, source) if config.data else _rows_of_run(source)
-    adapted = load_adapted(verified_output.load_base(source), source.file)
+    adapted = load_adapted(verified_output.load_source_base(source), source.file)
     measure = _measure_of(source, adapted, rows.validation)
     del adapted
     allocator.release()
@@ -134,7 +134,7 @@ def _choose_storage(
                 return None
             storage = rounded[storage.name] = rounding
         fused = fusing.fused_model(source.fusion, dequantize=False, storage=storage)
-        model = prepare(*fused, source.folder, config.dtype)
+        model = as_base_model(*fused, source.folder, config.dtype)
         read_weights(model)
         value = measure.value_of(model)
         del fused, model
@@ -164,7 +164,7 @@ def _choose_storage(
 
 
 def _round_by_gptq(
-    source: verified_output.Source, storage: Storage, rows: CorpusRows | None
+    source: verified_output.TrainedAdapter, storage: Storage, rows: CorpusRows | None
 ) -> Storage | None:
     """Return a storage format with the projections rounded; None, with a line, if impossible."""
     say = partial(source.console.say, "GPTQ")
@@ -194,7 +194,7 @@ def _round_by_gptq(
 
 
 def _measure_of(
-    source: verified_output.Source, adapted: AdapterSwitch, rows: CorpusRows | None
+    source: verified_output.TrainedAdapter, adapted: AdapterSwitch, rows: CorpusRows | None
 ) -> _Measure:
     if rows:
 
@@ -213,10 +213,10 @@ def _measure_of(
     prompts = source.prompts
     reference = compare_logits.reference_of(adapted, prompts, "float32", everywhere=False)
     adapted.use_adapter(False)
-    without = compare_logits.compare(adapted.model, reference).mean_kl
+    without = compare_logits.compare_logits(adapted.model, reference).mean_kl
 
     def divergence(base: BaseModel) -> float:
-        return compare_logits.compare(base.model, reference).mean_kl
+        return compare_logits.compare_logits(base.model, reference).mean_kl
 
     return _Measure(f"KL on {pluralize(len(prompts), 'prompt')}", without, 0.0, divergence)
 
@@ -229,7 +229,7 @@ class _Rows:
     validation: CorpusRows | None = None
 
 
-def _rows_of_data(config: FuseConfig, source: verified_output.Source) -> _Rows:
+def _rows_of_data(config: FuseConfig, source: verified_output.TrainedAdapter) -> _Rows:
     """Return the rows of --data, read as in training; some are held out for the measurement."""
     adapter, trust = str(source.file.path), config.trust_remote_code
     named = EvalConfig(
@@ -240,7 +240,7 @@ def _rows_of_data(config: FuseConfig, source: verified_output.Source) -> _Rows:
     return _Rows(rows.train, _sample(rows.validation, data.seed))
 
 
-def _rows_of_run(source: verified_output.Source) -> _Rows:
+def _rows_of_run(source: verified_output.TrainedAdapter) -> _Rows:
     """Return the rows of the adapter's run, as far as they are unchanged.
 
     Ignores another user's run, which could choose the files to read.

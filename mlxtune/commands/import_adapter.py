@@ -10,8 +10,8 @@ from mlxtune.backend.adapters.file_formats.peft import (
     PICKLED_WEIGHTS,
     WEIGHTS,
     base_of,
-    read_config,
     read_peft,
+    read_peft_config,
 )
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import open_base
@@ -22,7 +22,7 @@ from mlxtune.core.files.writing import write_json
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
 from mlxtune.session.arguments import takes_options
-from mlxtune.session.trained_model import find_named
+from mlxtune.session.trained_model import find_named_base
 from mlxtune.views.output import print_line
 
 # Lists the SHA-256 of each written file; --overwrite replaces only the listed files.
@@ -37,9 +37,9 @@ def import_adapter(config: ImportConfig) -> Path:
     ModelError, which names any parts that mlx-lm's LoRA cannot represent, or OutputError.
     """
     source, is_peft = _find(config.adapter)
-    file, of_peft = AdapterFile(source), read_config(source.parent) if is_peft else None
+    file, of_peft = AdapterFile(source), read_peft_config(source.parent) if is_peft else None
     named = file.info.model if of_peft is None else base_of(of_peft)
-    folder = find_named(config, file, named, str(source.parent))
+    folder = find_named_base(config, file, named, str(source.parent))
     options = BaseOptions(trust_remote_code=config.trust_remote_code)
     base = open_base(folder, "float32", options)
     modules = projections_of(base.model)

@@ -16,7 +16,7 @@ from mlxtune.session.reader import Reader
 from mlxtune.session.session import Session
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
-from mlxtune.views.inspection_view import PAGE, render_page, show_inspection
+from mlxtune.views.inspection_view import PAGE, render_inspection, show_inspection
 from mlxtune.views.output import print_json, print_line
 from mlxtune.views.terminal import result_console
 
@@ -46,7 +46,7 @@ def inspect(config: InspectConfig) -> inspection.Inspection:
     for path in written:
         make_folder(path.parent)
     if html is not None:
-        write_file(html, [render_page(result).encode()])
+        write_file(html, [render_inspection(result).encode()])
     if dump is not None:
         write_file(dump, dump_lines(dataset))
     return result

@@ -17,7 +17,7 @@ from mlxtune.errors import ConfigError, ModelError, OutputError, resume_command,
 from mlxtune.hub.dataset_name import REPOSITORY
 from mlxtune.hub.upload import check_may_write, model_card, quoted_samples, upload
 from mlxtune.session.interrupt import interrupt_on_signal
-from mlxtune.session.verified_output import Source, find_source
+from mlxtune.session.verified_output import TrainedAdapter, find_source
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import ask, print_line
 
@@ -130,7 +130,7 @@ def _check_names(repository: str, base_model: str) -> None:
         raise ConfigError(problems)
 
 
-def _check_adapter(run: Run, view: RunView, source: Source) -> None:
+def _check_adapter(run: Run, view: RunView, source: TrainedAdapter) -> None:
     """Raise OutputError if the adapter is not the one that the run's records describe."""
     weights = source.file.path
     digest = file_hash(weights)

@@ -137,10 +137,10 @@ def _number(value: float | None) -> str:
 def _rows(config: RewardConfig) -> list[PromptRow]:
     """Return the first usable rows of the data. Raises DataError if there is none."""
     # This import loads the backend, which no other part of the command needs.
-    from mlxtune.session.dataset import find_named
+    from mlxtune.session.dataset import find_named_data
 
     rows: list[PromptRow] = []
-    for path in find_named(config.data).files.train:
+    for path in find_named_data(config.data).files.train:
         skipped = SkippedRows(path)
         read = read_prompts(path, skipped, format=config.format, fields=parse_fields(config.field))
         rows += islice(read, config.rows - len(rows))

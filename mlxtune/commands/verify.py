@@ -116,15 +116,15 @@ def _check_samples(result: Verification, run: Path, good: list[Checkpoint]) -> s
     return check_samples(run, good, finished=result.finished)
 
 
-def _compare_samples(run: Path, again: Path, replay: "_Replay") -> str:
+def _compare_samples(run: Path, repeated: Path, replay: "_Replay") -> str:
     """Compare the samples of the repeated steps. Raises OSError, or ValueError for a difference."""
-    from mlxtune.core.run.sampled_answers import read_samples
+    from mlxtune.core.run.sampled_answers import read_groups
 
     def drawn(folder: Path) -> list[Any]:
-        groups = list(read_samples(folder / SAMPLE_RECORDS))
+        groups = list(read_groups(folder / SAMPLE_RECORDS))
         return [each for each in groups if replay.start < each.step <= replay.step]
 
-    own, drawn_again = drawn(run), drawn(again)
+    own, drawn_again = drawn(run), drawn(repeated)
     differing = (one for one, other in zip(own, drawn_again, strict=False) if one != other)
     if (first := next(differing, None)) is not None:
         raise ValueError(f"step {first.step} gives other samples for {first.row}")
@@ -162,7 +162,7 @@ def _verify_model(result: Verification, config: TrainConfig, good: list[Checkpoi
     for checkpoint in reversed(good):
         name = f"{checkpoint.folder.name}/{ADAPTER}"
         try:
-            count = checkpoint_tensors.check_adapter(
+            count = checkpoint_tensors.check_tensors_fit(
                 checkpoint.folder / ADAPTER, base.model, summary
             )
         except ModelError as problem:

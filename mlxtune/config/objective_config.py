@@ -72,7 +72,7 @@ def reward_weight(reward: str) -> float:
     return parse_weight(reward)[1]
 
 
-def default_rate(objective: object) -> float:
+def default_learning_rate(objective: object) -> float:
     """Return the default peak learning rate of an objective."""
     return (
         PREFERENCE_RATE

@@ -21,7 +21,7 @@ from mlxtune.config.objective_config import (
     PREFERENCE_RATE,
     ObjectiveConfig,
     RewardedConfig,
-    default_rate,
+    default_learning_rate,
 )
 from mlxtune.config.option import EXECUTION, FILES, LENGTH, LORA, PLACES, RESULT, RUN, TRAINING
 from mlxtune.errors import shorten
@@ -67,7 +67,7 @@ class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
 
     def default_of(self, name: str) -> Any:
         """Return the value of an option that nobody chose; a rate depends on the objective."""
-        return default_rate(self.objective) if name == "lr" else super().default_of(name)
+        return default_learning_rate(self.objective) if name == "lr" else super().default_of(name)
 
     def contradictions(self) -> Iterator[str]:
         if self.quantize == "nf4" and self.quantized_compute == "quantized":
@@ -255,7 +255,7 @@ class TrainConfig(_LoopConfig, LoraConfig, RewardedConfig, StepConfig):
             yield "--format text has no prompts for grpo: leave it out"
 
     def _tensor_problems(self) -> Iterator[str]:
-        others = {
+        incompatible = {
             "--dora": self.dora,
             f"--init {self.init}": self.is_pissa,
             "--quantize nf4": self.quantize == "nf4",
@@ -269,7 +269,7 @@ class TrainConfig(_LoopConfig, LoraConfig, RewardedConfig, StepConfig):
         elif self.parallel not in ("data", "tensor"):
             yield f"--parallel must be data or tensor, not {shorten(self.parallel)}"
         elif self.parallel == "tensor":
-            for name, is_set in others.items():
+            for name, is_set in incompatible.items():
                 if is_set:
                     yield f"{name} does not work with --parallel tensor: leave one of them out"
 

@@ -388,7 +388,7 @@ class FuseConfig(ImportConfig):
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.bits == 7:
-            yield "--bits 7 is no format of MLX: set 6 or 8"
+            yield "--bits 7 is not a format of MLX: set 6 or 8"
         if self.bits is not None and (self.dequantize or self.gguf):
             yield "--bits is for quantised weights: leave out --dequantize and --gguf"
 

@@ -105,7 +105,7 @@ class MachineProof:
         return {"schema_version": SCHEMA_VERSION, "passed": self.passed, **asdict(self)}
 
 
-def compare(
+def check_step(
     name: str, dtype: str, step: Step, expected: Step, packing_problem: str = ""
 ) -> ProofCheck:
     """Compare a step's gradients, and in float32 its loss, with the plain path's in float32."""
@@ -187,7 +187,7 @@ def check_matmul(name: str, ratio: float, tokens: int, inner: int, columns: int)
     )
 
 
-def check_bytes(
+def check_same_bytes(
     name: str, expected: str, digest: str, *, promised: bool, stopped_after: int | None = None
 ) -> ProofCheck:
     """Judge whether two adapters with these SHA-256 hashes are the same.

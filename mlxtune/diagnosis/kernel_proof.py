@@ -27,7 +27,7 @@ from mlxtune.backend.models.mixers.gated_delta import by_chunks
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.diagnosis.checks import DTYPE, GRADIENTS, ProofCheck, Step, compare, failed_check
+from mlxtune.diagnosis.checks import DTYPE, GRADIENTS, ProofCheck, Step, check_step, failed_check
 from mlxtune.errors import one_line
 
 _VOCABULARY = 96
@@ -72,7 +72,7 @@ class Kernel:
         except Exception as error:  # noqa: BLE001
             # Any error fails the check of this kernel.
             return failed_check(kind, name, one_line(error))
-        return compare(name, dtype, computed, expected)
+        return check_step(name, dtype, computed, expected)
 
 
 def step_of(pipeline: InstructPipeline, examples: Sequence[Example]) -> Step:
@@ -232,7 +232,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     # 1100 tokens exceed two blocks, so attention runs in blocks.
     Kernel("attention in windows", partial(_model_step, gemma3_text, (1100, 40), _WINDOW)),
-    # 300 is no multiple of a kernel's block. On the CPU, MLX's 16-bit matmuls take seconds.
+    # 300 is not a multiple of a kernel's block. On the CPU, MLX's 16-bit matmuls take seconds.
     *(
         Kernel(
             f"32 heads, {length} tokens",

@@ -4,7 +4,7 @@ Wrong kernels have shown only in sizes that no small model reaches. On M5 GPUs a
 wrong: matmuls of 1,024 x 2,048 by 2,048 x 2,048 in bfloat16, where 256 rows were right, by a
 compiler's fault (PrismML-Eng/Bonsai-Image-Demo#12, ml-explore/mlx#3586); matmuls in 16 bits whose
 inner size is far the largest, which are split along it (mlx#3797); and quantised matmuls of sorted
-experts whose inner size is no multiple of 64 (mlx#3887). On all Macs, matmuls with a quantised
+experts whose inner size is not a multiple of 64 (mlx#3887). On all Macs, matmuls with a quantised
 matrix that is not transposed were wrong, or their last columns missing (mlx#4201, mlx#4250).
 """
 

@@ -108,7 +108,7 @@ def gradients(model: Path, data: Path) -> Iterator[ProofCheck]:
     }
     for variant in step_variants():
         computed, _ = _computed(model, examples, variant, "auto")
-        yield checks.compare(variant.name, "float32", computed, expected[variant.dropout])
+        yield checks.check_step(variant.name, "float32", computed, expected[variant.dropout])
 
 
 def dtype(model: Path, data: Path) -> Iterator[ProofCheck]:
@@ -123,7 +123,7 @@ def dtype(model: Path, data: Path) -> Iterator[ProofCheck]:
     for name in ("bfloat16", "float16"):
         for kind in ("plain", "gpu"):
             computed, problem = _computed(model, examples, _variant(kind), "auto", name)
-            yield checks.compare(f"{name}, {kind}", name, computed, expected, problem)
+            yield checks.check_step(f"{name}, {kind}", name, computed, expected, problem)
 
 
 def steps(model: Path, data: Path) -> Iterator[ProofCheck]:

@@ -32,7 +32,7 @@ from mlxtune.errors import ModelError, one_line
 from mlxtune.views.console import RunConsole
 from mlxtune.views.first_result import COMPILING, FirstResult
 from mlxtune.views.output import print_json
-from mlxtune.views.terminal import plain_table, result_console, shown
+from mlxtune.views.terminal import plain_table, result_console, styled
 
 # On the CPU, mlx-lm takes seconds for each row.
 _CPU_TIMING_OPTIONS = ("--steps", "2", "--batch-size", "2")
@@ -123,7 +123,7 @@ def show(*, as_json: bool, anonymous: Path | None = None) -> bool:
         table = console.is_live or not (as_json or _is_one_output())
         show_proof(proof, result_console(stderr=as_json), table=table)
         if anonymous is not None:
-            writing.write_json(anonymous, shareable(proof, _names()))
+            writing.write_json(anonymous, shareable(proof, _private_names()))
             console.say("Share", f"{anonymous} has no names or paths: attach it to an issue")
     return proof.passed
 
@@ -137,7 +137,7 @@ def _is_one_output() -> bool:
     return (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)
 
 
-def _names() -> list[str]:
+def _private_names() -> list[str]:
     """Return the names of the host, the user and the home folder, if there are any."""
     names = [platform.node(), Path.home().name]
     # A container's user may have no name.
@@ -164,7 +164,7 @@ def parts(bench: Workbench, device: str) -> list[Part]:
 
         def part() -> Iterator[ProofCheck]:
             first, second = (bench.trained(model, run) for run in ("straight", "again"))
-            yield checks.check_bytes(name, first, second, promised=promised)
+            yield checks.check_same_bytes(name, first, second, promised=promised)
 
         return checks.BYTES, name, part
 
@@ -174,7 +174,9 @@ def parts(bench: Workbench, device: str) -> list[Part]:
         def part() -> Iterator[ProofCheck]:
             straight = bench.trained(QWEN)
             result, step = bench.resumed(QWEN, stop)
-            yield checks.check_bytes(name, straight, result, promised=promised, stopped_after=step)
+            yield checks.check_same_bytes(
+                name, straight, result, promised=promised, stopped_after=step
+            )
 
         return checks.BYTES, name, part
 
@@ -232,8 +234,8 @@ def show_proof(proof: MachineProof, console: Console, *, table: bool = True) -> 
     if table:
         _show_checks(proof, console)
     for check in proof.failures:
-        console.print(shown(check.advice), soft_wrap=True)
-    console.print(shown(summary(proof), "bold"), soft_wrap=True)
+        console.print(styled(check.advice), soft_wrap=True)
+    console.print(styled(summary(proof), "bold"), soft_wrap=True)
 
 
 def _show_checks(proof: MachineProof, console: Console) -> None:
@@ -241,10 +243,10 @@ def _show_checks(proof: MachineProof, console: Console) -> None:
     for column in table.columns[1:3]:
         column.justify = "left"
     for kind, group in groupby(proof.checks, key=lambda check: check.kind):
-        table.add_row(shown(_HEADINGS[kind], "bold"))
+        table.add_row(styled(_HEADINGS[kind], "bold"))
         for check in group:
-            cells = map(shown, (f"  {check.name}", check.expected, check.found))
-            result = shown(_WORDS[check.passed], _STYLES[check.passed])
+            cells = map(styled, (f"  {check.name}", check.expected, check.found))
+            result = styled(_WORDS[check.passed], _STYLES[check.passed])
             table.add_row(*cells, result, f"{check.seconds:.1f}")
     console.print(table)
 

@@ -17,7 +17,7 @@ import huggingface_hub
 from huggingface_hub.errors import RevisionNotFoundError
 
 from mlxtune.config import user_cache
-from mlxtune.core.data.cache import key_of
+from mlxtune.core.data.cache import cache_key
 from mlxtune.core.data.sources.datafiles import ENDINGS, VALIDATION
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.files.writing import make_folder, write_json
@@ -143,7 +143,7 @@ def _listing(hub: huggingface_hub.HfApi, name: DatasetName, held_out: bool) -> H
         splits = own_splits(_names(info), (info.card_data or {}).get("configs"))
     if not is_commit(info.sha):
         raise ValueError(f"no commit: {info.sha!r}")
-    config, files = choose(name, splits, held_out=held_out)
+    config, files = choose_splits(name, splits, held_out=held_out)
     split = next(iter(files)) if held_out else name.split
     listing = HubData(
         name=DatasetName(name.repository, config, info.sha, split),
@@ -175,7 +175,7 @@ def _license(info: huggingface_hub.DatasetInfo) -> str:
 
 
 def _place(name: DatasetName) -> Path:
-    return user_cache() / "hub" / f"{key_of(str(name))}.json"
+    return user_cache() / "hub" / f"{cache_key(str(name))}.json"
 
 
 def _record(listing: HubData) -> None:
@@ -283,7 +283,7 @@ def _split_in(file: str) -> str | None:
     return None
 
 
-def choose(
+def choose_splits(
     name: DatasetName, splits: Splits, *, held_out: bool = False
 ) -> tuple[str, dict[str, Sequence[str]]]:
     """Return the configuration that a name stands for, and the files of the wanted splits.

@@ -63,7 +63,7 @@ class DataValue:
 def data_value(value: str, option: str = "data") -> DataValue:
     """Return the meaning of an option's value; only values of --data have weights.
 
-    Whoever reads data, and whoever asks first whether a name may be downloaded, decides by this.
+    Used both to read the data and to ask before a download.
     """
     text, weight = weighted(value) if option == "data" else (value, 1.0)
     return DataValue(text, weight, dataset_name(text))

@@ -172,7 +172,7 @@ class Rollouts:
     def describe(self) -> Mapping[str, str]:
         return {"reward_hash": self._prompts.scorer.hash}
 
-    def written(self, step: int) -> Mapping[str, Any]:
+    def checkpoint_facts(self, step: int) -> Mapping[str, Any]:
         return {WRITTEN_SAMPLES: self._records.written(step)}
 
     # A step

@@ -36,7 +36,7 @@ from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, groups_i
 from mlxtune.core.run.stored_run import get_int, get_mapping, read_ledgers
 from mlxtune.core.steps.order import RolloutOfStep
 
-_HASH = re.compile(r"[0-9a-f]{64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_TOKEN = 2**31
 # Rounding may make a log-probability larger than 0.
 _MAX_LOGP = 1e-3
@@ -213,7 +213,7 @@ def _by_rollout(progress: Progress, updates: int) -> dict[int, list[StepRecord]]
 
 
 def _check_places(groups: Sequence[GroupRecord], files: Sequence[str]) -> None:
-    if not _HASH.fullmatch(groups[0].adapter):
+    if not _SHA256.fullmatch(groups[0].adapter):
         raise ValueError("has no hash of the adapter that sampled")
     for group in groups:
         if files and not group.row.startswith(
@@ -227,7 +227,7 @@ def _check_steps(
 ) -> None:
     """Compare samples with the records of their steps: their rows, and their metrics by name."""
     if records is None:
-        raise ValueError(f"is no step of {METRICS}")
+        raise ValueError(f"is not a step of {METRICS}")
     metrics = {"rows": len(groups), **step_metrics(groups, config)}
     for record in records:
         recorded = {**record.metrics, "rows": record.rows}

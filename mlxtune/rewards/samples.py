@@ -24,8 +24,8 @@ class SampleRecords:
 
     Only a run that resumes from a `checkpoint` reads the samples that are there. In another user's
     run (`is_own` is false), those that no checkpoint vouches for are drawn again. `on_problem` gets
-    a sentence if the samples up to the checkpoint are missing or others, or if the end of the file
-    is damaged. Raises OutputError if the file cannot be read or written.
+    a sentence if the samples up to the checkpoint are missing or different, or if the end of the
+    file is damaged. Raises OutputError if the file cannot be read or written.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SampleRecords:
         self._members = {each: own for each, own in self._members.items() if each <= step}
 
 
-def pieces(file: io.BufferedReader, size: int) -> Iterator[bytes]:
+def read_pieces(file: io.BufferedReader, size: int) -> Iterator[bytes]:
     """Yield the next `size` bytes of a file, or fewer at its end."""
     while size and (piece := file.read(min(size, _PIECE))):
         yield piece
@@ -149,4 +149,4 @@ def copy_samples(source: Path, copy: Path, last_step: int) -> None:
             for member in read_members(file, keep=0):
                 end = member.end if member.step <= last_step else end
         file.seek(0)
-        write_file(copy, pieces(file, end))
+        write_file(copy, read_pieces(file, end))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mlxtune.config import OPTIONS, DataConfig, TrainConfig
 from mlxtune.config.fields import flag_words
-from mlxtune.config.objective_config import DEFAULT_RATE, default_rate
+from mlxtune.config.objective_config import DEFAULT_RATE, default_learning_rate
 from mlxtune.core.data.inspection import truncation_loss
 from mlxtune.core.formatting import pluralize, short_number
 from mlxtune.core.steps import order
@@ -108,7 +108,7 @@ def choose_options(
         "targets": ("all",),
         "rank": _RANK,
         "alpha": _ALPHA if "rank" not in explicit_options else 2.0 * config.rank,
-        "lr": _rate(facts.parameters, default_rate(config.objective) / DEFAULT_RATE),
+        "lr": _rate(facts.parameters, default_learning_rate(config.objective) / DEFAULT_RATE),
         "max_seq_len": max(min(facts.needed, facts.fitting), 2),
         "epochs": epochs,
     }

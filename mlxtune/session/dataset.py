@@ -13,7 +13,7 @@ from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import (
-    shown,
+    path_text,
 )
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files, needs
 from mlxtune.core.data.sources.keys import field_option
@@ -105,7 +105,7 @@ class DataSource:
     def titles(self) -> dict[Path, str]:
         """A readable name for each file."""
         named = {path: title for data in self.hub for path, title in data.title_of_files().items()}
-        return {path: named.get(path, shown(path)) for path in self.files.all}
+        return {path: named.get(path, path_text(path)) for path in self.files.all}
 
 
 def find_data(config: DataConfig, sets: Mapping[str, HubData] | None = None) -> DataSource:
@@ -114,10 +114,10 @@ def find_data(config: DataConfig, sets: Mapping[str, HubData] | None = None) -> 
     Raises DataError if there is no training file, or if a file cannot be read.
     """
     texts = config.format == "text"
-    return find_named(config.data, config.val_data, sets, texts=texts, quiet=config.quiet)
+    return find_named_data(config.data, config.val_data, sets, texts=texts, quiet=config.quiet)
 
 
-def find_named(
+def find_named_data(
     data: Sequence[str],
     val_data: str | None = None,
     sets: Mapping[str, HubData] | None = None,
@@ -173,7 +173,7 @@ def load_rows(
     for path, file in zip(paths.all, files, strict=True):
         _check_usable(file, titles[path], needs(path), config)
     first = len(paths.train)
-    names = list(map(shown, paths.all))
+    names = list(map(path_text, paths.all))
     corpus = Corpus.of_files(files[:first], names[:first], source.weights)
     has_own_validation = paths.validation or not config.val_split
     validation = Corpus.of_files(files[first:], names[first:]) if has_own_validation else None
@@ -281,7 +281,7 @@ def _choose_rows(
     total = pluralize(sum(each.total for each in skipped), "other row")
     first = ": " if total == "1 other row" else ", the first: "
     others = f"; skipped {total}{first}{skipped[0].first()}" if skipped else ""
-    raise DataError(f"{', '.join(map(shown, config.data))}: {problem}: {advice}{others}")
+    raise DataError(f"{', '.join(map(path_text, config.data))}: {problem}: {advice}{others}")
 
 
 def _ledgers(files: Sequence[TruncatedFile], rows: RunRows, paths: Sequence[str]) -> list[Ledger]:

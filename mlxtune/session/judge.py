@@ -15,7 +15,7 @@ from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.device import allocator
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.evaluator import Evaluator
-from mlxtune.backend.text.generate import Sampling, answers
+from mlxtune.backend.text.generate import Sampling, answer_prompts
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import EvalConfig, UseConfig
@@ -23,7 +23,7 @@ from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.prompt import LastTurn, TurnEnds, last_turn
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.core.evaluation.matching import count_exact, count_matches, matcher
-from mlxtune.core.evaluation.outcome import Evaluation, Generated, Sample, StepSamples
+from mlxtune.core.evaluation.outcome import AnswersAtStep, Evaluation, Generated, Sample
 from mlxtune.core.evaluation.row_losses import answer_sums, sums_of
 from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses, evaluate_preferences
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
@@ -103,7 +103,7 @@ def _sums(
     return totals
 
 
-def answer_rows(
+def answer_sample(
     loaded: LoadedModel,
     reader: Reader,
     rows: CorpusRows,
@@ -169,7 +169,9 @@ def _answers(
         Sampling(max_new_tokens=max_new_tokens),
     )
     prompts = [turn.prompt for _, turn in turns]
-    return answers(loaded.base.model, tokenizer, prompts, sampling, loaded.base.vocab_size, show)
+    return answer_prompts(
+        loaded.base.model, tokenizer, prompts, sampling, loaded.base.vocab_size, show
+    )
 
 
 @dataclass(frozen=True)
@@ -238,8 +240,8 @@ class ValidationAnswers(TrainingObserver):
         config, reader = self._session.config, self._session.reader
         if sample := _draw(self._rows, config.samples, config.seed, reader):
             quiet = RunConsole(quiet=True)
-            generated = answer_rows(self._loaded, reader, sample, _MAX_LIVE_TOKENS, quiet)
-            content = asdict(StepSamples(step, generated.samples))
+            generated = answer_sample(self._loaded, reader, sample, _MAX_LIVE_TOKENS, quiet)
+            content = asdict(AnswersAtStep(step, generated.samples))
             write_json(config.checkpoint_path / LIVE_ANSWERS, content)
 
 
@@ -293,7 +295,7 @@ def judge(
     try:
         if sample := _draw(judged.rows, config.samples, config.seed, session.reader):
             allocator.release()
-            generated = answer_rows(loaded, session.reader, sample, _MAX_SAMPLE_TOKENS, console)
+            generated = answer_sample(loaded, session.reader, sample, _MAX_SAMPLE_TOKENS, console)
             evaluation = replace(evaluation, generated=generated)
             _write_evaluation(config.checkpoint_path, evaluation)
             console.say("Samples", f"{pluralize(generated.rows, 'row')} answered, for the report")

@@ -31,7 +31,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.sampling import sampling_memory
 from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import InstructConfig, TrainConfig, user_cache
-from mlxtune.core.data.cache import key_of
+from mlxtune.core.data.cache import cache_key
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.inspection import truncation_loss
 from mlxtune.core.files.reading import read_json
@@ -199,7 +199,7 @@ def _choose(
     allowed = _RECOMPUTE_CHOICES[config.grad_checkpoint]
     tolerance = _CPU_TOLERANCE if default_device.on_cpu() else 0.0
     options: dict[str, Any] = {"recompute_choices": allowed, "tolerance": tolerance}
-    plan = memory_plan.choose(shapes, work, execution, limit=limit, **options)
+    plan = memory_plan.choose_memory_plan(shapes, work, execution, limit=limit, **options)
     if plan is None:
         raise MemoryLimitError(memory_plan.why_not(shapes, work, execution, limit, True in allowed))
     return plan
@@ -232,13 +232,13 @@ def truncation_loss_line(
 
 def speed_key(plan: MemoryPlan, dtype: str) -> str:
     """Return the cache key of a measured speed, from model and LoRA shapes, dtype and device."""
-    return key_of([_sizes(plan.shapes), dtype, default_device.device_name()])
+    return cache_key([_sizes(plan.shapes), dtype, default_device.device_name()])
 
 
 def memory_key(shapes: ModelShapes, execution: Execution, dropout: float, dtype: str) -> str:
     """Return the cache key of measured memory: everything that affects the memory."""
     operations = type(execution.operations).__name__
-    return key_of(
+    return cache_key(
         [_sizes(shapes), dtype, default_device.device_name(), operations, dropout > 0, versions()]
     )
 

@@ -21,7 +21,7 @@ from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import OPTIONS, as_path
 from mlxtune.config.data_config import ReadingConfig, is_jinja
 from mlxtune.core.data import findings
-from mlxtune.core.data.cache import encode_file, key_of
+from mlxtune.core.data.cache import cache_key, encode_file
 from mlxtune.core.data.conversation import Conversation, Row
 from mlxtune.core.data.encode import EncodedRows, Encoder
 from mlxtune.core.data.encoded_file import EncodedFile
@@ -113,7 +113,7 @@ class Reader:
             template,
             tokenizer,
             start=template.start,
-            source=template.source,
+            template_text=template.template_text,
             trains_prompts=prompts,
         )
 
@@ -298,7 +298,7 @@ class Reader:
         options = [name for name, option in OPTIONS.items() if option.encodes]
         dated = any("strftime_now" in source for source in self.template_source.values())
         try:
-            return key_of(
+            return cache_key(
                 {
                     "data": file_hash(path),
                     "options": {name: getattr(config, name) for name in options},

@@ -355,7 +355,9 @@ def _changes(run: Path, trainer: InstructTrainer) -> Iterator[str]:
     trained = read_trained_rows(run, lambda warning: None)
     now = np.bincount(rows.corpus.file_of_row, minlength=len(rows.corpus.files)).tolist()
     # The rows that are held out depend on the number of rows.
-    new = np.bincount(rows.files[~np.isin(rows.identities, trained)], minlength=len(now)).tolist()
+    new = np.bincount(
+        rows.file_of_row[~np.isin(rows.identities, trained)], minlength=len(now)
+    ).tolist()
     same = len(before) >= len(now) and before[: len(now)] == now
     for path, count_before, count_now, changed in zip(
         rows.corpus.paths, before, now, new, strict=False

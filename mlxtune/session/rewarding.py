@@ -14,7 +14,7 @@ from mlxtune.backend.text.sampling import sample
 from mlxtune.config import DataConfig
 from mlxtune.config.objective_config import RewardedConfig
 from mlxtune.core.data.corpus import CorpusRows
-from mlxtune.core.data.problems import SkippedRows, shown
+from mlxtune.core.data.problems import SkippedRows, path_text
 from mlxtune.core.data.prompt import PromptRow, read_prompts
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.core.evaluation.interval import Floats
@@ -244,7 +244,7 @@ def _stop_tokens(reader: Reader) -> frozenset[int]:
     """Return the tokens that end an answer. Raises ModelError if only a text ends it."""
     if text := reader.turn_ends.text:
         raise ModelError(
-            f"the template ends answers with the text {text!r}, which is no token of the "
+            f"the template ends answers with the text {text!r}, which is not a token of the "
             "tokenizer: --objective grpo needs a --template that ends them with a token"
         )
     end = reader.unknown_end
@@ -260,7 +260,7 @@ def _read_prompts(
     """
     config: DataConfig = session.config
     rows, files = {}, session.source.files.all
-    for path, name in zip(files, names or map(shown, files), strict=True):
+    for path, name in zip(files, names or map(path_text, files), strict=True):
         read = read_prompts(path, SkippedRows(path), format=config.format, fields=config.fields)
-        rows[shown(path)] = {each.number: replace(each, file=name) for each in read}
+        rows[path_text(path)] = {each.number: replace(each, file=name) for each in read}
     return Prompts(rows, session.reader.tokenizer.token_bytes, scorer)

@@ -81,10 +81,10 @@ def find_base(config: OutgoingConfig | UseConfig, adapter: AdapterFile) -> Path:
 
     Raises ModelError.
     """
-    return find_named(config, adapter, adapter.info.model, adapter.origin.working_directory)
+    return find_named_base(config, adapter, adapter.info.model, adapter.origin.working_directory)
 
 
-def find_named(
+def find_named_base(
     config: ImportConfig | OutgoingConfig | UseConfig,
     adapter: AdapterFile,
     named: str,

@@ -68,7 +68,7 @@ _PROMPTS = (
 
 
 @dataclass(frozen=True)
-class Source:
+class TrainedAdapter:
     """A trained adapter and its base model on disk, named by the options of `config`.
 
     `file` is the adapter's file, and `base_options` open the base as in training.
@@ -127,7 +127,7 @@ class ExportResult:
     certificate: Certificate
 
 
-def find_source(config: OutgoingConfig) -> Source:
+def find_source(config: OutgoingConfig) -> TrainedAdapter:
     """Return the adapter and base model that the options name. Raises ModelError."""
     file = AdapterFile.find(config.adapter)
     plain = BaseOptions(trust_remote_code=config.trust_remote_code)
@@ -138,11 +138,11 @@ def find_source(config: OutgoingConfig) -> Source:
     options = attach.base_options(file, folder, plain)
     console = RunConsole(quiet=config.quiet)
     warn_of_template(file, folder, console)
-    return Source(config, console, folder, file, adapter, options)
+    return TrainedAdapter(config, console, folder, file, adapter, options)
 
 
 @contextmanager
-def output_folder(source: Source) -> Iterator[Path]:
+def output_folder(source: TrainedAdapter) -> Iterator[Path]:
     """Yield a temporary folder, and move it to --output if no error occurs.
 
     First reports a base that is quantised while loading. If a signal ends the process, the folder
@@ -165,13 +165,13 @@ def output_folder(source: Source) -> Iterator[Path]:
         yield folder
 
 
-def load_base(source: Source) -> BaseModel:
+def load_source_base(source: TrainedAdapter) -> BaseModel:
     """Load the base that an adapter was trained on, for the proof. Raises ModelError."""
     return loading.load_base(source.folder, source.config.dtype, source.base_options)
 
 
 def prove_export(
-    source: Source,
+    source: TrainedAdapter,
     format: str,
     load: Callable[[], Any],
     *,
@@ -188,13 +188,13 @@ def prove_export(
     one model at a time. Raises OutputError if rounding does not explain the difference.
     """
     source.console.say("Proving", "running the trained model, then what was written")
-    adapted = attach.load_adapted(load_base(source), source.file)
+    adapted = attach.load_adapted(load_source_base(source), source.file)
     reference = compare_logits.reference_of(
         adapted, source.prompts, rounding, everywhere=everywhere
     )
     del adapted
     allocator.release()
-    comparison = compare_logits.compare(load(), reference)
+    comparison = compare_logits.compare_logits(load(), reference)
     allocator.release()
     certificate = Certificate(
         format=format,
@@ -210,7 +210,7 @@ def prove_export(
     return certificate
 
 
-def certify(source: Source, folder: Path, certificate: Certificate) -> ExportResult:
+def certify(source: TrainedAdapter, folder: Path, certificate: Certificate) -> ExportResult:
     """Write a folder's certificate, with the hashes of the files; return the result."""
     certificate = replace(certificate, files=hashes(folder))
     write_json(folder / CERTIFICATE, certificate.as_dict())
@@ -227,25 +227,25 @@ def print_result(result: ExportResult, config: OutgoingConfig) -> None:
 
 
 def write_fused(
-    source: Source,
+    source: TrainedAdapter,
     folder: Path,
     *,
     dequantize: bool,
-    text_alone: bool,
+    text_only: bool,
     storage: Storage = AS_BASE,
     retention: Retention | None = None,
 ) -> tuple[Certificate, str]:
     """Write the fused model into a folder; return its certificate and the dtype of its weights.
 
-    For `dequantize` and `storage`, see `fused_model`; for `text_alone`, `write_model`. Raises a
+    For `dequantize` and `storage`, see `fused_model`; for `text_only`, `write_model`. Raises a
     subclass of MlxTuneError.
     """
     config, base_options = source.config, source.base_options
     model, model_config = fusing.fused_model(source.fusion, dequantize=dequantize, storage=storage)
-    exact = not fusing.is_quantized(model, source.adapter)
+    exact = not fusing.updates_quantized(model, source.adapter)
     stored = fusing.stored_dtype(model)
     source.console.say("Writing", str(config.output_path))
-    left_out = fusing.write_model(model, model_config, source.folder, folder, text_alone=text_alone)
+    left_out = fusing.write_model(model, model_config, source.folder, folder, text_only=text_only)
     if left_out:
         source.console.warn(
             f"left out {pluralize(left_out, 'tensor')} for images or sound: the written model and "
@@ -268,14 +268,14 @@ def write_fused(
     return certificate, stored
 
 
-def warn_of_end(source: Source) -> None:
+def warn_of_end(source: TrainedAdapter) -> None:
     """Warn if the export's tool does not stop at the template's end of a turn."""
     if source.is_of_conversations:
         for kind, detail in source.reader.unknown_end_note.items():
             source.console.warn(f"{kind} ({detail}): {advice_on(kind)}")
 
 
-def _write_template(source: Source, folder: Path) -> None:
+def _write_template(source: TrainedAdapter, folder: Path) -> None:
     """Write the end token of training's chat template, and the template if the base model lacks it.
 
     Raises OutputError.
@@ -294,7 +294,7 @@ def _write_template(source: Source, folder: Path) -> None:
     source.console.say("Template", "from training, not the base model's own")
 
 
-def _write_end(source: Source, folder: Path) -> None:
+def _write_end(source: TrainedAdapter, folder: Path) -> None:
     """Add the template's end of turn to the model's end tokens, if it is not one of them."""
     reader = source.reader
     if (end := reader.unknown_end) is None:
@@ -305,7 +305,9 @@ def _write_end(source: Source, folder: Path) -> None:
     source.console.say("Template", f"answers end with token {end}, and so does generation")
 
 
-def convert(source: Source, program: str, folder: Path, stored: str, remedy: str) -> None:
+def convert_to_gguf(
+    source: TrainedAdapter, program: str, folder: Path, stored: str, remedy: str
+) -> None:
     """Write a fused folder as GGUF, and check the weights of the GGUF. Raises OutputError."""
     source.console.say("Converting", f"with {program}")
     merged_gguf.convert(program, folder, stored, remedy)

@@ -37,7 +37,7 @@ class FirstResult:
         late: Callable[[], None],
         start: Callable[[float, Callable[[], None]], Timer] = start_timer,
     ) -> None:
-        self._late, self._start = late, start
+        self._on_late, self._start = late, start
         self._timer: Timer | None = None
         self._over = False
 
@@ -61,4 +61,4 @@ class FirstResult:
         # A timer that was cancelled too late to stop it must stay silent.
         if self._timer is not None:
             self._over, self._timer = True, None
-            self._late()
+            self._on_late()

@@ -36,7 +36,7 @@ PAGE = PageType(command="inspect", scripts=("inspect_page.js",))
 # The numbers of pieces shown at the start and at the end of a long example, on a terminal and on a
 # page, where the pieces between them are folded.
 _TERMINAL_ENDS, _PAGE_ENDS = (240, 80), (400, 120)
-_EXAMPLES = 3
+_MAX_PRINTED_ROWS = 3
 # The narrowest terminal for two columns.
 _MIN_TWO_COLUMN_WIDTH = 60
 # The style of the text that differs between the two answers of a pair.
@@ -106,7 +106,7 @@ def _choose(shown: Sequence[ShownExample]) -> Sequence[ShownExample]:
     first = {item[0].kinds: item for item in reversed(items)}
     # Rank the first example of each set of findings first, and among equals those with findings.
     ranked = sorted(items, key=lambda item: (first[item[0].kinds] is not item, not item[0].kinds))
-    return [each for item in sorted(ranked[:_EXAMPLES], key=items.index) for each in item]
+    return [each for item in sorted(ranked[:_MAX_PRINTED_ROWS], key=items.index) for each in item]
 
 
 def _line(markup: str) -> Padding:
@@ -251,7 +251,7 @@ def _style(piece: Piece, kind: visible.Kind, role: str) -> str:
 # On a page
 
 
-def render_page(inspection: Inspection) -> str:
+def render_inspection(inspection: Inspection) -> str:
     names = [PurePath(ledger["path"]).name for ledger in inspection.files]
     return PAGE.render(
         "inspect_page.html",

@@ -91,14 +91,14 @@ def truncated_line(loss: TruncationLoss, max_seq_len: int, peak: int | None) -> 
 
     `peak` is the memory for that length, or None if it does not fit.
     """
-    memory = f"in {byte_size(peak)}" if peak else "but does not fit into --memory-limit"
-    what = f"cuts off {loss.fraction:.0%} of the supervised tokens"
+    memory_text = f"in {byte_size(peak)}" if peak else "but does not fit into --memory-limit"
+    effect = f"cuts off {loss.fraction:.0%} of the supervised tokens"
     if loss.skipped:
         rows = pluralize(loss.skipped, "preference row")
-        what = f"skips {rows} with {loss.fraction:.0%} of the supervised tokens"
+        effect = f"skips {rows} with {loss.fraction:.0%} of the supervised tokens"
     return (
-        f"--max-seq-len {max_seq_len} {what}: "
-        f"--max-seq-len {loss.enough} keeps 99% of them, {memory}"
+        f"--max-seq-len {max_seq_len} {effect}: "
+        f"--max-seq-len {loss.enough} keeps 99% of them, {memory_text}"
     )
 
 

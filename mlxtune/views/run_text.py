@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.config.fields import flag
-from mlxtune.config.objective_config import default_rate, is_rewarded
+from mlxtune.config.objective_config import default_learning_rate, is_rewarded
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import where
@@ -46,7 +46,7 @@ from mlxtune.core.run.metrics import (
     InstructEpochMetrics,
     InstructTrainResult,
     StepRecord,
-    measured,
+    validation_measure,
 )
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
 from mlxtune.core.run.sampled_answers import (
@@ -84,7 +84,7 @@ def loss_and_perplexity(value: float, objective: str = "sft") -> str:
     The loss of a preference objective has no perplexity, as it is not a loss of text. A validation
     by rewards has their mean instead of a loss.
     """
-    name, value = measured(value, objective)
+    name, value = validation_measure(value, objective)
     if name == REWARD:
         return f"{name} {value:.4f}"
     if objective != "sft":
@@ -218,7 +218,7 @@ def plan_line(trainer: InstructTrainer) -> str:
     epochs = min(config.epochs, math.ceil(trainer.total_steps / trainer.steps_per_epoch))
     objective, rate = trainer.objective, f"learning rate {trainer.learning_rate:g}"
     if not objective.is_sft:
-        default = default_rate(objective.name)
+        default = default_learning_rate(objective.name)
         default_note = f" (the default of {objective.name})" * (trainer.learning_rate == default)
         rate = f"{objective.description}; {rate}{default_note}"
     return (
@@ -300,7 +300,7 @@ def next_try_line(
     weightless = config.objective == "dpo" and not config.sft_weight and preference is not None
     if weightless and difference is not None and difference.low > 0:
         return "the chosen answers became less likely: try --sft-weight 1"
-    tiny = config.peak_rate < _TINY_RATE_FRACTION * default_rate(config.objective)
+    tiny = config.peak_rate < _TINY_RATE_FRACTION * default_learning_rate(config.objective)
     if not learned and not config.auto and (tiny or total_steps < MIN_STEPS):
         why = (
             f"--lr {config.peak_rate:g} is tiny"
@@ -357,8 +357,8 @@ def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
         yield f"{view.unrewarded_fraction:.1%} of the sampled answers had no reward"
     if view.taught_nothing:
         yield view.taught_nothing.nothing_learned
-    elif view.sampled is not None:
-        yield f"reward of sampled answers: {view.sampled.sentence}"
+    elif view.reward_change is not None:
+        yield f"reward of sampled answers: {view.reward_change.sentence}"
         yield from gradient_warning(view.changes)
     elif view.train_loss is not None and not config.is_rewarded:
         yield f"training loss {shown(view.train_loss)} in the last epoch"

@@ -32,7 +32,7 @@ def result_console(*, stderr: bool = False) -> Console:
     return console
 
 
-def shown(text: str, style: str = "") -> Text:
+def styled(text: str, style: str = "") -> Text:
     return Text(printable(text), style)
 
 
@@ -42,7 +42,7 @@ def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]] = ()) -> 
     for i, name in enumerate(headings):
         table.add_column(name, justify="right" if i else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(shown, row))
+        table.add_row(*map(styled, row))
     return table
 
 
@@ -73,7 +73,7 @@ def show_runs(runs: Sequence[RunView], console: Console) -> None:
         if lines:
             console.print(f"\n{title}:")
             for line in lines:
-                console.print(shown(f"  {escape(line)}"), soft_wrap=True)
+                console.print(styled(f"  {escape(line)}"), soft_wrap=True)
 
 
 def _cells(run: RunView) -> dict[str, str]:
@@ -81,7 +81,9 @@ def _cells(run: RunView) -> dict[str, str]:
     validated = before is not None or best is not None
     more = f" +{len(run.data) - 1}" if len(run.data) > 1 else ""
     speed, kind = run.tokens_per_second, " reward" * (run.measure == REWARD_MEASURE)
-    train = loss_text(run.sampled.last) + kind if run.sampled else loss_text(run.train_loss)
+    train = (
+        loss_text(run.reward_change.last) + kind if run.reward_change else loss_text(run.train_loss)
+    )
     return {
         "run": escape(run.name),
         "started": minute_of(run.started) or "–",

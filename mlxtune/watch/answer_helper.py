@@ -25,7 +25,7 @@ from mlxtune.views.console import RunConsole
 _NAMES = {False: "base", True: "adapter"}
 
 
-def answers(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[str, Any]]:
+def answer_questions(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[str, Any]]:
     """Answer each question; yield lines for the page. Raises MlxTuneError if loading fails."""
     session = UseSession(AnswerConfig(**options), RunConsole(quiet=True))
     session.reader.require_template()
@@ -54,7 +54,7 @@ def main(out: TextIO) -> None:
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     options = parse_json(sys.argv[1].encode(), RECORD_LIMITS, "the options")
     try:
-        for line in answers(options, iter(sys.stdin.readline, "")):
+        for line in answer_questions(options, iter(sys.stdin.readline, "")):
             print(json.dumps(line), file=out, flush=True)
     except MlxTuneError as problem:
         print(json.dumps({"problem": str(problem), "status": ""}), file=out, flush=True)

@@ -64,7 +64,7 @@ _KEEPALIVE_SECONDS = 10.0
 MAX_RUNS = 12
 
 
-def key_of(run: Path) -> str:
+def run_key(run: Path) -> str:
     """Return the name by which the page asks for a run."""
     return hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
 
@@ -78,7 +78,7 @@ class _View:
     due: float = 0.0
 
 
-class Live:
+class LiveSite:
     """The site of `mlxtune watch`: all runs of a folder, or one run and its model's answers.
 
     A page follows a view: the name of a run, or "" for all runs. Files are only read while a page
@@ -96,7 +96,7 @@ class Live:
         self._next_search = 0.0
         # The lock holders that were asked to stop, by run.
         self._stop_requests: dict[str, Mapping[str, Any] | None] = {}
-        self._pages, self._left = 0, time.monotonic()
+        self._pages, self._last_closed_at = 0, time.monotonic()
         self._closed = False
         asker.on_change = self._notify
         if not self._find():
@@ -129,7 +129,7 @@ class Live:
         if run is None:
             raise OutputError("this run no longer exists: reload the page")
         if action == "stop":
-            self._stop_requests[key_of(run)] = holder_of(run / LOCK)
+            self._stop_requests[run_key(run)] = holder_of(run / LOCK)
             request_stop(run)
             self._renew()
         elif action == "ask":
@@ -145,8 +145,8 @@ class Live:
         with self._lock:
             training = any(holder_of(run / LOCK) is not None for run in self._find().values())
             if self._pages or training:
-                self._left = time.monotonic()
-            return time.monotonic() - self._left
+                self._last_closed_at = time.monotonic()
+            return time.monotonic() - self._last_closed_at
 
     def close(self) -> None:
         """End the events of all pages, and the process that answers."""
@@ -161,7 +161,7 @@ class Live:
             yield
         finally:
             self._pages -= 1
-            self._left = time.monotonic()
+            self._last_closed_at = time.monotonic()
 
     def _notify(self) -> None:
         with self._changed:
@@ -183,7 +183,7 @@ class Live:
                 every = find_runs(self.folder)
                 shown = [run for run in every if previous_number(run.name) is None]
             shown = sorted(sorted(shown, key=_changed_at)[-MAX_RUNS:])
-            self._runs = {key_of(run): run for run in shown}
+            self._runs = {run_key(run): run for run in shown}
             took = time.monotonic() - started
             self._next_search = time.monotonic() + max(_SCAN_SECONDS, took / _MAX_READING_FRACTION)
         return self._runs
@@ -221,7 +221,7 @@ class Live:
                 if run.holder is not None and self._stop_requests.get(key) == run.holder
             }
             if len(read) != 1:
-                return render_runs(read, stopping)
+                return render_run_parts(read, stopping)
             ((key, run),) = read.items()
             several = len(self._runs) > 1
             return render_run(key, run, problem_of(run), several=several, stopping=bool(stopping))
@@ -280,7 +280,7 @@ def render_run(key: str, run: Run, why_not: str, *, several: bool, stopping: boo
     )
 
 
-def render_runs(runs: Mapping[str, Run], stopping: Set[str]) -> Parts:
+def render_run_parts(runs: Mapping[str, Run], stopping: Set[str]) -> Parts:
     """Return the page's parts for several runs, shown side by side."""
     views = [RunView.of(run) for run in runs.values()]
     rows = [

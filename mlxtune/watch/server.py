@@ -34,7 +34,7 @@ from mlxtune.errors import MlxTuneError, OutputError
 from mlxtune.views.output import print_line
 from mlxtune.watch.asking import Asker
 from mlxtune.watch.connections import LimitedReader, LimitedServer
-from mlxtune.watch.live import Live
+from mlxtune.watch.live import LiveSite
 
 ADDRESS = "127.0.0.1"
 _HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")
@@ -193,7 +193,7 @@ def show(folder: str) -> None:
 
     Raises OutputError if the folder has no run.
     """
-    live = Live(as_path(folder), Asker())
+    live = LiveSite(as_path(folder), Asker())
     server = start_server(live, live.folder)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -208,7 +208,7 @@ def show(folder: str) -> None:
         server.server_close()
 
 
-def start_server(live: Live, folder: Path) -> PageServer:
+def start_server(live: LiveSite, folder: Path) -> PageServer:
     """Return a server at the folder's last address, or at a new one if the port is in use."""
     path, key = user_cache() / _ADDRESSES, str(folder.resolve())
     addresses: dict[str, Any] = {}

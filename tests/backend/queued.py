@@ -10,4 +10,4 @@ def queued(operations: int, allocated: int) -> int:
     """Return the bytes in flight of operations that allocate `allocated` bytes; 0 without CUDA."""
     limits = allocator.graph_limits()
     # Tests' operations read too little to end a graph.
-    return 0 if limits is None else limits.in_flight(QueuedWork(operations, allocated, read=0))
+    return 0 if limits is None else limits.queued_bytes(QueuedWork(operations, allocated, read=0))

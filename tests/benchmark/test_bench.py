@@ -24,7 +24,7 @@ from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.benchmark import bench as bench_recipe
 from mlxtune.benchmark import bench_helper, peers
 from mlxtune.benchmark.bench import bench as run_bench
-from mlxtune.benchmark.bench import first_steps
+from mlxtune.benchmark.bench import benchmark_steps
 from mlxtune.benchmark.result import BenchmarkRun, TimedStep
 from mlxtune.cli import main
 from mlxtune.config import BenchConfig, TrainConfig
@@ -300,7 +300,7 @@ def test_steps_are_the_first_that_train_takes(
     paths = {"model_path": str(model), "data": str(chat)}
     config = BenchConfig(**paths, order=order, val_split=val_split, steps=3)
     dataset = load_dataset(config, Reader(config, model))
-    steps, count = first_steps(config, dataset)
+    steps, count = benchmark_steps(config, dataset)
     pipeline = FakePipeline()
     folder = str(tmp_path / "checkpoints")
     training = TrainConfig(**paths, order=order, val_split=val_split, checkpoint_dir=folder)

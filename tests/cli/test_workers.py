@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from mlxtune import TrainConfig, TrainingInterrupted, resume, train
 from mlxtune.commands.verify import verify
 from mlxtune.core.run.run_folder import SAMPLE_RECORDS
-from mlxtune.core.run.sampled_answers import read_samples
+from mlxtune.core.run.sampled_answers import read_groups
 from tests.configs import train_to
 from tests.launch import free_ports, launched, needs_ring, pid_of, run
 from tests.paths import DATA
@@ -127,7 +127,7 @@ def test_two_workers_learn_from_rewards_what_one_does(tmp_path: Path) -> None:
     resume(one, quiet=True, max_steps=4)
     assert_same_but_for_rounding(both, one)
     found, expected = (
-        list(read_samples(each / "checkpoints" / SAMPLE_RECORDS)) for each in (both, one)
+        list(read_groups(each / "checkpoints" / SAMPLE_RECORDS)) for each in (both, one)
     )
     assert len(found) == 6
     for group, other in zip(found, expected, strict=True):

@@ -432,7 +432,7 @@ def test_interrupt_while_samples_are_answered_is_harmless(
 ) -> None:
     from mlxtune.session import judge
 
-    monkeypatch.setattr(judge, "answers", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(judge, "answer_prompts", lambda *_: signal.raise_signal(signal.SIGINT))
     outcome = train("--samples", 3)
     assert outcome.code == 0
     (warning,) = outcome.err.splitlines()

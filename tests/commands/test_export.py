@@ -206,7 +206,7 @@ def test_fusing_holds_a_file_of_weights_at_a_time(
     start = mx.get_active_memory()
     mx.reset_peak_memory()
     (tmp_path / "fused").mkdir()
-    fusing.write_model(model, config, model_folder, tmp_path / "fused", text_alone=False)
+    fusing.write_model(model, config, model_folder, tmp_path / "fused", text_only=False)
     assert mx.get_peak_memory() - start < size / 2
     assert len(list((tmp_path / "fused").glob("model-*.safetensors"))) > 100
 

@@ -159,7 +159,7 @@ def test_mode_without_gptq_gets_more_bits(cli: Cli, run: Path, tmp_path: Path) -
     ("options", "problem"),
     [
         (["--bits", 3], "--bits must be at least the base's 4, not 3"),
-        (["--bits", 7], "--bits 7 is no format of MLX: set 6 or 8"),
+        (["--bits", 7], "--bits 7 is not a format of MLX: set 6 or 8"),
         (["--bits", 6, "--dequantize"], "--bits is for quantised weights: leave out --dequantize"),
     ],
 )

@@ -190,7 +190,7 @@ def test_prompt_beyond_the_models_context_is_refused(say: Any) -> None:
 def test_line_without_an_end_is_not_read_for_ever(
     say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxtune.commands.chat._MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("mlxtune.commands.chat._MAX_LINE_CHARS", 100)
     outcome = say("chat", "--quiet", stdin="a" * 1000)
     assert outcome.code == 1
     assert "has a line of more than 100 characters" in outcome.err

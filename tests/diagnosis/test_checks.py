@@ -57,11 +57,11 @@ def test_gradients_pass_within_both_tolerances_only(
 def test_other_bytes_fail_where_equal_ones_are_promised(
     found: str, promised: bool, passed: bool | None
 ) -> None:
-    assert checks.check_bytes("run twice", "a", found, promised=promised).passed is passed
+    assert checks.check_same_bytes("run twice", "a", found, promised=promised).passed is passed
 
 
 def test_stopped_run_reports_where_it_was_resumed() -> None:
-    check = checks.check_bytes("resume", "a", "b", promised=True, stopped_after=3)
+    check = checks.check_same_bytes("resume", "a", "b", promised=True, stopped_after=3)
     assert check.found == "not equal, from step 3"
 
 
@@ -130,7 +130,7 @@ FAILED = (
     checks.check_dtype("demo: bfloat16, gpu", 0.5, 1.0),
     checks.check_matmul("products, bfloat16", 1.1, 1024, 2048, 2048),
     checks.check_matmul("products, bfloat16", float("nan"), 1024, 2048, 2048),
-    checks.check_bytes("run twice", "a", "b", promised=True),
+    checks.check_same_bytes("run twice", "a", "b", promised=True),
     checks.check_memory("128 tokens", 100, 1000, 0.15),
     checks.check_peer(benchmark(losses_agree=False))[1],
     checks.failed_check(checks.GRADIENTS, "gated delta rule", "[METAL] failed"),

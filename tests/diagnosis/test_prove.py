@@ -22,11 +22,11 @@ from mlxtune.diagnosis import doctor
 from mlxtune.diagnosis import prove as recipe
 from mlxtune.diagnosis.checks import (
     ProofCheck,
-    check_bytes,
     check_dtype,
     check_gradients,
     check_matmul,
     check_memory,
+    check_same_bytes,
     check_speed,
     failed_check,
 )
@@ -274,7 +274,7 @@ def test_error_fails_its_checks_and_the_others_still_run(
 
 def test_check_from_before_a_crash_is_kept() -> None:
     def crashing() -> Iterator[ProofCheck]:
-        yield check_bytes("first", "a", "a", promised=True)
+        yield check_same_bytes("first", "a", "a", promised=True)
         raise RuntimeError("broke")
 
     first = FirstResult(lambda: None)

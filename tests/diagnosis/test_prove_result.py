@@ -29,7 +29,7 @@ def test_each_check_is_one_line_of_80_columns_below_its_heading() -> None:
     lines = shown(
         WIDE_CHECK,
         checks.check_matmul("8 bits, group 64, bfloat16", 0.002, 1024, 2048, 2048).taking(0.1),
-        checks.check_bytes(
+        checks.check_same_bytes(
             "demo-qwen3: kill -9, resume", "a", "a", promised=True, stopped_after=12
         ).taking(100.5),
         checks.check_memory("4-bit base: 2,048 tokens", 219_000_000, 241_000_000, 0.15).taking(3.1),
@@ -66,7 +66,7 @@ NAMES = ("Annas-MacBook.local", "anna", "x")
 def shared(error: str, **machine: Any) -> dict[str, Any]:
     found = [
         checks.failed_check(checks.MEMORY, "4-bit base", error),
-        checks.check_bytes("run twice", "ab" * 32, "cd" * 32, promised=True),
+        checks.check_same_bytes("run twice", "ab" * 32, "cd" * 32, promised=True),
         checks.check_dtype("16-bit base: bfloat16, gpu", 0.9995, 1.01),
     ]
     described = {"system": "Debian GNU/Linux 12", "processor": "x86_64", "memory": 10**10}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxtune.errors import DataError
-from mlxtune.hub.dataset_download import choose, converted_splits, own_splits
+from mlxtune.hub.dataset_download import choose_splits, converted_splits, own_splits
 from mlxtune.hub.dataset_name import dataset_name
 
 GSM8K = {
@@ -19,7 +19,7 @@ GSM8K = {
 def chosen(text: str, splits: Any, **options: Any) -> tuple[str, dict[str, Any]]:
     name = dataset_name(text)
     assert name is not None
-    return choose(name, splits, **options)
+    return choose_splits(name, splits, **options)
 
 
 def test_parquet_branch_has_a_folder_for_each_configuration_and_split() -> None:

@@ -29,7 +29,7 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
-from mlxtune.benchmark.bench import measured, prepared, show_benchmark
+from mlxtune.benchmark.bench import prepared, run_benchmark, show_benchmark
 from mlxtune.benchmark.bench_helper import Job, OurTrainer, open_trainer
 from mlxtune.benchmark.peers import MlxLm
 from mlxtune.config import BenchConfig
@@ -90,7 +90,7 @@ def _counted(source: GraphSource | None, steps: Sequence[Sequence[Example]]) -> 
 def measure(config: BenchConfig, console: RunConsole) -> dict[str, Any]:
     """Return the JSON of `mlxtune bench`, extended by the costs of the steps."""
     with prepared(config, console) as job:
-        benchmark = measured(config, job, console)
+        benchmark = run_benchmark(config, job, console)
         if not config.quiet:
             show_benchmark(benchmark, result_console(stderr=config.json == "-"))
         found = benchmark.as_dict()

@@ -18,6 +18,9 @@ from tests.sources import PACKAGE, nodes_of, tree_of
 
 # Files that a process is started with: nothing imports them.
 SCRIPTS = ("_helper", "__main__")
+OPERATIONS = ("geglu", "head_losses", "rms_norm", "swiglu", "tanh")
+# Each command, and each helper, has these functions; each implementation, one of each operation.
+ONE_EACH = {*("main", "prepare", "serve", "show"), *OPERATIONS}
 
 
 def files() -> list[Path]:
@@ -81,12 +84,13 @@ def twin_names() -> dict[str, list[str]]:
     return {name: places for name, places in sorted(named.items()) if len(places) > 1}
 
 
-def twin_classes() -> dict[str, list[str]]:
-    """Return the names that several top-level classes have, each with their modules."""
+def twin_definitions() -> dict[str, list[str]]:
+    """Return the names that several public classes or functions have, each with their modules."""
     named: dict[str, list[str]] = defaultdict(list)
     for path in files():
         for node in tree_of(path).body:
-            if isinstance(node, ast.ClassDef):
+            is_function = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+            if isinstance(node, ast.ClassDef) or (is_function and node.name not in ONE_EACH):
                 named[node.name].append(short(path))
     return {name: places for name, places in sorted(named.items()) if len(places) > 1}
 
@@ -148,7 +152,7 @@ def table() -> dict[str, object]:
         "modules with one importer": len(single),
         "modules without a test file of their name": len(without_tests()),
         "names of modules and packages that occur twice": len(twin_names()),
-        "names of classes that occur twice": len(twin_classes()),
+        "names of classes and functions that occur twice": len(twin_definitions()),
         "longest module": f"{short(largest)}, {length(largest)}",
         "longest function": f"{longest.name}, {longest.lines}",
     }
@@ -177,7 +181,7 @@ def main() -> None:
         (user,) = users[PACKAGE / name]
         print(f"{lines:>6}  {name} <- {short(user)}")
     print("\nmodules without a test file of their name", *without_tests(), sep="\n  ")
-    for title, twins in (("names", twin_names()), ("classes", twin_classes())):
+    for title, twins in (("names", twin_names()), ("classes and functions", twin_definitions())):
         print(f"\n{title} that occur twice")
         for name, places in twins.items():
             print(f"  {name}: {', '.join(places)}")

@@ -21,7 +21,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.data.prompt import PromptRow
 from mlxtune.core.objectives.policy import SampledAnswer, SampledExample, SampleRequest
 from mlxtune.core.run.checkpoint import Checkpoint
-from mlxtune.core.run.sampled_answers import read_samples
+from mlxtune.core.run.sampled_answers import read_groups
 from mlxtune.core.training.pipeline import Step
 from mlxtune.errors import NonFiniteLossError, OutputError
 from mlxtune.rewards.functions import parse_rewards
@@ -295,7 +295,7 @@ def test_examples_records_passes_and_checks_agree_on_the_gradient(
     own.policy.cuts, own.scorer.equal_row = cuts, 1
     examples, _ = own.draw(1, [0, 1, 2])
     options |= {"reward": ("length",), "max_new_tokens": SIZE, "group_size": SIZE}
-    groups, config = list(read_samples(path)), RewardedConfig(**options)
+    groups, config = list(read_groups(path)), RewardedConfig(**options)
     check_rollout(groups, config, 42)
     samples = [sample for group in groups for sample in group.samples]
     found = [
@@ -356,7 +356,7 @@ def test_updates_use_the_same_samples_and_the_first_log_probabilities(path: Path
         assert set(other.reference_logps.tolist()) == {-3.0}
     own.draw(5)
     assert len(own.policy.asked) == 4 * SIZE
-    assert [each.step for each in read_samples(path)] == [3, 3, 5, 5]
+    assert [each.step for each in read_groups(path)] == [3, 3, 5, 5]
 
 
 class InThreads(Workers):
@@ -426,7 +426,7 @@ def test_workers_share_the_values_of_rewards_that_vary(path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(lambda own: own.draw(1)[0], workers)
     assert same(one, other)
-    groups = list(read_samples(path.with_name("0.gz")))
+    groups = list(read_groups(path.with_name("0.gz")))
     assert [group.samples[0].reward for group in groups] == [1, 1.25]
 
 
@@ -516,7 +516,7 @@ def test_workers_reward_recorded_samples_again_together(path: Path) -> None:
         one, other = pool.map(lambda own: own.draw(1, [0, 2]), start(0))
     assert same(one[0], other[0])
     assert one[1] == other[1]
-    assert not any(sample.problems for each in read_samples(path) for sample in each.samples)
+    assert not any(sample.problems for each in read_groups(path) for sample in each.samples)
 
 
 def test_samples_that_still_have_no_reward_stay_on_record(path: Path) -> None:
@@ -569,7 +569,7 @@ def test_samples_of_another_adapter_are_drawn_again(path: Path) -> None:
     resumed.policy.adapter = "b"
     resumed.draw(1)
     assert len(resumed.policy.asked) == 2 * SIZE
-    assert {each.adapter for each in read_samples(path)} == {"b"}
+    assert {each.adapter for each in read_groups(path)} == {"b"}
 
 
 def test_running_step_ends_before_the_policy_samples(path: Path) -> None:

@@ -80,7 +80,7 @@ EDITS: dict[str, tuple[Callable[[list[Member]], object], str]] = {
         "the samples up to step 4 is not that in",
     ),
     "order": (list.reverse, "the samples up to step 4 is not that in"),
-    "later": (add_step, "step 100: is no step of metrics.jsonl"),
+    "later": (add_step, "step 100: is not a step of metrics.jsonl"),
     "rows": (lambda members: members[2].pop(), "has rows 1, but metrics.jsonl has 2"),
     "samples": (shorten, "not 4 samples"),
     "seed": (set_in_groups(seed=7), "another step, adapter, seed or use"),

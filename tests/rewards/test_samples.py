@@ -12,7 +12,7 @@ import pytest
 
 from mlxtune.core.run import sampled_answers
 from mlxtune.core.run.checkpoint import Checkpoint
-from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, read_samples
+from mlxtune.core.run.sampled_answers import GroupRecord, SampleRecord, read_groups
 from mlxtune.errors import OutputError
 from mlxtune.rewards.samples import SampleRecords, copy_samples
 
@@ -50,7 +50,7 @@ def test_samples_are_read_as_they_were_added(path: Path) -> None:
         assert [opened.read(step, "a") for step in (1, 3)] == [groups[1], groups[3]]
         assert opened.read(2, "a") is None
         assert opened.read(3, "of another adapter") is None
-    assert list(read_samples(path)) == [*groups[1], *groups[3]]
+    assert list(read_groups(path)) == [*groups[1], *groups[3]]
 
 
 def test_file_is_json_lines_for_other_tools(path: Path) -> None:
@@ -72,7 +72,7 @@ def test_new_run_does_not_read_earlier_samples(path: Path) -> None:
     new = SampleRecords(path)
     assert new.read(1, None) is None
     new.add([group(1, adapter="b")])
-    assert [each.adapter for each in read_samples(path)] == ["b"]
+    assert [each.adapter for each in read_groups(path)] == ["b"]
 
 
 def test_samples_up_to_a_step_are_copied(path: Path, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_samples_up_to_a_step_are_copied(path: Path, tmp_path: Path) -> None:
     for step in (1, 3, 5):
         records.add([group(step)])
     copy_samples(path, tmp_path / "copy", 3)
-    assert [each.step for each in read_samples(tmp_path / "copy")] == [1, 3]
+    assert [each.step for each in read_groups(tmp_path / "copy")] == [1, 3]
     assert path.read_bytes().startswith((tmp_path / "copy").read_bytes())
 
 
@@ -108,7 +108,7 @@ def test_rollout_of_another_adapter_replaces_the_later_ones(path: Path) -> None:
     for step in (1, 2, 3):
         records.add([group(step)])
     records.add([group(2, adapter="b")])
-    assert [each.step for each in read_samples(path)] == [1, 2]
+    assert [each.step for each in read_groups(path)] == [1, 2]
     assert records.read(3, "a") is None
     assert records.read(2, "b") == [group(2, adapter="b")]
 

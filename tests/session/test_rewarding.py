@@ -20,7 +20,7 @@ from mlxtune.commands.verify import verify
 from mlxtune.config import DataConfig, PlanConfig
 from mlxtune.core.data.sources import rows
 from mlxtune.core.run.run_folder import REFERENCE_LORA, SAMPLE_RECORDS
-from mlxtune.core.run.sampled_answers import read_samples
+from mlxtune.core.run.sampled_answers import read_groups
 from mlxtune.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from mlxtune.rewards import rollouts
 from mlxtune.rewards.rollouts import Rollouts
@@ -125,7 +125,7 @@ def test_rewards_rise_and_the_adapter_helps(
 
 def test_every_sample_is_on_record(folder: Path, tmp_path: Path) -> None:
     train(config(folder, tmp_path))
-    groups = list(read_samples(tmp_path / "checkpoints" / SAMPLE_RECORDS))
+    groups = list(read_groups(tmp_path / "checkpoints" / SAMPLE_RECORDS))
     assert [each.step for each in groups] == [1, 1, 2, 2, 3, 3, 4, 4]
     steps = [each for each in records(tmp_path) if each["kind"] == "step"]
     for step in steps:
@@ -228,7 +228,7 @@ def test_replay_draws_the_samples_again(
 def test_new_run_replaces_the_samples_of_an_earlier_one(folder: Path, tmp_path: Path) -> None:
     train(config(folder, tmp_path))
     train(config(folder, tmp_path, seed=1, overwrite=True))
-    seeds = {each.seed for each in read_samples(tmp_path / "checkpoints" / SAMPLE_RECORDS)}
+    seeds = {each.seed for each in read_groups(tmp_path / "checkpoints" / SAMPLE_RECORDS)}
     assert seeds == {1}
 
 
@@ -431,7 +431,7 @@ def test_lines_are_parsed_once_to_encode_them_and_once_for_their_prompts(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With encoded rows in the cache, a run of grpo parses lines for their prompts alone."""
-    parsed, parse = Counter[bytes](), rows.parse_json
+    parsed, parse = Counter[bytes](), rows.parse_row_json
 
     def counted(line: bytes, *rest: Any) -> Any:
         parsed[line] += 1
@@ -443,7 +443,7 @@ def test_lines_are_parsed_once_to_encode_them_and_once_for_their_prompts(
         assert len(parsed) == 25
         return set(parsed.values())
 
-    monkeypatch.setattr(rows, "parse_json", counted)
+    monkeypatch.setattr(rows, "parse_row_json", counted)
     own: dict[str, Any] = {"cache_dir": str(tmp_path / "cache"), "max_steps": 1}
     made = config(folder, tmp_path / "grpo", **own)
     assert times(made) == {2}

@@ -48,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         (dataset, "fetch"),
         (reader, "encode_file"),
         (loading, "open_base"),
-        (memory_plan, "choose"),
+        (memory_plan, "choose_memory_plan"),
     ):
         count(module, name)
     return counted
@@ -84,7 +84,7 @@ def test_plan_is_chosen_at_most_twice(
 ) -> None:
     """A larger limit and longer examples are further questions, which this run does not raise."""
     start(model, str(chat), tmp_path, memory_limit=10**6)
-    assert calls["choose"] <= 2
+    assert calls["choose_memory_plan"] <= 2
 
 
 @pytest.mark.parametrize("auto", [False, True])

@@ -16,7 +16,7 @@ from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.prompt import last_turn
 from mlxtune.errors import ModelError
 from mlxtune.session.dataset import Dataset, load_dataset
-from mlxtune.session.judge import answer_rows
+from mlxtune.session.judge import answer_sample
 from mlxtune.session.reader import Reader
 from mlxtune.session.trained_model import LoadedModel
 from mlxtune.views.console import RunConsole
@@ -117,7 +117,7 @@ def test_rows_whose_end_is_text_are_answered(tmp_path: Path) -> None:
     dataset, reader = load(folder, ROWS)
     model = LoadedModel(load_base(folder, "float32"), None)
 
-    generated = answer_rows(model, reader, dataset.corpus.select(), 4, RunConsole(quiet=True))
+    generated = answer_sample(model, reader, dataset.corpus.select(), 4, RunConsole(quiet=True))
 
     assert [sample.expected for sample in generated.samples] == ["Hello!", "It is 4."]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data.inspection import Inspection
-from mlxtune.views.inspection_view import render_page
+from mlxtune.views.inspection_view import render_inspection
 from tests.browser import Browser, Tab, browsing, drive, needs_browser
 from tests.inspections import HOSTILE, INSPECTION, with_text
 
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("browser")
     pages: dict[str, Inspection] = {"page": INSPECTION, "hostile": with_text(HOSTILE)}
     for name, inspection in pages.items():
-        (folder / f"{name}.html").write_text(render_page(inspection), "utf-8", newline="")
+        (folder / f"{name}.html").write_text(render_inspection(inspection), "utf-8", newline="")
     (folder / "control.html").write_text(CONTROL, "utf-8")
     return folder
 

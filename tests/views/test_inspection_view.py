@@ -18,7 +18,7 @@ from rich.text import Text
 
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.inspection import Inspection, Piece, ShownExample
-from mlxtune.views.inspection_view import render_page, show_inspection
+from mlxtune.views.inspection_view import render_inspection, show_inspection
 from mlxtune.views.terminal import result_console
 from tests.inspections import EMPTY, HOSTILE, INSPECTION, LEDGER, PAIRED, example, pair, with_text
 from tests.views.pages.markup import Page
@@ -245,7 +245,7 @@ def test_pair_counts_as_one_of_three_shown_rows() -> None:
 
 
 def page(**changes: Any) -> Page:
-    return Page(render_page(replace(INSPECTION, **changes)))
+    return Page(render_inspection(replace(INSPECTION, **changes)))
 
 
 def test_page_shows_the_ledger_as_sums() -> None:
@@ -376,7 +376,7 @@ def test_hostile_text_changes_no_element_of_the_page() -> None:
         """Return a page's elements and the names of their attributes, without <u> in tokens."""
         return [(tag, sorted(has)) for tag, has in shown.tags if tag != "u"]
 
-    shown, harmless = (Page(render_page(with_text(t))) for t in (HOSTILE, "\x00harmless\x00"))
+    shown, harmless = (Page(render_inspection(with_text(t))) for t in (HOSTILE, "\x00harmless\x00"))
     assert skeleton(shown) == skeleton(harmless)
     for name in ("finding", "file", "settings", "example"):
         text = shown.text(name)
@@ -391,7 +391,7 @@ def test_only_controls_are_hidden_without_the_script() -> None:
 
 
 def test_page_of_no_rows() -> None:
-    shown = Page(render_page(EMPTY))
+    shown = Page(render_inspection(EMPTY))
     assert shown.of("h1") == ["no file, as Qwen3-4B-4bit will read it"]
     assert shown.of("output") == ["0 of 0 shown"]
 
@@ -399,7 +399,7 @@ def test_page_of_no_rows() -> None:
 def test_page_of_300_examples_is_below_three_megabytes() -> None:
     pieces = tuple(Piece(f" wor{i % 10}", 1, False, i > 250) for i in range(500))
     shown = tuple(example(row, pieces=pieces) for row in range(300))
-    assert len(render_page(replace(INSPECTION, shown=shown))) < 3e6
+    assert len(render_inspection(replace(INSPECTION, shown=shown))) < 3e6
 
 
 def test_pair_is_one_article_with_both_answers_and_marked_differences() -> None:

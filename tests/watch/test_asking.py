@@ -14,7 +14,7 @@ from mlxtune.core.files.remembered import mark
 from mlxtune.core.run.stored_run import read_run
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.watch import asking as module
-from mlxtune.watch.answer_helper import answers
+from mlxtune.watch.answer_helper import answer_questions
 from mlxtune.watch.asking import Asker, Question, problem_of
 from tests.models import sums, write_chat
 from tests.runs import write_run
@@ -141,7 +141,7 @@ def test_worker_answers_with_both_models(
     train(TrainConfig(str(model), str(chat), output=output, quiet=True, **quick))
     options = module._options_of(read_run(tmp_path / "out" / "checkpoints"))
     options["max_new_tokens"] = 5
-    lines = list(answers(options, iter(['"2 + 2?"', '" "', "[1]"])))
+    lines = list(answer_questions(options, iter(['"2 + 2?"', '" "', "[1]"])))
     first = lines[: lines.index({"status": ""}) + 1]
     assert first[0] == {"status": "answering"}
     names = [name for line in first for name in line if name in ("base", "adapter")]

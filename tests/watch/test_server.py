@@ -23,7 +23,7 @@ from mlxtune.core.training.observer import RunStart
 from mlxtune.errors import OutputError
 from mlxtune.watch import server as module
 from mlxtune.watch.asking import Asker
-from mlxtune.watch.live import Live
+from mlxtune.watch.live import LiveSite
 from mlxtune.watch.server import PageOpener, PageServer, has_browser, show, start_server
 from tests.command import Cli, start
 from tests.runs import write_run
@@ -313,7 +313,7 @@ def test_next_server_of_a_folder_keeps_its_address(tmp_path: Path) -> None:
     run = write_run(tmp_path / "out")
     addresses = []
     for path in (run, tmp_path / "out", tmp_path / "out" / "adapters.safetensors"):
-        live = Live(path, Asker())
+        live = LiveSite(path, Asker())
         server = start_server(live, live.folder)
         addresses.append(server.address)
         server.server_close()
@@ -323,7 +323,7 @@ def test_next_server_of_a_folder_keeps_its_address(tmp_path: Path) -> None:
 
 
 def test_second_server_of_a_folder_has_another_port_and_token(tmp_path: Path) -> None:
-    live = Live(write_run(tmp_path), Asker())
+    live = LiveSite(write_run(tmp_path), Asker())
     first, second = (start_server(live, live.folder) for _ in range(2))
     assert first.server_address[1] != second.server_address[1]
     assert first.token != second.token
@@ -336,7 +336,7 @@ def test_second_server_of_a_folder_has_another_port_and_token(tmp_path: Path) ->
     "content", ["", "[]", '{"KEY": 7}', '{"KEY": [70000, "t"]}', '{"KEY": []}']
 )
 def test_damaged_address_is_replaced(tmp_path: Path, content: str) -> None:
-    live = Live(write_run(tmp_path), Asker())
+    live = LiveSite(write_run(tmp_path), Asker())
     place = user_cache() / "watch.json"
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(content.replace("KEY", str(live.folder.resolve())))

@@ -13,7 +13,7 @@ from mlxtune.core.files.remembered import mark
 from mlxtune.core.run.run_folder import STOP, lock_run
 from mlxtune.watch import live as module
 from mlxtune.watch.asking import Asker, Question
-from mlxtune.watch.live import Live
+from mlxtune.watch.live import LiveSite
 from mlxtune.watch.server import PageServer, start_server
 from tests.browser import Tab, browsing, needs_browser
 from tests.runs import as_lines, step_line, write_run
@@ -35,7 +35,7 @@ class FakeAsker(Asker):
 
 @contextmanager
 def serving(folder: Path) -> Iterator[PageServer]:
-    live = Live(folder, FakeAsker())
+    live = LiveSite(folder, FakeAsker())
     server = start_server(live, live.folder)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
     try:

@@ -17,8 +17,8 @@ from mlxtune.backend.adapters.adapter_folder import (
     OWN_CONFIG,
     find_adapter,
     is_valid_scale,
+    read_adapter_config,
     read_arrays,
-    read_config_file,
     tensor_header,
     valid_dropout,
 )
@@ -133,7 +133,7 @@ class AdapterFile:
         """
         own = self._own_config()
         try:
-            return read_config_file(self.config_path) | own
+            return read_adapter_config(self.config_path) | own
         except ModelError:
             if own:
                 return own

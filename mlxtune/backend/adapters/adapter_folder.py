@@ -164,7 +164,7 @@ def _describes_adapter(path: Path) -> bool:
     return not config.keys().isdisjoint({"fine_tune_type", "lora_parameters", "peft_type"})
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
+def read_adapter_config(path: Path) -> dict[str, Any]:
     """Parse adapter_config.json as written by mlx-lm or PEFT. Raises ModelError."""
     try:
         # The file may be a link: Hugging Face's cache consists of links.

@@ -30,7 +30,7 @@ from mlxtune.core.files.hashing import (
     WEIGHTS,
     base_change,
     base_fingerprint,
-    base_layout,
+    base_layout_hash,
     is_fingerprint,
 )
 from mlxtune.core.files.reading import read_json
@@ -175,7 +175,7 @@ def check_model(adapter: AdapterFile, folder: Path) -> None:
     info = adapter.info
     trained, named = info.mlxtune.get("base"), Path(info.model)
     if is_fingerprint(trained):
-        other = trained["layout"] != base_layout(folder) and base_difference(adapter, folder)
+        other = trained["layout"] != base_layout_hash(folder) and base_difference(adapter, folder)
     else:
         other = _model_type(named) not in (None, _model_type(folder)) and (
             f"{adapter.path} was trained on another base model, {info.model!r:.100}, "
@@ -188,7 +188,7 @@ def check_model(adapter: AdapterFile, folder: Path) -> None:
 def _other_base(adapter: AdapterFile, folder: Path) -> str | None:
     """Return the name of an adapter's base; None if that surely has the layout of `folder`'s."""
     trained = adapter.info.mlxtune.get("base")
-    same = is_fingerprint(trained) and trained["layout"] == base_layout(folder)
+    same = is_fingerprint(trained) and trained["layout"] == base_layout_hash(folder)
     return None if same else adapter.info.model
 
 

@@ -111,7 +111,7 @@ def read_parameters(folder: Path, model: nn.Module, lora: LoRASummary) -> None:
             module.principal = PrincipalFactors(*(principal[name + leaf] for leaf in _PRINCIPAL))
 
 
-def check_adapter(weights: Path, model: nn.Module, lora: LoRASummary) -> int:
+def check_tensors_fit(weights: Path, model: nn.Module, lora: LoRASummary) -> int:
     """Return the number of tensors in a checkpoint's adapter.
 
     Raises ModelError if they, or the checkpoint's trained tensors, do not fit the model.

@@ -87,7 +87,7 @@ def reference_of(
         sequences.append(SequenceLogits(tokens, len(answer), logits))
     reference = Reference(sequences, coarsest(rounding, adapted.base.dtype))
     adapted.use_adapter(False)
-    effect = compare(adapted.model, reference).largest_difference
+    effect = compare_logits(adapted.model, reference).largest_difference
     adapted.use_adapter(True)
     selected = _matmuls(adapted.model) if everywhere else dict(adapted.modules)
     unit = max(_UNIT_ROUNDOFF[reference.dtype], _matmul_roundoff())
@@ -97,12 +97,12 @@ def reference_of(
         for (path, module), key in zip(selected.items(), keys, strict=True)
     ]
     adapted.model.update_modules(tree_unflatten(rounded))
-    off = compare(adapted.model, reference).largest_difference
+    off = compare_logits(adapted.model, reference).largest_difference
     adapted.model.update_modules(tree_unflatten(list(selected.items())))
     return replace(reference, tolerance=_MARGIN * off, effect=effect)
 
 
-def compare(model: nn.Module, reference: Reference) -> Comparison:
+def compare_logits(model: nn.Module, reference: Reference) -> Comparison:
     """Compare a model's logits with the reference's."""
     comparison = Comparison()
     for sequence in reference.sequences:

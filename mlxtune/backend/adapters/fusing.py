@@ -169,13 +169,13 @@ def _weight(name: str, module: nn.Module) -> mx.array:
 
 
 def write_model(
-    model: nn.Module, config: Mapping[str, Any], base: Path, folder: Path, *, text_alone: bool
+    model: nn.Module, config: Mapping[str, Any], base: Path, folder: Path, *, text_only: bool
 ) -> int:
     """Write a model's config, and its weights one file at a time; copy the base folder's other
     files.
 
     The base's weights for images or sound are copied if they fit the written ones. Otherwise, or
-    for `text_alone`, they are left out, the config describes a model of text, and their number is
+    for `text_only`, they are left out, the config describes a model of text, and their number is
     returned.
 
     The model cannot be used afterwards: its weights are freed as they are written. Raises
@@ -184,7 +184,7 @@ def write_model(
     weights = dict(tree_flatten(model.parameters()))
     config, left_out = dict(config), 0
     if others := _other_parts(base, weights):
-        if not text_alone and _fits_base(weights, others, base):
+        if not text_only and _fits_base(weights, others, base):
             weights |= others
         else:
             left_out = len(others)
@@ -372,7 +372,7 @@ def stored_dtype(model: nn.Module) -> str:
     )
 
 
-def is_quantized(model: nn.Module, adapter: Adapter) -> bool:
+def updates_quantized(model: nn.Module, adapter: Adapter) -> bool:
     """Return whether any weight with an update is quantised."""
     return bool(quantized_among(_trained(model, adapter)))
 

@@ -40,7 +40,7 @@ _INPUT_COPIES, _HESSIAN_COPIES, _WEIGHT_COPIES = 10, 4, 5
 Merged = dict[str, tuple[nn.Module, mx.array]]
 
 
-def quantize(
+def quantize_gptq(
     weight: mx.array, hessian: mx.array, *, group_size: int, bits: int, mode: str
 ) -> tuple[mx.array, mx.array, mx.array] | None:
     """Return a matrix (out, in), rounded by GPTQ, as `mx.quantize` stores it in the affine mode.
@@ -93,7 +93,7 @@ def _packed(codes: mx.array, bits: int) -> mx.array:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The examples on which a model runs: token ids (B, T), and which of the B * T are no padding.
+    """The examples on which a model runs: token ids (B, T), and which of the B * T are not padding.
 
     `memory` is the predicted peak in bytes, the model included.
     """
@@ -238,7 +238,7 @@ class _Rounding:
         for number, (matrix, own) in enumerate(zip(matrices, inputs, strict=True)):
             own, quantized = own.astype(mx.float32), None
             if form["mode"] == "affine" and len(own) >= fewest:
-                quantized = quantize(matrix, own.T @ own, **form)
+                quantized = quantize_gptq(matrix, own.T @ own, **form)
             if quantized is None:
                 self.nearest += 1
                 continue

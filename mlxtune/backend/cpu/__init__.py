@@ -37,7 +37,7 @@ class CpuOperations:
 
         numba_kernels.widen(0, 1, np.zeros((1, 1), np.uint16), np.zeros((1, 1), np.uint32))
 
-    def serves(self, dtype: mx.Dtype | None) -> bool:
+    def supports(self, dtype: mx.Dtype | None) -> bool:
         """Return whether the dtype is float32, the only dtype of the kernels."""
         return dtype is not None and dtype == mx.float32
 
@@ -52,7 +52,7 @@ class CpuOperations:
         modules = [] if model is None else [m for layer in model.layers for m in layer.modules()]
         is_dense = not any(isinstance(module, _UNSUPPORTED_MODULES) for module in modules)
         return (
-            parameters >= _MIN_KERNEL_PARAMETERS and installed and self.serves(dtype) and is_dense
+            parameters >= _MIN_KERNEL_PARAMETERS and installed and self.supports(dtype) and is_dense
         )
 
     def linear_head(self, dtype: mx.Dtype | None) -> ModuleType:

@@ -89,7 +89,7 @@ def multiply(a: Floats, b: Floats, out: Floats) -> None:
     def run(_: int, start: int, end: int) -> None:
         np.matmul(a, b[..., start:end], out=out[..., start:end])
 
-    in_parts(run, out.shape[-1])
+    on_threads(run, out.shape[-1])
 
 
 def multiplied(a: Floats, b: Floats) -> Floats:
@@ -112,10 +112,10 @@ def in_blocks(
     if x.size < _MIN_THREADED_SIZE:
         kernel(0, count, x, *args)
     else:
-        in_parts(lambda _, start, end: kernel(start, end, x, *args), count)
+        on_threads(lambda _, start, end: kernel(start, end, x, *args), count)
 
 
-def in_parts(work: Callable[[int, int, int], None], count: int) -> None:
+def on_threads(work: Callable[[int, int, int], None], count: int) -> None:
     """Divide `count` items into a part for each thread, which calls `work(part, start, end)`.
 
     A call from inside a part does all its work on the calling thread.

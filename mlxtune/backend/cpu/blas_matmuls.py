@@ -22,9 +22,9 @@ from mlxtune.backend.cpu.arrays import (
     copied,
     empty,
     in_blocks,
-    in_parts,
     matrix,
     multiply,
+    on_threads,
     view,
 )
 from mlxtune.backend.models.autograd import differentiable
@@ -112,7 +112,7 @@ def _multiply_stored(rows: Floats, stored: npt.NDArray[Any], outs: Floats) -> No
     if len(rows) * stored.size < MIN_THREADED_MULTIPLICATIONS:
         run(0, 0, len(stored))
     else:
-        in_parts(run, len(stored))
+        on_threads(run, len(stored))
 
 
 def backward(cotangent: mx.array, weight: Weight) -> mx.array:
@@ -263,7 +263,7 @@ def _over_vocabulary(weight: Weight, hidden: Floats, *, expects: bool) -> _HeadS
         for at in _blocks(weight):
             _take_block(in_float32(weight[at]), heads)
     else:
-        in_parts(partial(_take_stored, stored, heads), len(stored))
+        on_threads(partial(_take_stored, stored, heads), len(stored))
     whole, *others = heads
     for other in others:
         if other.total.any():
@@ -279,7 +279,7 @@ def _take_stored(
 
 
 def _take_block(block: Floats, heads: list[_HeadSoftmax]) -> None:
-    in_parts(lambda part, start, end: heads[part].take_block(block[start:end]), len(block))
+    on_threads(lambda part, start, end: heads[part].take_block(block[start:end]), len(block))
 
 
 def _right(weight: Weight, hidden: Floats, labels: mx.array) -> tuple[Floats, Floats]:

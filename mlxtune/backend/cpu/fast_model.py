@@ -191,7 +191,7 @@ def _attention(
     return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
-_FUNCTIONS: dict[int, Any] = {
+_CPU_FUNCTIONS: dict[int, Any] = {
     id(mlx_lm_base.scaled_dot_product_attention): _attention,
     id(activations.swiglu): _gated(kernel_functions.swiglu, activations.swiglu),
     id(gemma4_text.geglu): _geglu,
@@ -200,7 +200,7 @@ _FUNCTIONS: dict[int, Any] = {
 }
 
 # The faster subclass of each class. Quantised layers that use MLX's own matmuls have none.
-_KINDS: dict[type, type] = {
+_CPU_KINDS: dict[type, type] = {
     **subclasses(_Linear, nn.Linear, StoredLinear, DequantizedLinear, NF4Linear),
     **subclasses(_TiedHead, nn.Embedding, StoredEmbedding, DequantizedEmbedding),
     **subclasses(_RMSNorm, nn.RMSNorm),
@@ -214,7 +214,7 @@ _KINDS: dict[type, type] = {
     DoRALinear: _DoRALinear,
 }
 
-_REPLACEMENTS = Replacements({**FUNCTIONS, **_FUNCTIONS}, {**KINDS, **_KINDS})
+_REPLACEMENTS = Replacements({**FUNCTIONS, **_CPU_FUNCTIONS}, {**KINDS, **_CPU_KINDS})
 
 
 def make_fast(module: nn.Module) -> Callable[[], None]:

@@ -15,9 +15,9 @@ from mlxtune.backend.cpu.arrays import (
     computes,
     empty,
     in_blocks,
-    in_parts,
     matrix,
     multiplied,
+    on_threads,
     view,
 )
 from mlxtune.backend.cpu.kernel_layers import (
@@ -228,7 +228,7 @@ class _Attention:
                     compute(replace(whole, groups=slice(group, min(group + at_once, last))))
 
         shared = self.groups >= THREADS
-        in_parts(run_those, self.groups) if shared else run_those(0, 0, self.groups)
+        on_threads(run_those, self.groups) if shared else run_those(0, 0, self.groups)
 
     def block_of(self, x: Floats, part: _AttentionPart) -> Floats:
         """Return a part of x (B, G, H / G, T, n) as contiguous (groups, H / G * queries, n)."""

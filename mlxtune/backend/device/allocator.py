@@ -97,13 +97,13 @@ def graph_limits() -> GraphLimits | None:
         return None
     operations, read = _GRAPH_LIMITS.get(str(info.get("architecture")), _OTHER_GRAPHS)
     return GraphLimits(
-        _variable("MLX_MAX_OPS_PER_BUFFER", operations),
-        _variable("MLX_MAX_MB_PER_BUFFER", read) * _MIB,
+        _environment_number("MLX_MAX_OPS_PER_BUFFER", operations),
+        _environment_number("MLX_MAX_MB_PER_BUFFER", read) * _MIB,
     )
 
 
-def _variable(name: str, default: int) -> int:
-    """Return an environment variable's number as MLX reads it: 0 if the text is no number."""
+def _environment_number(name: str, default: int) -> int:
+    """Return an environment variable's number as MLX reads it: 0 if the text is not a number."""
     text = os.environ.get(name)
     if text is None:
         return default

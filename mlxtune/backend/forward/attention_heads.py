@@ -19,7 +19,7 @@ from mlxtune.backend.forward.kernels.attention_kernels import (
     HeadSizes,
     plain_packed,
     plain_padded,
-    serves,
+    supports_attention,
 )
 from mlxtune.backend.forward.kernels.attention_trial import KernelsFor
 from mlxtune.backend.lora.lora_layers import LoRALinear
@@ -50,7 +50,7 @@ class KernelAttention:
         support it.
         """
         projected = mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)
-        if not serves(self._heads, layout, projected):
+        if not supports_attention(self._heads, layout, projected):
             return None
         q, k, v = self._kernels.padded(self._heads, layout, *projected)
         output = scaled_dot_product_attention(q, k, v, cache, self._scale, mask)
@@ -60,12 +60,12 @@ class KernelAttention:
 
 def kernel_attention(mixer: nn.Module, kernels_for: KernelsFor) -> KernelAttention | None:
     """Return how a mixer runs by kernels; None if it does other work, or kernels do not pay."""
-    heads = find_heads(mixer)
+    heads = find_attention_heads(mixer)
     kernels = None if heads is None else kernels_for(heads)
     return None if heads is None or kernels is None else KernelAttention(mixer, heads, kernels)
 
 
-def find_heads(mixer: nn.Module) -> Heads | None:
+def find_attention_heads(mixer: nn.Module) -> Heads | None:
     """Return the heads of a mixer that kernels can serve; None if it does other work."""
     if not _looks_standard(mixer):
         return None

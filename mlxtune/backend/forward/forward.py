@@ -106,7 +106,7 @@ class Forward:
         joins = trains and operations.joins
         self._undo_sharing = share_inputs(model) if joins else lambda: None
         self._backbone_and_head = parts = BackboneAndHead(model)
-        self.operations = operations if operations.serves(parts.dtype) else MLX
+        self.operations = operations if operations.supports(parts.dtype) else MLX
         self.mixers = Mixers(
             model,
             by_segments=self.operations.by_segments,

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.forward.intercept import intercept
-from mlxtune.backend.forward.kernels.gate_kernels import gate_kernels, serves
+from mlxtune.backend.forward.kernels.gate_kernels import gate_kernels, supports_gates
 from mlxtune.backend.forward.kernels.gate_kernels import plain_swiglu as plain_swiglu
 from mlxtune.backend.models.autograd import is_exporting
 
@@ -30,7 +30,7 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """Return silu(gate) * up, arXiv:2002.05202, section 2."""
     # Exported graphs must not contain custom kernels.
     by_kernels = None
-    if serves(gate, up) and not is_exporting():
+    if supports_gates(gate, up) and not is_exporting():
         by_kernels = gate_kernels(gate.dtype)
     return (by_kernels or plain_swiglu)(gate, up)
 

@@ -31,9 +31,8 @@ _HEAD_POSITIONS = 4
 class _BackboneSlot:
     """Replaces the backbone, or its last norm, for one call of the model.
 
-    Without `given`, the slot runs the backbone, keeps its `hidden` states, and returns the first
-    `positions` of them for the head, by default all. With `given`, the slot returns the given
-    states.
+    Without `hidden`, the slot runs the backbone, keeps its `hidden` states, and returns the first
+    `positions` of them for the head, by default all. With `hidden`, the slot returns these states.
     """
 
     def __init__(

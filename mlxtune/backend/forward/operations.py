@@ -40,7 +40,7 @@ class Operations(Protocol):
     def load(self) -> None:
         """Load libraries and kernels ahead of their first use."""
 
-    def serves(self, dtype: mx.Dtype | None) -> bool:
+    def supports(self, dtype: mx.Dtype | None) -> bool:
         """Return whether the operations support hidden states of this dtype (None: unknown)."""
 
     def linear_head(self, dtype: mx.Dtype | None) -> LinearHead | None:
@@ -79,7 +79,7 @@ class MlxOperations:
     def load(self) -> None:
         """Do nothing: MLX is already loaded."""
 
-    def serves(self, dtype: mx.Dtype | None) -> bool:
+    def supports(self, dtype: mx.Dtype | None) -> bool:
         """Return True: MLX computes in any dtype."""
         return True
 

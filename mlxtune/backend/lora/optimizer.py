@@ -10,7 +10,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map, tree_unflatten
 
 from mlxtune.backend.device.default_device import compiles
-from mlxtune.backend.lora.vectors import MULTIPLE, LoRAVectors
+from mlxtune.backend.lora.vectors import MULTIPLE, LoRAVectorLayout
 from mlxtune.config import InstructConfig
 
 # Added to the norm before dividing by it, as in mlx.optimizers.clip_grad_norm.
@@ -42,12 +42,12 @@ class LoRAOptimizer:
     create_loraplus_optimizer with `loraplus_weight_decay`.
     """
 
-    def __init__(self, vectors: LoRAVectors, parameters: Any, config: InstructConfig) -> None:
+    def __init__(self, vectors: LoRAVectorLayout, parameters: Any, config: InstructConfig) -> None:
         self._layout = vectors
         self._ratios = 1.0, config.lr_ratio
         self._max_norm = config.max_grad_norm or math.inf
         self._adamw = optim.AdamW(
-            0.0,  # `_take` sets the rate of each step.
+            0.0,  # `_adamw_step` sets the rate of each step.
             betas=[0.9, 0.999],
             eps=1e-8,
             weight_decay=config.weight_decay,
@@ -62,7 +62,7 @@ class LoRAOptimizer:
             "v": [mx.zeros_like(vector) for vector in joined],
         }
         # Compiled once, because all steps have the same shapes.
-        self._compiled = mx.compile(self._take)
+        self._compiled = mx.compile(self._adamw_step)
 
     def adopt(self, model: nn.Module) -> None:
         """Replace a model's parameters with slices of the vectors of the next update."""
@@ -94,7 +94,7 @@ class LoRAOptimizer:
         given.
         """
         state = after.state if after else self.state
-        step = self._compiled if compiles() else self._take
+        step = self._compiled if compiles() else self._adamw_step
         vectors, state, norm, finite = step(
             vectors, gradients, loss, state, mx.array(learning_rate)
         )
@@ -111,7 +111,7 @@ class LoRAOptimizer:
         mx.eval(state)
         return state
 
-    def take_from_file(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Replace the state with one in a file's layout."""
         self.state = state
         self.state = self._with_moments(self._layout.from_file)
@@ -127,7 +127,7 @@ class LoRAOptimizer:
         """Return whether the parameters are still the result of the last update."""
         return all(self._parts.get(name) is value for name, value in parameters.items())
 
-    def _take(
+    def _adamw_step(
         self,
         parameters: list[mx.array],
         gradients: list[mx.array],

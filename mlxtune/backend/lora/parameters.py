@@ -17,21 +17,21 @@ class TrainedParameters:
 
     def __init__(self, module: nn.Module) -> None:
         names = [name for name, _ in tree_flatten(module.trainable_parameters())]
-        self._places = {name: (_parent(module, name), name.rpartition(".")[2]) for name in names}
+        self._owners = {name: (_parent(module, name), name.rpartition(".")[2]) for name in names}
 
     @property
     def names(self) -> list[str]:
         """The parameters' names, dotted paths within the module."""
-        return list(self._places)
+        return list(self._owners)
 
     def values(self) -> dict[str, mx.array]:
         """Return the parameters by name."""
-        return {name: module[key] for name, (module, key) in self._places.items()}
+        return {name: module[key] for name, (module, key) in self._owners.items()}
 
     def assign(self, values: Mapping[str, mx.array]) -> None:
         """Assign the parameters with these names. Raises KeyError for any other name."""
         for name, value in values.items():
-            module, key = self._places[name]
+            module, key = self._owners[name]
             # Module's own __setitem__ is dict's.
             module[key] = value
 

@@ -42,7 +42,7 @@ class _Part:
         return bool(self.above or self.below)
 
 
-class LoRAVectors:
+class LoRAVectorLayout:
     """The layout of a model's trained matrices in float32 vectors.
 
     There is one vector or, if `separate`, one for all A matrices and one for the rest. The A

@@ -172,7 +172,7 @@ def _unread_in_rope(rope: Any, keys: frozenset[str]) -> dict[str, Any]:
     return {f"rope_parameters.{name}": value for name, value in unread.items()}
 
 
-def unread_keys(config: Mapping[str, Any], architecture: str) -> list[str]:
+def unread_config_keys(config: Mapping[str, Any], architecture: str) -> list[str]:
     """Return the keys, with their values, that change the model but that mlx-lm does not read."""
     listed: list[str] = []
     parts = {"": config}

@@ -41,7 +41,7 @@ class Gather:
 
     def gather(self, array: mx.array) -> mx.array:
         """Return array[indices], (P, C), for an array (N, C)."""
-        indices = self._index
+        indices = self._device_indices
 
         def backward(_: Any, cotangent: mx.array, __: Any) -> mx.array:
             sources, is_selected, repeated = self._sources
@@ -54,7 +54,7 @@ class Gather:
         return differentiable(lambda array: gathered(array, indices), backward)(array)
 
     @cached_property
-    def _index(self) -> mx.array:
+    def _device_indices(self) -> mx.array:
         return mx.array(self._indices)
 
     @cached_property

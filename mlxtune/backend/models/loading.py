@@ -127,10 +127,10 @@ def open_base(folder: Path, dtype: str, options: BaseOptions = AS_STORED) -> Bas
             "or name the full-precision model"
         )
     model, config = load_lazily(folder, config)
-    return prepare(model, config, folder, dtype, options)
+    return as_base_model(model, config, folder, dtype, options)
 
 
-def prepare(
+def as_base_model(
     model: nn.Module,
     config: Mapping[str, Any],
     folder: Path,

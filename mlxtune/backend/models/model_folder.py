@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from mlx_lm import utils as mlx_lm_utils
 
-from mlxtune.backend.models.config_keys import unread_keys, with_known_keys
+from mlxtune.backend.models.config_keys import unread_config_keys, with_known_keys
 from mlxtune.backend.models.model_config import FORMATS, LAYERS, config_problems, counts
 from mlxtune.backend.models.quantize import is_quantized
 from mlxtune.config.limits import (
@@ -133,7 +133,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
         return config
     architecture = _architecture(path, config)
     config = with_known_keys(config, architecture)
-    if unread := unread_keys(config, architecture):
+    if unread := unread_config_keys(config, architecture):
         one = len(unread) == 1
         raise ModelError(
             f"{path}: {', '.join(unread[:5])}: mlx-lm's {architecture} does not read "

@@ -17,7 +17,7 @@ from mlxtune.backend.forward.forward import Forward, StepInputs
 from mlxtune.backend.lora.apply import LoRASummary
 from mlxtune.backend.lora.lora_layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer
-from mlxtune.backend.lora.vectors import LoRAVectors
+from mlxtune.backend.lora.vectors import LoRAVectorLayout
 from mlxtune.backend.step.evaluator import passes_of
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
@@ -89,7 +89,7 @@ class Engine:
             other_bytes=moment_bytes(lora.trainable_parameters),
         )
         self.phases = Phases(forward)
-        self.vectors = LoRAVectors(forward.model, separate=config.lr_ratio != 1)
+        self.vectors = LoRAVectorLayout(forward.model, separate=config.lr_ratio != 1)
         self.optimizer = LoRAOptimizer(self.vectors, forward.model.trainable_parameters(), config)
         # The launched step, if any, and the number of the last committed step.
         self.launched: OptimizerStep | None = None
@@ -115,7 +115,7 @@ class Engine:
         memory, stays lower.
         """
         self.optimizer.adopt(self.forward.model)
-        self.optimizer.take_from_file(state)
+        self.optimizer.load_state(state)
         self.committed_steps = steps
         limit = min(max_tokens, self.micro_batches.max_tokens)
         self._split_as(self.micro_batches.limited(limit))

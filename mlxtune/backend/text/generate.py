@@ -282,7 +282,7 @@ def fault_error_of(fault: Fault, text: str) -> MlxTuneError:
     return fault_error(fault, text, "while the answer was generated", remedy)
 
 
-def answers(
+def answer_prompts(
     model: nn.Module,
     tokenizer: ModelTokenizer,
     prompts: Sequence[Prompt],

@@ -147,23 +147,25 @@ def _prefilled(
 
 
 def sampling_memory(
-    base: BaseModel, prompt: int, max_new_tokens: int, answers: int
+    base: BaseModel, prompt_length: int, max_new_tokens: int, answers: int
 ) -> tuple[int, int]:
     """Return the bytes of caches, and of logits, while this many answers are sampled.
 
-    `prompt` is the length of the longest prompt, to which mlx-lm pads the others.
+    `prompt_length` is the length of the longest prompt, to which mlx-lm pads the others.
     """
     text, count = base.text_config, min(answers, _MAX_BATCH)
     heads = text.get("num_attention_heads") or 1
-    size = text.get("head_dim") or base.hidden_size // heads
-    width = 2 * (text.get("num_key_value_heads") or heads) * size
+    head_dim = text.get("head_dim") or base.hidden_size // heads
+    width = 2 * (text.get("num_key_value_heads") or heads) * head_dim
     if rank := text.get("kv_lora_rank"):
         width = rank + (text.get("qk_rope_head_dim") or 0)
     last = _GROWTH * ceil(max_new_tokens / _GROWTH)
     tokens, longest = 0, 0
     for cache in make_prompt_cache(base.model):
         if not isinstance(cache, ArraysCache):  # the state of a recurrence does not grow
-            extended = min(prompt + last, getattr(cache, "max_size", None) or prompt + last)
+            extended = min(
+                prompt_length + last, getattr(cache, "max_size", None) or prompt_length + last
+            )
             tokens += count * extended
             longest = max(longest, extended)
     each, logits = width * getattr(mx, base.dtype).size, _LOGITS * 4 * count * base.own_vocab

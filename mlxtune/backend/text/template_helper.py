@@ -24,12 +24,12 @@ _Moment = datetime.datetime
 _TIMES = datetime.time(), datetime.time(13, 37, 11, 123_457)
 
 
-class _UnsteadyTemplateError(Exception):
+class _NondeterministicTemplateError(Exception):
     """A template uses a value that changes between renderings."""
 
 
 def _refuse(*_arguments: Any, **_options: Any) -> NoReturn:
-    raise _UnsteadyTemplateError("chooses at random")
+    raise _NondeterministicTemplateError("chooses at random")
 
 
 class _Today(_Moment):
@@ -38,7 +38,7 @@ class _Today(_Moment):
     def strftime(self, format: str) -> str:
         night, later = (_Moment.combine(self.date(), time).strftime(format) for time in _TIMES)
         if night != later:
-            raise _UnsteadyTemplateError("writes the time of day")
+            raise _NondeterministicTemplateError("writes the time of day")
         return night
 
 
@@ -74,7 +74,7 @@ def _replies(
             yield TEXT, render(chat_template=source, **json.loads(request))[0][0]
         except MemoryError:
             raise
-        except _UnsteadyTemplateError as error:
+        except _NondeterministicTemplateError as error:
             yield UNSTEADY, str(error)
         except Exception as error:  # noqa: BLE001  a template may fail in any way
             line = getattr(error, "lineno", None) if kind == INVALID else None

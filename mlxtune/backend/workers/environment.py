@@ -77,7 +77,7 @@ def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check
     machines = len({report.machine for report in reports})
     yield Check(OK, "workers", f"{len(reports)} on {pluralize(machines, 'machine')}")
     for worker, report in enumerate(others, 1):
-        if differ := difference(report.versions, first.versions):
+        if differ := environment_difference(report.versions, first.versions):
             problem = f"worker {worker} has {differ}"
             yield Check(
                 PROBLEM, "versions", problem, "use the same versions everywhere", stops=True
@@ -89,7 +89,7 @@ def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check
     yield _network(link, len(reports))
 
 
-def difference(own: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+def environment_difference(own: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     """Return the entries that differ from worker 0's, as `name value, on worker 0 value`."""
     return "; ".join(
         f"{name} {own.get(name)}, on worker 0 {first.get(name)}"

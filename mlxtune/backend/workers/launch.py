@@ -22,7 +22,7 @@ from mlxtune.backend.models.model_folder import find_folder
 from mlxtune.backend.workers.environment import (
     Link,
     WorkerReport,
-    difference,
+    environment_difference,
     is_one_of_several,
     judge_workers,
     launched_worker,
@@ -162,7 +162,7 @@ class MessageSink(Protocol):
 ConsoleT = TypeVar("ConsoleT", bound=MessageSink)
 
 
-class LastStep(TrainingObserver):
+class LastStepObserver(TrainingObserver):
     """Observes the number of a run's last step, 0 at first, and whether there is a checkpoint."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class WorkerRun(Generic[ConsoleT]):
     config: TrainConfig
     console: ConsoleT
     first_on_machine: bool = True
-    last_step: TrainingObserver = field(default_factory=LastStep)
+    last_step: TrainingObserver = field(default_factory=LastStepObserver)
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -219,7 +219,7 @@ class WorkerRun(Generic[ConsoleT]):
                 if other[name] != first[name]:
                     values = (each[name] for each in (other, first))
                     entries = (each if isinstance(each, dict) else {name: each} for each in values)
-                    how = problem.format(difference(*entries))
+                    how = problem.format(environment_difference(*entries))
                     if self.workers.rank:
                         # Worker 0 raises the error.
                         self.console.warn(f"worker {worker} {how}")
@@ -255,7 +255,7 @@ def join_run(
             )
         yield WorkerRun(workers, config, console)
         return
-    last_step, run = LastStep(), config.checkpoint_path
+    last_step, run = LastStepObserver(), config.checkpoint_path
     with ExitStack() as stack:
         watch = watched(
             workers, f"--parallel {config.parallel}", partial(last_step.describe_lost_worker, run)

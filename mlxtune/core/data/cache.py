@@ -36,7 +36,7 @@ _ABANDONED_SECONDS = 86_400.0
 Encode = Callable[[SkippedRows, RowTally], Iterable[EncodedRows]]
 
 
-def key_of(parts: Any) -> str:
+def cache_key(parts: Any) -> str:
     """Return a hash of JSON-ready values, as the key of an entry."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

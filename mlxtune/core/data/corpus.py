@@ -405,7 +405,7 @@ class CorpusRows:
         return CorpusRows(self.corpus, [self.indices[i] for i in indices.tolist()])
 
     @cached_property
-    def files(self) -> npt.NDArray[np.int32]:
+    def file_of_row(self) -> npt.NDArray[np.int32]:
         """int32 (R,): the index of each row's file."""
         return self.corpus.file_of_row[np.asarray(self.indices, dtype=np.int64)]
 
@@ -414,11 +414,11 @@ class CorpusRows:
 
         A file without a known path is named by its number.
         """
-        present = np.unique(self.files).tolist()
+        present = np.unique(self.file_of_row).tolist()
         if len(present) < 2:
             return []
         names = self.corpus.paths or [f"file {i + 1}" for i in range(len(self.corpus.files))]
-        return [(names[file], np.flatnonzero(self.files == file)) for file in present]
+        return [(names[file], np.flatnonzero(self.file_of_row == file)) for file in present]
 
     def source(self, index: int) -> tuple[str, int]:
         """Return the path of a row's file, if known, and the row's number in that file."""

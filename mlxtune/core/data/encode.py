@@ -42,7 +42,7 @@ _CHUNK_ROWS = 512
 _CHUNK_CHARACTERS, _MAX_CHARS = 2**21, 2**22
 # The maximum number of characters of prompts, or of their tails, to encode singly: 30 s of work.
 _MAX_PROMPTS = 2**24
-_STARTED_ROWS = 32
+_ROWS_PER_START = 32
 # Texts before answers are short and recur, so their tokens are cached.
 _CACHED_TAILS, _MAX_TAIL_CHARS = 4096, 1000
 
@@ -216,7 +216,7 @@ class Encoder:
     notes: Mapping[str, str] = field(default_factory=dict)
     start: Callable[[Sequence[Conversation]], Iterable[PendingRendering]] | None = None
     # The source of the model's own template.
-    source: str = ""
+    template_text: str = ""
     # If true, pairs also get an example whose chosen text carries loss from its first token on.
     trains_prompts: bool = False
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
@@ -264,7 +264,7 @@ class Encoder:
                     continue
                 conversation = row.chosen if isinstance(row, Pair) else row
                 noted = dict(rendering.notes) | dict(notes_on(conversation, text))
-                noted |= notes_on_keys(row, self.source)
+                noted |= notes_on_keys(row, self.template_text)
                 if RENDERED_CHAT not in noted and (written := control.search(text)):
                     noted[CONTROL_TOKEN] = written
                 if not isinstance(row, Document):
@@ -276,7 +276,7 @@ class Encoder:
     def _started(self, rows: Iterator[Row]) -> Iterator[list[StartedRow]]:
         """Yield a few rows at a time, once the rendering of the next rows has started."""
         following: list[StartedRow] = []
-        while batch := list(islice(rows, _STARTED_ROWS)):
+        while batch := list(islice(rows, _ROWS_PER_START)):
             pending = iter(self._start([each for row in batch for each in _conversations(row)]))
             started: list[StartedRow] = [
                 (row, list(islice(pending, len(_conversations(row))))) for row in batch

@@ -46,7 +46,7 @@ class RunRows:
     def validation_rows_of_files(self) -> list[int]:
         """Return the number of validation rows in each file of all corpora."""
         files = len(self.validation.corpus.files)
-        counts: list[int] = np.bincount(self.validation.files, minlength=files).tolist()
+        counts: list[int] = np.bincount(self.validation.file_of_row, minlength=files).tolist()
         return [0 for corpus in self.corpora[:-1] for _ in corpus.files] + counts
 
 

@@ -259,7 +259,7 @@ class InspectedExamples:
             tokens=len(example),
             supervised=example.supervised,
             cut=cut,
-            pieces=tuple(pieces(example, tokenizer)),
+            pieces=tuple(text_pieces(example, tokenizer)),
             kinds=tuple(
                 finding.kind
                 for finding in findings
@@ -270,7 +270,7 @@ class InspectedExamples:
         )
 
 
-def pieces(example: Example, tokenizer: Tokenizer) -> Iterator[Piece]:
+def text_pieces(example: Example, tokenizer: Tokenizer) -> Iterator[Piece]:
     """Yield an example's text piece by piece; bytes that are not UTF-8 become U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     ids = example.tokens.tolist()

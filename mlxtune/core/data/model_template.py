@@ -110,13 +110,13 @@ class _Chat:
 class ModelTemplate:
     """Renders conversations with a model's own template.
 
-    `end_tokens` are the control tokens that may end a turn. `source` is the template's text, which
-    shows how it supports thinking. `turns`, `thinking` and `merge_system` are options.
+    `end_tokens` are the control tokens that may end a turn. `template_text` shows how the
+    template supports thinking. `turns`, `thinking` and `merge_system` are options.
     """
 
     renderer: ChatRenderer[Any]
     end_tokens: tuple[str, ...]
-    source: str = ""
+    template_text: str = ""
     turns: str = "all"
     thinking: str = "auto"
     merge_system: bool = False
@@ -137,7 +137,7 @@ class ModelTemplate:
 
     @cached_property
     def _thinking_field(self) -> str | None:
-        read = (name for name in THINKING_FIELDS if reads_key(self.source, name))
+        read = (name for name in THINKING_FIELDS if reads_key(self.template_text, name))
         return next(read, None)
 
     @cached_property
@@ -210,7 +210,7 @@ class ModelTemplate:
     def _prepare(self, conversation: Conversation) -> _Chat:
         """Remove the template's own tags; decide about a system message that it leaves out."""
         if any(message.role == "tool" for message in conversation.messages):
-            conversation = without_own_tags(conversation, self.source)
+            conversation = without_own_tags(conversation, self.template_text)
         messages = conversation.messages
         if messages[0].role != "system" or self._shows_system:
             return _Chat(conversation, 0, {})
@@ -233,7 +233,7 @@ class ModelTemplate:
 
     def _fields_of(self, message: Message) -> Mapping[str, Any]:
         """Return a message's fields; its thinking is only in the field that the template reads."""
-        if message.tool_calls and not _TEXT_ARGUMENTS.search(self.source):
+        if message.tool_calls and not _TEXT_ARGUMENTS.search(self.template_text):
             calls = with_objects(message.tool_calls, "arguments of a call")
             message = replace(message, fields={**message.fields, "tool_calls": calls})
         name, content = self._thinking_field, message.content
@@ -243,7 +243,7 @@ class ModelTemplate:
         tagged = _END_THINK in content
         if (
             (present == [name] and not tagged)
-            or (tagged and not present and _END_THINK in self.source)
+            or (tagged and not present and _END_THINK in self.template_text)
             # The two thoughts differ, so keep both.
             or (tagged and message.thinking not in content)
         ):
@@ -300,7 +300,7 @@ class ModelTemplate:
         rest = text[len(prompt) :]
         if not prompt.endswith(header):
             rest = _without_header(rest, header, message)
-        end, unknown_end = self._end(rest, message)
+        end, end_note = self._end(rest, message)
         answer = rest[:end]
         # The thinking and the content may also name the tool, so both are left out.
         shown = self._ends.sub("", answer)
@@ -317,8 +317,8 @@ class ModelTemplate:
                 raise BadRowError(
                     "the model's template leaves out a tool call", f"{where}: {remedy}"
                 )
-        if unknown_end:
-            chat.notes[NO_END_OF_TURN] = unknown_end
+        if end_note:
+            chat.notes[NO_END_OF_TURN] = end_note
         span = len(prompt), len(prompt) + end
         return RenderedText(prompt + rest, (span,), add_bos=False)
 
@@ -362,14 +362,14 @@ class ModelTemplate:
         if options := {
             name: value
             for name, value in conversation.options.items()
-            if name != "enable_thinking" and reads_variable(self.source, name)
+            if name != "enable_thinking" and reads_variable(self.template_text, name)
         }:
             request = partial(request, options=options)
         return request(before, add_generation_prompt=True), request([*before, turn])
 
     def _thinks(self, conversation: Conversation) -> bool | None:
         """Return `enable_thinking` for the template; None if the template does not read it."""
-        if "enable_thinking" not in self.source:
+        if "enable_thinking" not in self.template_text:
             return None
         if self.thinking != "auto":
             return self.thinking == "on"

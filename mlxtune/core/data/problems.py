@@ -224,7 +224,7 @@ class SkippedRows(RowTally):
             for row, detail in first:
                 yield f"{where(self.path, row)}: {BadRowError(kind, detail)}; row skipped"
             if (more := self.counts[kind] - len(first)) > 0:
-                yield f"{shown(self.path)}: {pluralize(more, 'more row')} skipped: {kind}"
+                yield f"{path_text(self.path)}: {pluralize(more, 'more row')} skipped: {kind}"
 
     def first(self) -> str:
         """Return `path:line: reason` for the first row that was skipped."""
@@ -238,7 +238,7 @@ def check_value_count(text: bytes) -> None:
         raise BadRowError(f"holds more than {_MAX_VALUES:,} values")
 
 
-def parse_json(
+def parse_row_json(
     text: str | bytes, kind: str = "not valid JSON", *, has_constants: bool = True
 ) -> Any:
     """Return the value of JSON, as text or UTF-8. Raises BadRowError, of `kind` for bad syntax.
@@ -323,7 +323,7 @@ def rows_folder() -> Path:
     return user_cache() / "rows"
 
 
-def shown(path: str | Path) -> str:
+def path_text(path: str | Path) -> str:
     """Return a file's path for messages; for rows passed from Python, their argument's name."""
     file = Path(path)
     return file.name.partition("-")[0] if file.parent == rows_folder() else str(path)
@@ -333,9 +333,9 @@ def where(path: str | Path, row: int, name: str = "") -> str:
     """Return `path:26` for a line, `path[26]` for an element; both count from 1.
 
     For a line of a table with values of several lines, add the record, as spreadsheets count it.
-    `name` is the file's name, if it has another than its path.
+    `name` is the file's name, if it is not its path.
     """
-    file = shown(path)
+    file = path_text(path)
     try:
         head = b"[" if file != str(path) else read_head(Path(path))
     except (OSError, ValueError, EOFError, zlib.error):
@@ -343,14 +343,14 @@ def where(path: str | Path, row: int, name: str = "") -> str:
     name = name or file
     if has_elements(head):
         return f"{name}[{row}]"
-    record = _record_at(Path(path), row) if file.lower().endswith(TABLE_ENDINGS) else None
+    record = _record_number(Path(path), row) if file.lower().endswith(TABLE_ENDINGS) else None
     return f"{name}:{row}" + ("" if record is None else f" (record {record})")
 
 
-def _record_at(path: Path, row: int) -> int | None:
+def _record_number(path: Path, row: int) -> int | None:
     """Return the record of a table that starts at a line; None if it is one less than the line.
 
-    The column names are no record. The end of a line is in a quoted value after an odd number of
+    The column names are not a record. The end of a line is in a quoted value after an odd number of
     quotation marks.
     """
     record, quotes = 0, 0

@@ -31,7 +31,7 @@ from mlxtune.core.data.problems import (
     RowTally,
     SkippedRows,
     json_type,
-    parse_json,
+    parse_row_json,
     where,
 )
 from mlxtune.core.data.sources.messages import parse_conversation, role_of, turn_marks
@@ -243,7 +243,7 @@ def parse_content(content: bytes, where: str) -> dict[str, Any]:
     """
     check_size(content, where)
     try:
-        value = parse_json(content.removeprefix(codecs.BOM_UTF8))
+        value = parse_row_json(content.removeprefix(codecs.BOM_UTF8))
     except BadRowError as problem:
         raise DataError(f"{where}: {problem}: pass one list of messages") from problem
     if isinstance(value, list):

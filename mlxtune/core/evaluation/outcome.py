@@ -165,7 +165,7 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class StepSamples:
+class AnswersAtStep:
     """Answers after a validation within a run, stored as the `base` answers of the samples."""
 
     step: int

@@ -72,7 +72,7 @@ def base_fingerprint(folder: Path) -> dict[str, Any]:
     return {name: _hash_of_lines(each) for name, each in lines.items()} | {_CONFIG: config}
 
 
-def base_layout(folder: Path) -> str:
+def base_layout_hash(folder: Path) -> str:
     """Return the `layout` of a model's fingerprint, from the headers of its files alone."""
     with _as_model_error(folder):
         return _hash_of_lines(

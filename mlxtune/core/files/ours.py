@@ -54,7 +54,7 @@ def open_ours(path: Path, flags: int) -> int:
     return descriptor
 
 
-def check_file(path: Path) -> None:
+def check_is_ours(path: Path) -> None:
     """Raise ForeignFileError if there is a file at this path that is not ours. Raises OSError."""
     with suppress(FileNotFoundError):
         _check(path, path.lstat())
@@ -70,14 +70,14 @@ def is_ours(path: Path) -> bool:
 
 def remove_file(path: Path) -> None:
     """Remove a file of ours, if it exists. Raises ForeignFileError or OSError."""
-    check_file(path)
+    check_is_ours(path)
     path.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, target: Path) -> None:
     """Rename a file of ours, replacing another file of ours. Raises ForeignFileError or OSError."""
-    check_file(path)
-    check_file(target)
+    check_is_ours(path)
+    check_is_ours(target)
     path.replace(target)
 
 

@@ -124,7 +124,7 @@ def write_file(target: Path, content: Iterable[bytes], *, private: bool = False)
     temporary = beside(target)
     with as_output_error(target):
         check_locked(target)
-        ours.check_file(target)
+        ours.check_is_ours(target)
         try:
             with temporary.open("xb") as file:
                 if private:
@@ -222,7 +222,7 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
             raise OutputError(f"{path} is read by this run: choose another {option}")
         check_writable(path.parent, option, path.name)
         with as_output_error(path, option):
-            ours.check_file(path)
+            ours.check_is_ours(path)
 
 
 def is_same_place(one: Path, other: Path) -> bool:

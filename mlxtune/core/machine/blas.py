@@ -24,7 +24,7 @@ _MAX_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Blas:
+class BlasStatus:
     """The name of the library that was loaded, or the reason why no library was loaded."""
 
     name: str | None = None
@@ -37,12 +37,12 @@ def has_cpu_wheel() -> bool:
 
 
 @functools.cache
-def load_blas() -> Blas:
+def load_blas() -> BlasStatus:
     """On Linux, load a fast BLAS, once, and keep freed memory; elsewhere, do nothing."""
     if sys.platform != "linux":
-        return Blas()
+        return BlasStatus()
     if "mlx.core" in sys.modules:
-        return Blas(
+        return BlasStatus(
             problem="mlx was imported before mlxtune, too late for a fast BLAS: training on the "
             "CPU will be several times slower; put `import mlxtune` above `import mlx` and "
             "`import mlx_lm`"
@@ -51,7 +51,9 @@ def load_blas() -> Blas:
         Path.cwd()
     except FileNotFoundError:
         # In a removed folder, MKL would end the process.
-        return Blas(problem="the current folder no longer exists, so no fast BLAS can be loaded")
+        return BlasStatus(
+            problem="the current folder no longer exists, so no fast BLAS can be loaded"
+        )
     _keep_freed_memory()
     # Set even if the environment names MKL, so that each run gives the same bits at any alignment
     # of the arrays.
@@ -64,8 +66,8 @@ def load_blas() -> Blas:
             continue
         # Child processes load the same library.
         os.environ[_CHOICE] = path
-        return Blas(Path(path).name)
-    return Blas(
+        return BlasStatus(Path(path).name)
+    return BlasStatus(
         problem="no fast BLAS found, so training on the CPU will be about 27 times slower: "
         f"install one (apt-get install libopenblas0, or {pip_command('install', 'mkl')})"
     )

@@ -101,7 +101,7 @@ def _library() -> str | None:
 
 
 def _folder(library: str) -> Path | None:
-    """Return the folder where MLX looks; None if it finds none."""
+    """Return the folder where MLX looks for a library's headers; None if there is none."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     tried = (_site(library) / PACKAGES[library].folder, Path(home, "include"))
     # Unlike Path.exists, this returns False for a path that the system refuses.

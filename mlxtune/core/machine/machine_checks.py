@@ -78,7 +78,7 @@ class Diagnosis:
 
 def diagnose(machine: Machine) -> Diagnosis:
     parts = (
-        _system,
+        _system_checks,
         _packages,
         _device,
         _cuda_headers,
@@ -103,7 +103,7 @@ def _check(name: str, fact: str, remedy: str = "", level: str = NOTE) -> Check:
     return Check(level if remedy else OK, name, fact, remedy)
 
 
-def _system(m: Machine) -> Iterator[Check]:
+def _system_checks(m: Machine) -> Iterator[Check]:
     name = " ".join(part for part in (m.name, m.release, m.chip) if part)
     major = m.release.partition(".")[0]
     if m.system == "Darwin" and m.processor != "arm64" and not m.translated:
@@ -176,8 +176,8 @@ def _device(m: Machine) -> Iterator[Check]:
     if device is None:
         remedy = f"{pip_command('install', '--force-reinstall mlx')}, in a new virtual environment"
         if m.system == "Linux":
-            again = pip_command("install", "--force-reinstall 'mlx[cpu]'")
-            remedy = f"{again}, or 'mlx[cuda13]' for a GPU"
+            reinstall = pip_command("install", "--force-reinstall 'mlx[cpu]'")
+            remedy = f"{reinstall}, or 'mlx[cuda13]' for a GPU"
             if not m.libraries:
                 remedy = INSTALL_LIBRARY
         fact = f"MLX does not start: {m.device_problem}"

@@ -243,7 +243,7 @@ def _check_configs(adapter: Path, source: Checkpoint, newest: Checkpoint) -> Non
         moved = Path(get_str(get_mapping(newest.metadata, "config"), "model_path")).name
         if Path(str(own.get("model"))).name == moved:
             other["model"] = own["model"]
-        if (entry := difference(own, other)) is not None:
+        if (entry := first_difference(own, other)) is not None:
             raise ValueError(
                 f"{adapter.with_name(kind)} has another {entry} than {source.folder.name}"
             )
@@ -312,7 +312,7 @@ def is_close(value: Any, expected: float, tolerance: float) -> bool:
     return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=tolerance)
 
 
-def difference(own: Any, other: Any, name: str = "content") -> str | None:
+def first_difference(own: Any, other: Any, name: str = "content") -> str | None:
     """Return the name of the first entry in which two JSON values differ, if any.
 
     Of paths, only the last parts are compared, and numbers may differ by rounding.
@@ -330,4 +330,4 @@ def difference(own: Any, other: Any, name: str = "content") -> str | None:
         return None if Path(own).name == Path(other).name else name
     else:
         return None if own == other else name
-    return next((reason for pair in pairs if (reason := difference(*pair)) is not None), None)
+    return next((reason for pair in pairs if (reason := first_difference(*pair)) is not None), None)

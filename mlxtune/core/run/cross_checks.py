@@ -14,7 +14,7 @@ from mlxtune.config import as_path
 from mlxtune.config.data_config import weighted
 from mlxtune.core.data.corpus import rows_used
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.data.problems import shown
+from mlxtune.core.data.problems import path_text
 from mlxtune.core.evaluation.matching import count_exact
 from mlxtune.core.evaluation.outcome import Evaluation, Loss, perplexity
 from mlxtune.core.evaluation.verdict import is_negligible, verdict_of
@@ -43,7 +43,7 @@ _ROUNDING, _MIN_DIFFERENCE = 0.05, 1e-3
 _DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
-def check_records(progress: Progress) -> None:
+def check_metrics_agree(progress: Progress) -> None:
     """Compute again what metrics state twice: perplexities, and the mean loss of each epoch."""
     steps: dict[int, list[StepRecord]] = {}
     for record in progress.steps:
@@ -119,7 +119,7 @@ def _check_files(ledgers: Sequence[Ledger], config: Mapping[str, Any]) -> None:
     paths = {ledger.path for ledger in ledgers}
     for value in config.get("data") or ():
         path = as_path(weighted(str(value))[0])
-        if path.suffix in _DATA_FILES and shown(path) not in paths:
+        if path.suffix in _DATA_FILES and path_text(path) not in paths:
             raise ValueError(f"lacks {path}, on which the run was trained")
 
 
@@ -167,7 +167,7 @@ def _check_plan(ledgers: Sequence[Ledger], about: Mapping[str, Any]) -> None:
     check_equal(LEDGER, ABOUT, facts)
 
 
-def check_recorded(run: Path, newest: Checkpoint, *, ended: bool) -> str:
+def check_file_hashes(run: Path, newest: Checkpoint, *, ended: bool) -> str:
     """Compare files from before the first step with their hashes in the newest checkpoint.
 
     A run that resumes writes them again, so their content is not compared after a run resumed from
@@ -182,7 +182,7 @@ def check_recorded(run: Path, newest: Checkpoint, *, ended: bool) -> str:
         if not os.path.lexists(run / name):
             raise ValueError(f"{name} is missing, but {newest.folder.name} has its hash")
         if ended or about.get(RESUMED) != newest.step:
-            check_record(run / name, newest)
+            check_file_hash(run / name, newest)
     return ", ".join(hashes)
 
 
@@ -204,7 +204,7 @@ def check_evaluation_hash(run: Path, result: Mapping[str, Any] | None) -> None:
         raise ValueError(f"has changed since the run wrote it: its SHA-256 is not in {RESULT}")
 
 
-def check_record(path: Path, newest: Checkpoint | None) -> None:
+def check_file_hash(path: Path, newest: Checkpoint | None) -> None:
     """Compare the hash of a file from before the first step with the newest checkpoint's copy."""
     if newest is None:
         return

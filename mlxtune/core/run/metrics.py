@@ -22,7 +22,7 @@ ADDED_METRICS = (ROWS_WITHOUT_REWARD, MASKED_ROWS)
 _ROWS_SHOWN = 8
 
 
-def measured(loss: float, objective: object) -> tuple[str, float]:
+def validation_measure(loss: float, objective: object) -> tuple[str, float]:
     """Return the name and the value of what a validation's loss measures.
 
     A run that learns from rewards records the negative mean reward as its loss.

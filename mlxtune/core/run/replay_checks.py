@@ -21,7 +21,7 @@ from mlxtune.core.run.checkpoint import (
     WRITTEN_SAMPLES,
     Checkpoint,
 )
-from mlxtune.core.run.checkpoint_checks import difference, named
+from mlxtune.core.run.checkpoint_checks import first_difference, named
 from mlxtune.core.run.metrics import ADDED_METRICS, SkippedStep, StepRecord
 from mlxtune.core.run.progress import MEASURED_FIELDS, Record, have_equal_results
 from mlxtune.core.run.run_folder import ABOUT, EVALUATION, EVALUATION_HASH, LEDGER, RESULT
@@ -72,12 +72,12 @@ def check_checkpoint_again(own: Checkpoint, again: Path) -> str | None:
         own_config, config = (
             {**read_json(each, ADAPTER_CONFIG_LIMITS), "model": None} for each in (here, there)
         )
-        if (entry := difference(own_config, config)) is not None:
+        if (entry := first_difference(own_config, config)) is not None:
             return f"{ADAPTER_CONFIG} ({entry})"
     kept, computed = own.metadata, read_json(again / METADATA)
     names = sorted((kept.keys() & computed.keys()) - set(_VARIABLE_METADATA))
     parts = [{each: part[each] for each in names} for part in (kept, computed)]
-    entry = difference(parts[0], parts[1])
+    entry = first_difference(parts[0], parts[1])
     return None if entry is None else f"{METADATA} ({entry})"
 
 
@@ -148,7 +148,7 @@ def _check_evaluation(run: Path, again: Path) -> str:
 
 
 def _check_equal(own: Any, other: Any) -> None:
-    if (name := difference(own, other)) is not None:
+    if (name := first_difference(own, other)) is not None:
         raise ValueError(f"has another {name} than its replay")
 
 

@@ -248,15 +248,15 @@ def check_own(run: Path, *, new: bool = True) -> None:
     with as_output_error(run, "--checkpoint-dir"):
         paths = entries(run)
         files = [path for path in paths if path.name in _FILES]
-        others = [path for path in files if not is_ours(path)]
+        strange = [path for path in files if not is_ours(path)]
         if new:
             if not is_ours(run / MARK):
-                others += [path for path in files if path.name not in (MARK, LOCK)]
-            others += [path for path in paths if is_named_checkpoint(path) and _is_strange(path)]
+                strange += [path for path in files if path.name not in (MARK, LOCK)]
+            strange += [path for path in paths if is_named_checkpoint(path) and _is_strange(path)]
             moving = run / _MOVING_NAME
-            others += [moving] if os.path.lexists(moving) and not _is_run(moving) else []
-    if others:
-        names = join_few(sorted({path.name for path in others}))
+            strange += [moving] if os.path.lexists(moving) and not _is_run(moving) else []
+    if strange:
+        names = join_few(sorted({path.name for path in strange}))
         raise OutputError(
             f"{run} holds {names}, not written by mlxtune: move it away, or choose another "
             "--checkpoint-dir"

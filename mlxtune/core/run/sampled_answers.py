@@ -373,7 +373,7 @@ class Member(NamedTuple):
     digest: Any
 
 
-def read_samples(path: Path) -> Iterator[GroupRecord]:
+def read_groups(path: Path) -> Iterator[GroupRecord]:
     """Yield the groups of a run. Raises OSError, or ValueError for a damaged file."""
     with open_regular(path, links=False) as file:
         for member in read_members(file):

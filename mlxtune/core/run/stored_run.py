@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from mlxtune.config.limits import OWN_JSON_LIMITS, TooLargeError, parse_json
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.evaluation.outcome import Evaluation, StepSamples, parse_evaluation
+from mlxtune.core.evaluation.outcome import AnswersAtStep, Evaluation, parse_evaluation
 from mlxtune.core.files.lock import holder_of
 from mlxtune.core.files.reading import read_json, read_own
 from mlxtune.core.files.typed_json import from_json
@@ -54,7 +54,7 @@ class Run:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     result: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Evaluation | None = None
-    samples: StepSamples | None = None
+    samples: AnswersAtStep | None = None
     ledgers: list[Ledger] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
     checkpoints: list[str] = field(default_factory=list)
@@ -139,7 +139,7 @@ def read_run(folder: Path) -> Run:
     run.about = _read(run, ABOUT, read_json, {})
     run.result = _read(run, RESULT, read_json, {})
     run.evaluation = _read(run, EVALUATION, read_evaluation, None)
-    run.samples = _read(run, LIVE_ANSWERS, read_samples, None)
+    run.samples = _read(run, LIVE_ANSWERS, read_validation_answers, None)
     run.ledgers = _read(run, LEDGER, read_ledgers, [])
     run.checkpoints = [folder.name for folder in checkpoint_folders(folder)]
     # These checkpoints are not verified.
@@ -174,11 +174,11 @@ def read_evaluation(path: Path) -> Evaluation | None:
         raise ValueError(f"{path.name} is not an evaluation") from error
 
 
-def read_samples(path: Path) -> StepSamples:
+def read_validation_answers(path: Path) -> AnswersAtStep:
     """Read samples.json. Raises OSError, or ValueError if the file is invalid."""
     values = read_json(path)
     try:
-        samples: StepSamples = from_json(StepSamples, values)
+        samples: AnswersAtStep = from_json(AnswersAtStep, values)
         return samples
     except ValueError as error:
         raise ValueError(f"{path.name} holds no samples") from error

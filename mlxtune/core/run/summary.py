@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import flag
-from mlxtune.config.objective_config import default_rate, is_rewarded
+from mlxtune.config.objective_config import default_learning_rate, is_rewarded
 from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import CANNOT_TELL, HELPED, HURT, Evaluation
 from mlxtune.core.evaluation.verdict_text import verdict_lines
@@ -24,7 +24,7 @@ from mlxtune.core.run.metrics import (
     REWARD,
     WITHOUT_REWARD,
     TrainingMetrics,
-    measured,
+    validation_measure,
 )
 from mlxtune.core.run.run_folder import previous_number
 from mlxtune.core.run.sampled_answers import (
@@ -238,7 +238,7 @@ class RunView:
         return Verdict("good", f"The run {ended}.{note}{adapter}", self.adapter)
 
     @property
-    def sampled(self) -> MetricChange | None:
+    def reward_change(self) -> MetricChange | None:
         """The change of the reward of sampled answers, or None."""
         return next((each for each in self.changes if each.kind != "answers"), None)
 
@@ -264,7 +264,7 @@ class RunView:
 
     def validation_text(self, loss: float | None) -> str:
         """Return a validation's loss, or mean reward, as text."""
-        return loss_text(None if loss is None else measured(loss, self.objective)[1])
+        return loss_text(None if loss is None else validation_measure(loss, self.objective)[1])
 
     @property
     def headline(self) -> str:
@@ -297,8 +297,8 @@ class RunView:
                 return f"{trained} on {data} did not improve {model}: {self.measure} {losses}"
             losses = f"from {shown(before)} to {shown(best)}"
             return f"{trained} on {data} took {model}’s {self.measure} {losses}"
-        if self.sampled is not None:
-            rewards = f"from {mean_text(self.sampled.first)} to {mean_text(self.sampled.last)}"
+        if (change := self.reward_change) is not None:
+            rewards = f"from {mean_text(change.first)} to {mean_text(change.last)}"
             return f"{trained} on {data} took {model}’s mean reward of sampled answers {rewards}"
         if self.train_loss is not None:
             loss = loss_text(self.train_loss)
@@ -445,7 +445,7 @@ def option_texts(run: Run) -> dict[str, tuple[str, str, bool]]:
     Options that differ come first.
     """
     defaults = {field.name: option_text(field.default) for field in fields(TrainConfig)}
-    defaults["lr"] = option_text(default_rate(run.config.get("objective")))
+    defaults["lr"] = option_text(default_learning_rate(run.config.get("objective")))
     options = {}
     for name, value in run.config.items():
         shown, default = option_text(value), defaults.get(name)

@@ -87,7 +87,7 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
         verification.add(folder.name, problem, "")
     named = {path for path in run.iterdir() if is_named_checkpoint(path)}
     for folder in sorted(named - set(checkpoint_folders(run))):
-        verification.add(folder.name, f"is no checkpoint: it has no {MANIFEST}", "")
+        verification.add(folder.name, f"is not a checkpoint: it has no {MANIFEST}", "")
     if not good and not bad:
         verification.add("checkpoints", "none found", "")
     verification.attempt(MARK, partial(_check_mark, run))
@@ -107,7 +107,7 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
         check = partial(cross_checks.check_about, run, newest, finished=finished)
         verification.attempt(ABOUT, check)
         at_end = finished and checkpoint_checks.is_last(newest, progress)
-        check = partial(cross_checks.check_recorded, run, newest, ended=at_end)
+        check = partial(cross_checks.check_file_hashes, run, newest, ended=at_end)
         verification.attempt("files before the first step", check)
     _verify_result(verification, run, progress, good)
     verification.attempt(TRAINED_ROWS, partial(_check_trained_rows, run, newest))
@@ -156,7 +156,7 @@ def _check_mark(run: Path) -> str:
 
 def _check_trained_rows(run: Path, newest: Checkpoint | None) -> str:
     summary = check_trained_rows(run)
-    cross_checks.check_record(run / TRAINED_ROWS, newest)
+    cross_checks.check_file_hash(run / TRAINED_ROWS, newest)
     return summary
 
 
@@ -178,7 +178,7 @@ def _check_metrics(
                 f"ends at step {progress.step}, before the newest checkpoint, at step {newest.step}"
             )
         checkpoint_checks.check_copy(content, newest, finished=finished)
-    cross_checks.check_records(progress)
+    cross_checks.check_metrics_agree(progress)
     counts = f"{pluralize(progress.step, 'step')}, {pluralize(len(epochs), 'epoch')}"
     return f"{counts}, none missing or duplicated"
 

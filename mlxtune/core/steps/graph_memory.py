@@ -52,7 +52,7 @@ def vocabulary_block(positions: int) -> int:
     return max(_MIN_VOCABULARY_BLOCK, min(_VOCABULARY_BLOCK, _BLOCK_LOGITS // max(positions, 1)))
 
 
-def in_flight(shapes: ModelShapes, load: BatchLoad) -> int:
+def queued_bytes(shapes: ModelShapes, load: BatchLoad) -> int:
     """Return the bytes that a step's queued operations hold; 0 without a limit of graphs."""
     if shapes.graphs is None:
         return 0
@@ -63,10 +63,10 @@ def in_flight(shapes: ModelShapes, load: BatchLoad) -> int:
         read=int(_READS_PER_ENTRY * (1 + _FREED_PER_KEPT_BYTE) * kept_values)
         + _READS_PER_WEIGHT * shapes.matmuls * shapes.hidden,
     )
-    return shapes.graphs.in_flight(work)
+    return shapes.graphs.queued_bytes(work)
 
 
-def head_in_flight(shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad) -> int:
+def head_queued_bytes(shapes: ModelShapes, execution: MemoryOptions, load: BatchLoad) -> int:
     """Return the bytes that a head's queued operations hold; 0 without a limit of graphs."""
     if shapes.graphs is None or not execution.separate_head:
         return 0
@@ -80,7 +80,7 @@ def head_in_flight(shapes: ModelShapes, execution: MemoryOptions, load: BatchLoa
         allocated = _LINEAR_LOGITS * logits
     read = _READS_PER_ENTRY * allocated + _READS_PER_WEIGHT * weights
     work = QueuedWork(_HEAD_KERNELS * chunks, shapes.itemsize * allocated, read)
-    return shapes.graphs.in_flight(work)
+    return shapes.graphs.queued_bytes(work)
 
 
 def _kept_in_full(shapes: ModelShapes, load: BatchLoad) -> Entries:
@@ -184,4 +184,4 @@ class EvaluationMemory:
         work = QueuedWork(
             _FORWARD_KERNELS * self.layers, allocated, _READS_PER_ENTRY * self.layers * entries
         )
-        return self.graphs.in_flight(work)
+        return self.graphs.queued_bytes(work)

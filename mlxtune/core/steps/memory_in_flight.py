@@ -36,7 +36,7 @@ class GraphLimits:
     operations: int
     read: int
 
-    def in_flight(self, work: QueuedWork) -> int:
+    def queued_bytes(self, work: QueuedWork) -> int:
         """Return how many bytes queued operations hold beyond what their order needs."""
         if not work.operations:
             return 0

@@ -7,7 +7,7 @@ from itertools import product
 
 from mlxtune.core.formatting import byte_size
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.graph_memory import head_in_flight, in_flight
+from mlxtune.core.steps.graph_memory import head_queued_bytes, queued_bytes
 from mlxtune.core.steps.memory_terms import (
     BatchLoad,
     Factors,
@@ -79,10 +79,10 @@ def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predi
     matrices, moments = lora_bytes(shapes.trainable), moment_bytes(shapes.trainable)
     # There are two gradients: the step's and the micro-batch's.
     weights, optimizer = shapes.weights + matrices, moments + 2 * matrices
-    queued = in_flight(shapes, load)
+    queued = queued_bytes(shapes, load)
     in_layer = kept + queued + working + size * memory.unmeasured_entries(shapes, execution, load)
     in_head = size * memory.head_entries(shapes, execution, load)
-    queued_head = max(queued, head_in_flight(shapes, execution, load))
+    queued_head = max(queued, head_queued_bytes(shapes, execution, load))
     return max(
         Prediction(weights, optimizer, in_layer, 0),
         Prediction(weights, optimizer, kept, in_head + queued_head),
@@ -175,7 +175,7 @@ def _plans(
             )
 
 
-def choose(
+def choose_memory_plan(
     shapes: ModelShapes,
     work: Workload,
     base: Execution,

@@ -41,7 +41,7 @@ def rows_of_epoch(rows: CorpusRows, seed: int, epoch: int) -> npt.NDArray[np.int
         return every
     used = []
     for file, weight in enumerate(rows.corpus.weights):
-        rows_of_file = every[rows.files == file]
+        rows_of_file = every[rows.file_of_row == file]
         whole, part = rows_used(len(rows_of_file), weight)
         order = np.asarray(permutation(len(rows_of_file), f"{seed}/weight/{file}"), dtype=np.int64)
         following = (np.arange(part) + (epoch - 1) * part) % max(len(rows_of_file), 1)
@@ -82,9 +82,9 @@ def steps_of(
     rows: CorpusRows, batch_size: int, order: str, seed: int, epoch: int
 ) -> list[list[int]]:
     """Return the rows of each step of an epoch, as indices in `rows`."""
-    used = rows_of_epoch(rows, seed, epoch)
+    indices = rows_of_epoch(rows, seed, epoch)
     if order == "length":
-        steps = steps_by_length(rows.lengths[used], batch_size, seed, epoch)
+        steps = steps_by_length(rows.lengths[indices], batch_size, seed, epoch)
     else:
-        steps = shuffled_steps(len(used), batch_size, seed, epoch)
-    return [used[step].tolist() for step in steps]
+        steps = shuffled_steps(len(indices), batch_size, seed, epoch)
+    return [indices[step].tolist() for step in steps]

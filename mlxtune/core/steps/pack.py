@@ -95,7 +95,7 @@ class StepLengths:
         bytes_of = [text.astype(">u4").tobytes() for text in texts]
         order = sorted(range(len(examples)), key=lambda i: (keys[i], bytes_of[i], i))
         shared = [
-            _common_tokens(texts[i], texts[j]) if keys[i] == keys[j] else 0
+            _common_prefix_length(texts[i], texts[j]) if keys[i] == keys[j] else 0
             for i, j in pairwise(order)
         ]
         return cls(
@@ -157,7 +157,7 @@ def _run(example: Example) -> _Ints:
     return example.tokens[: forward_tokens(example)]
 
 
-def _common_tokens(a: _Ints, b: _Ints) -> int:
+def _common_prefix_length(a: _Ints, b: _Ints) -> int:
     """Return the length of the common prefix of two token sequences."""
     shortest = min(len(a), len(b))
     differs = a[:shortest] != b[:shortest]
@@ -274,7 +274,7 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
     for i, example in enumerate(examples):
         length, shared = forward_tokens(example), 0
         if i and (not keyed or example.key == examples[i - 1].key):
-            shared = _common_tokens(_run(examples[i - 1]), _run(example))
+            shared = _common_prefix_length(_run(examples[i - 1]), _run(example))
         if length > shared:
             links.append((total, shared, int(at[shared - 1]) if shared else -1))
         # The index in the sequence of each token of this example.

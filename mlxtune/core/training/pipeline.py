@@ -165,7 +165,7 @@ class StepSource(Protocol):
     def describe(self) -> Mapping[str, str]:
         """Return hashes of what decides the examples besides rows, for checkpoints' metadata."""
 
-    def written(self, step: int) -> Mapping[str, Any]:
+    def checkpoint_facts(self, step: int) -> Mapping[str, Any]:
         """Return facts on what the source has recorded up to a step, for its checkpoint."""
 
     def examples_of(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
@@ -191,7 +191,7 @@ class RowSource:
     def describe(self) -> Mapping[str, str]:
         return {}
 
-    def written(self, step: int) -> Mapping[str, Any]:
+    def checkpoint_facts(self, step: int) -> Mapping[str, Any]:
         return {}
 
     def examples_of(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:

@@ -25,7 +25,7 @@ from mlxtune.errors import one_line
 # The most groups of a step, pairs of rewards, and examples of a pair that a page shows.
 _MAX_GROUPS, _MAX_PAIRS, _MAX_EXAMPLES = 3, 3, 3
 
-# A group with one of its samples.
+# A sample with the group that it belongs to.
 Drawn = tuple[GroupRecord, SampleRecord]
 Floats = npt.NDArray[np.float64]
 

@@ -17,7 +17,7 @@ from mlxtune.core.run.metrics import (
     MEAN_LENGTH,
     REWARD,
     WITHOUT_REWARD,
-    measured,
+    validation_measure,
 )
 from mlxtune.core.run.sampled_answers import (
     ANSWER_LABELS,
@@ -278,7 +278,7 @@ def _validation(name: str, style: str, run: Run, index: int | None = None) -> Se
     objective, validations = run.config.get("objective"), run.progress.validations
     steps, values = (
         [each.step for each in validations],
-        [measured(each.val_loss, objective)[1] for each in validations],
+        [validation_measure(each.val_loss, objective)[1] for each in validations],
     )
     return Series(name, style, steps, values, "points", index)
 

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.quant.gptq import gptq_quantize
 
-from mlxtune.backend.adapters.gptq import calibration, quantize, round_projections
+from mlxtune.backend.adapters.gptq import calibration, quantize_gptq, round_projections
 from mlxtune.backend.adapters.storage import Storage
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import load_base
@@ -71,7 +71,7 @@ def test_matrix_is_rounded_by_the_papers_formulas(bits: int, group: int) -> None
     x, weight = correlated(400, 128), weights(24, 128)
     hessian = x.T @ x
     form = {"group_size": group, "bits": bits, "mode": "affine"}
-    found = values(quantize(weight, hessian, **form), form)
+    found = values(quantize_gptq(weight, hessian, **form), form)
     expected = formulas(np.array(weight), np.array(hessian).astype(np.float64), bits, group)
     # A value halfway between two codes may round differently, and then so does the rest of its row.
     same = np.abs(found - expected).max(axis=1) < 1e-4
@@ -97,15 +97,15 @@ class OneLayer(nn.Module):
 def test_matrix_is_rounded_as_mlx_lm_does() -> None:
     x, weight = correlated(256, 64), weights(16, 64)
     theirs, _ = gptq_quantize(OneLayer(weight), x[None], 4, 32, 4, 32)
-    found = quantize(weight, x.T @ x, **FORM)
+    found = quantize_gptq(weight, x.T @ x, **FORM)
     expected = dequantized_weight(theirs.layer)
     same = mx.abs(mx.array(values(found)) - expected).max(axis=1) < 1e-4
     assert float(same.mean()) > 0.8
 
 
 def test_singular_hessian_gives_no_result() -> None:
-    assert quantize(weights(8, 32), mx.zeros((32, 32)), **FORM) is None
-    assert quantize(weights(8, 32), mx.full((32, 32), mx.nan), **FORM) is None
+    assert quantize_gptq(weights(8, 32), mx.zeros((32, 32)), **FORM) is None
+    assert quantize_gptq(weights(8, 32), mx.full((32, 32), mx.nan), **FORM) is None
 
 
 # A whole model
@@ -177,7 +177,7 @@ def test_gptq_inputs_come_from_rounded_layers_without_padding(folder: Path) -> N
     x = mx.concatenate(inputs)
     module = projections[name][0]
     form = {"group_size": module.group_size, "bits": module.bits, "mode": "affine"}
-    found = quantize(projections[name][1], x.T @ x, **form)
+    found = quantize_gptq(projections[name][1], x.T @ x, **form)
     assert found is not None
     same = found[0] == made[f"{name}.weight"]
     assert float(same.mean()) > 0.95
@@ -245,7 +245,7 @@ def test_each_expert_is_rounded_on_its_own_inputs() -> None:
         form = {"group_size": 32, "bits": 4, "mode": "affine"}
         expected = mx.quantize(weight[expert], 32, 4)
         if own is not None:
-            found = quantize(weight[expert], own.T @ own, **form)
+            found = quantize_gptq(weight[expert], own.T @ own, **form)
             assert found is not None
             expected = found
         assert mx.array_equal(made.weight[expert], expected[0])

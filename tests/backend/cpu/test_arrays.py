@@ -21,7 +21,7 @@ def test_each_thing_is_in_one_part(
         assert part < threads
         seen[start:end] += 1
 
-    arrays.in_parts(work, count)
+    arrays.on_threads(work, count)
     assert (seen == 1).all()
 
 
@@ -30,12 +30,12 @@ def test_nested_parallel_work_is_not_divided(monkeypatch: pytest.MonkeyPatch) ->
     inner: list[tuple[int, int, int]] = []
 
     def work(part: int, start: int, end: int) -> None:
-        arrays.in_parts(lambda *given: inner.append(given), 4)
+        arrays.on_threads(lambda *given: inner.append(given), 4)
 
     # Inner work stays undivided in its thread; waiting for other threads would hang.
-    arrays.in_parts(work, 4)
+    arrays.on_threads(work, 4)
     assert inner == [(0, 0, 4)] * 2
-    arrays.in_parts(lambda *given: inner.append(given), 4)
+    arrays.on_threads(lambda *given: inner.append(given), 4)
     assert sorted(inner[2:]) == [(0, 0, 2), (1, 2, 4)]
 
 
@@ -48,7 +48,7 @@ def test_failure_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch, failing:
             raise FloatingPointError
 
     with pytest.raises(FloatingPointError):
-        arrays.in_parts(work, 2)
+        arrays.on_threads(work, 2)
 
 
 @pytest.mark.parametrize("worth", [0, 1 << 60], ids=["shared", "whole"])

@@ -136,7 +136,7 @@ def test_kept_products_are_taken_again_in_their_order(last: bool) -> None:
 
 def test_soft_capped_logits_of_gemma_4() -> None:
     assert_same_function(
-        lambda x: fast_model._FUNCTIONS[id(gemma4_text.logit_softcap)](30.0, x),
+        lambda x: fast_model._CPU_FUNCTIONS[id(gemma4_text.logit_softcap)](30.0, x),
         lambda x: gemma4_text.logit_softcap(30.0, x),
         random(3, 50, scale=40),
     )

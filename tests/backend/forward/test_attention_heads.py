@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 
 from mlxtune.backend.forward import attention_heads
-from mlxtune.backend.forward.attention_heads import find_heads
+from mlxtune.backend.forward.attention_heads import find_attention_heads
 from mlxtune.backend.forward.kernels.attention_kernels import (
     Heads,
     HeadSizes,
@@ -80,7 +80,7 @@ def test_layers_that_kernels_can_run_are_found(
     architecture: str, counts: tuple[int, int], tmp_path: Any
 ) -> None:
     folder = write_model(tmp_path / "m", architecture, **ARCHITECTURES[architecture])
-    found = [find_heads(each) for each in mixers_of(load_base(folder, "float32").model)]
+    found = [find_attention_heads(each) for each in mixers_of(load_base(folder, "float32").model)]
     assert (sum(each is not None for each in found), len(found)) == counts
 
 
@@ -91,7 +91,7 @@ def attention(tmp_path: Any) -> nn.Module:
 
 def test_heads_have_the_sizes_norms_and_angles_of_the_layer(attention: nn.Module) -> None:
     attention.q_norm.weight = mx.arange(attention.q_norm.weight.size) / 4
-    found = find_heads(attention)
+    found = find_attention_heads(attention)
     assert found is not None
     size = attention.q_norm.weight.size
     assert found.sizes == HeadSizes(attention.n_heads, attention.n_kv_heads, size, size)
@@ -104,7 +104,7 @@ def test_heads_have_the_sizes_norms_and_angles_of_the_layer(attention: nn.Module
 def test_layer_of_custom_model_code_is_not_replaced(attention: nn.Module) -> None:
     """A trial on a few tokens cannot tell what it does to later ones."""
     attention.__class__ = type("Own", (type(attention),), {"__module__": "model_file"})
-    assert find_heads(attention) is None
+    assert find_attention_heads(attention) is None
 
 
 def test_layer_that_does_anything_else_is_left_alone(attention: nn.Module) -> None:
@@ -115,13 +115,13 @@ def test_layer_that_does_anything_else_is_left_alone(attention: nn.Module) -> No
             return mx.tanh(super().__call__(x, mask, cache))
 
     attention.__class__ = Bounded
-    assert find_heads(attention) is None
+    assert find_attention_heads(attention) is None
     Bounded.__module__ = "mlx_lm.models.qwen3"
-    assert find_heads(attention) is None
+    assert find_attention_heads(attention) is None
     attention.__class__ = type(attention).__mro__[1]
-    assert find_heads(attention) is not None
+    assert find_attention_heads(attention) is not None
     attention.rope.traditional = True
-    assert find_heads(attention) is None
+    assert find_attention_heads(attention) is None
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -135,7 +135,7 @@ def test_step_by_kernels_equals_the_plain_one(architecture: str, recompute: bool
 
 
 def test_arrays_that_kernels_do_not_serve_run_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_heads, "serves", lambda *_: False)
+    monkeypatch.setattr(attention_heads, "supports_attention", lambda *_: False)
     folder, operations = model_folder("qwen3"), WithKernels()
     made = fresh(folder, replace(PACKED, operations=operations), 10_000)
     assert_same(computed(made, fixed_step()), computed(fresh(folder), fixed_step()))

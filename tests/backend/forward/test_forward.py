@@ -19,13 +19,13 @@ from tests.long.pipeline_graphs import PipelineGraphs
 def test_updates_of_all_steps_share_one_signature(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traced, take = [], LoRAOptimizer._take
+    traced, take = [], LoRAOptimizer._adamw_step
 
     def noted(*args: Any) -> Any:
         traced.append(args)
         return take(*args)
 
-    monkeypatch.setattr(LoRAOptimizer, "_take", noted)
+    monkeypatch.setattr(LoRAOptimizer, "_adamw_step", noted)
     graphs = PipelineGraphs(fresh(model_folder("qwen3"), PACKED, 2048))
     with _nothing_evaluated():
         for examples in epoch_of(name)[:6]:

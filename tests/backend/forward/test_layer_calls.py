@@ -28,7 +28,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.graph_memory import in_flight
+from mlxtune.core.steps.graph_memory import queued_bytes
 from mlxtune.core.steps.memory_terms import BatchLoad
 from tests.backend.cpu.compared import assert_close, random
 from tests.backend.step.executions import (
@@ -317,5 +317,5 @@ def test_recomputing_keeps_only_the_input_of_a_layer(tmp_path: Path) -> None:
             mx.get_peak_memory() - before - 4 * sum(parameter.nbytes for parameter in parameters)
         )
     # With eight layers, more operations may be queued than with two.
-    queued = in_flight(shapes, BatchLoad(2, 256, 512, 512))
+    queued = queued_bytes(shapes, BatchLoad(2, 256, 512, 512))
     assert held[1] - held[0] < 6 * 1.5 * 4 * 512 * 128 + queued

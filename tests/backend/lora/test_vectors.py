@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 from mlx.utils import tree_flatten, tree_map
 
-from mlxtune.backend.lora.vectors import MULTIPLE, LoRAVectors
+from mlxtune.backend.lora.vectors import MULTIPLE, LoRAVectorLayout
 from mlxtune.core.run.checkpoint import OPTIMIZER
 from tests.backend.step.executions import fresh, model_folder
 from tests.backend.step.test_pipeline_resume import (
@@ -32,7 +32,7 @@ def test_no_launch_joins_an_empty_array() -> None:
     """The matrices fill whole rows of their vector, so the vector needs no padding."""
     config: dict[str, Any] = {"lora_rank": 16, "targets": ("q_proj",)}
     model = fresh(model_folder("qwen3"), **config).model
-    vectors, matrices = LoRAVectors(model, separate=False), model.trainable_parameters()
+    vectors, matrices = LoRAVectorLayout(model, separate=False), model.trainable_parameters()
     (joined,) = vectors.join(matrices)
     # A (64, 16) and B (16, 64) of two layers.
     assert joined.size == 4 * 64 * 16 == 4 * MULTIPLE

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.models.config_keys import unread_keys, with_known_keys
+from mlxtune.backend.models.config_keys import unread_config_keys, with_known_keys
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.errors import ModelError
@@ -94,11 +94,11 @@ def test_rope_parameters_of_a_language_part_are_renamed_too() -> None:
 def test_unread_rope_entry_is_named_with_shortened_value() -> None:
     rope = {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 0.5}
     config = {"model_type": "llama", **SHAPE, "rope_parameters": rope}
-    assert unread_keys(with_known_keys(config, "llama"), "llama") == [
+    assert unread_config_keys(with_known_keys(config, "llama"), "llama") == [
         "rope_parameters.partial_rotary_factor (0.5)"
     ]
     config = {"model_type": "llama", **SHAPE, "zithers": [f"word{i}" for i in range(99)]}
-    (found,) = unread_keys(config, "llama")
+    (found,) = unread_config_keys(config, "llama")
     assert found.endswith("'word5', …)")
 
 
@@ -107,7 +107,7 @@ def test_config_of_every_architecture_is_read() -> None:
     for name, changes in ARCHITECTURES.items():
         kind = name.split()[0]
         config = {"model_type": kind, **SHAPE, **changes}
-        unread[name] = unread_keys(with_known_keys(config, kind), kind)
+        unread[name] = unread_config_keys(with_known_keys(config, kind), kind)
     assert {name: keys for name, keys in unread.items() if keys} == {}
 
 
@@ -121,7 +121,7 @@ def test_unknown_key_of_every_architecture_is_named() -> None:
             prefix = "text_config."
         else:
             config |= unknown
-        unread[name] = unread_keys(config, kind)
+        unread[name] = unread_config_keys(config, kind)
         expected[name] = [f"{prefix}zither_softcapping (30.0)"]
     assert unread == expected
 
@@ -194,7 +194,7 @@ HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_keys_of_published_models_are_harmless(name: str) -> None:
     kind, keys = HARMLESS[name]
     config = {"model_type": kind, **SHAPE, **ARCHITECTURES.get(kind, {}), **keys}
-    assert unread_keys(config, kind) == []
+    assert unread_config_keys(config, kind) == []
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.models.token_array import TokenArrays
-from mlxtune.backend.text.generate import Generator, Sampling, answers
+from mlxtune.backend.text.generate import Generator, Sampling, answer_prompts
 from mlxtune.benchmark.peers import MlxLm
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.prompt import Prompt
@@ -64,7 +64,7 @@ USES: dict[str, Use] = {
     "answer": lambda model, token: Generator(model, Bytes(), VOCAB_SIZE).answer(
         Prompt((1, token), None), GREEDY
     ),
-    "answers": lambda model, token: answers(
+    "answers": lambda model, token: answer_prompts(
         model, Bytes(), [Prompt((1, token), None), Prompt((1, 2), None)], GREEDY
     ),
     "logits": lambda model, token: compare_logits._logits(model, [1, token, 3], 1),

@@ -85,10 +85,10 @@ def test_snapshot_is_checked_against_the_model_before_any_weight_is_read(
     made.snapshot()(tmp_path)
     weights = tmp_path / "adapters.safetensors"
     count = len(safetensors.numpy.load_file(weights))
-    assert checkpoint_tensors.check_adapter(weights, made.model, made.lora) == count
+    assert checkpoint_tensors.check_tensors_fit(weights, made.model, made.lora) == count
     other = pipeline(folder, Execution(MLX), **FAMILY[member] | {"lora_rank": 3})
     with pytest.raises(ModelError, match="does not fit the model"):
-        checkpoint_tensors.check_adapter(weights, other.model, other.lora)
+        checkpoint_tensors.check_tensors_fit(weights, other.model, other.lora)
     path = tmp_path / PARAMETERS
     assert path.exists() == ("ranks" in member or member == "all")
     if path.exists():
@@ -97,4 +97,4 @@ def test_snapshot_is_checked_against_the_model_before_any_weight_is_read(
         del tensors[name]
         safetensors.numpy.save_file(tensors, path)
         with pytest.raises(ModelError, match=f"{name} is missing"):
-            checkpoint_tensors.check_adapter(weights, made.model, made.lora)
+            checkpoint_tensors.check_tensors_fit(weights, made.model, made.lora)

@@ -22,7 +22,7 @@ from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.device import default_device
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.text import generate
-from mlxtune.backend.text.generate import Generator, Sampling, answers, seed
+from mlxtune.backend.text.generate import Generator, Sampling, answer_prompts, seed
 from mlxtune.backend.text.tokenizer import load_tokenizer
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import text_of
@@ -108,7 +108,9 @@ def test_batched_answers_match_single_answers(folder: Path) -> None:
     prompts = [Prompt(tuple(range(3, 4 + n)), None) for n in (9, 1, 5, 14)]
     told: list[tuple[int, int]] = []
     model = load_base(folder, "float32").model
-    found = answers(model, Bytes(), prompts, GREEDY, on_progress=lambda *done: told.append(done))
+    found = answer_prompts(
+        model, Bytes(), prompts, GREEDY, on_progress=lambda *done: told.append(done)
+    )
     alone = [greedy(folder, list(prompt.ids), 24) for prompt in prompts]
     spelled = [[token for token in tokens if token != 0] for tokens in alone]
     assert found == [text_of(Bytes().token_bytes(tokens)) for tokens in spelled]
@@ -121,7 +123,7 @@ def test_batches_shrink_when_memory_runs_out_and_retry_transient_faults(
     prompts = [Prompt(tuple(range(3, 4 + n)), None) for n in (9, 1, 5, 14)]
     model = load_base(folder, "float32").model
     short = Sampling(max_new_tokens=3)
-    expected = answers(model, Bytes(), prompts, short)
+    expected = answer_prompts(model, Bytes(), prompts, short)
     whole, sizes = generate.batch_generate, []
     texts = iter(["", "[malloc] Unable to allocate 9 bytes.", "Innocent Victim"])
 
@@ -134,7 +136,9 @@ def test_batches_shrink_when_memory_runs_out_and_retry_transient_faults(
     monkeypatch.setattr(generate, "batch_generate", failing)
     monkeypatch.setattr(generate, "_MAX_BATCH", 3)
     told: list[tuple[int, int]] = []
-    found = answers(model, Bytes(), prompts * 2, short, on_progress=lambda *done: told.append(done))
+    found = answer_prompts(
+        model, Bytes(), prompts * 2, short, on_progress=lambda *done: told.append(done)
+    )
     assert found == expected * 2
     assert sizes == [3, 3, 1, 1, 1, 1, 1, 1]
     assert told == [(3, 8), (4, 8), (5, 8), (6, 8), (7, 8), (8, 8)]
@@ -150,7 +154,7 @@ def test_prompt_that_takes_too_much_memory_alone_is_an_error(
     model = load_base(folder, "float32").model
     prompts = [Prompt((3, 4), None)] * 5
     with pytest.raises(MemoryLimitError, match="while the answer was generated: shorten"):
-        answers(model, Bytes(), prompts, GREEDY)
+        answer_prompts(model, Bytes(), prompts, GREEDY)
 
 
 def test_end_of_the_turn_ends_the_answer_and_is_not_shown(folder: Path) -> None:
@@ -329,4 +333,4 @@ def test_nan_logits_of_one_prompt_in_a_batch_end_in_one_line(
     model.model.embed_tokens.weight[7] = float("nan")
     prompts = [Prompt((1, 2, 3), None), Prompt((1, 7, 3), None)]
     with pytest.raises(ModelError, match="the model's logits are not finite numbers"):
-        answers(model, Bytes(), prompts, Sampling(max_new_tokens=max_new_tokens))
+        answer_prompts(model, Bytes(), prompts, Sampling(max_new_tokens=max_new_tokens))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.data import cache as cache_module
-from mlxtune.core.data.cache import encode_file, key_of
+from mlxtune.core.data.cache import cache_key, encode_file
 from mlxtune.core.data.encode import EncodedRows
 from mlxtune.core.data.encoded_file import EncodedFile
 from mlxtune.core.data.problems import BadRowError, RowTally, SkippedRows
@@ -322,9 +322,9 @@ def test_key_depends_on_every_part_and_not_on_their_order() -> None:
         parts | {"more": None},
     ]
 
-    assert key_of(dict(reversed(parts.items()))) == key_of(parts)
-    assert len({key_of(each) for each in [parts, *others]}) == 1 + len(others)
-    assert key_of(parts).isalnum()
+    assert cache_key(dict(reversed(parts.items()))) == cache_key(parts)
+    assert len({cache_key(each) for each in [parts, *others]}) == 1 + len(others)
+    assert cache_key(parts).isalnum()
 
 
 def test_file_of_the_user_in_an_entry_stays(

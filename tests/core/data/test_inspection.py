@@ -28,7 +28,7 @@ from mlxtune.core.data.inspection import (
     ShownPair,
     TruncationLoss,
     limits,
-    pieces,
+    text_pieces,
     together,
     truncation_loss,
 )
@@ -344,7 +344,7 @@ def test_characters_of_several_tokens_are_one_piece(narrow: bool) -> None:
         assistant_mask=np.append(found.assistant_mask, 0).astype(np.uint8),
     )
 
-    shown = list(pieces(example, tokenizer))
+    shown = list(text_pieces(example, tokenizer))
 
     assert Piece("é", 2, False, False) in shown
     start = shown.index(Piece("🦙", 4, False, True))
@@ -359,7 +359,7 @@ def test_split_characters_are_shown_as_such() -> None:
     tokens = [*llama[:2], 257, *llama[2:], *llama, *llama[:1]]
     mask = [0] * 5 + [0, 0, 1, 1] + [1]
 
-    shown = list(pieces(Example(1, np.array(tokens), np.array(mask)), tokenizer))
+    shown = list(text_pieces(Example(1, np.array(tokens), np.array(mask)), tokenizer))
 
     assert [(piece.control, piece.supervised) for piece in shown if piece.control] == [
         (True, False)
@@ -385,7 +385,7 @@ def test_pieces_join_to_the_text_and_their_tokens_to_the_mask(
     mask = [characters[start] for start, _ in encoded.offsets]
 
     one = Example(1, np.array(encoded.ids, dtype=np.int32), np.array(mask, dtype=np.uint8))
-    shown = list(pieces(one, tokenizer))
+    shown = list(text_pieces(one, tokenizer))
 
     assert "".join(piece.text for piece in shown) == text
     assert [piece.supervised for piece in shown for _ in range(piece.tokens)] == list(
@@ -398,7 +398,7 @@ def test_pieces_join_to_the_text_and_their_tokens_to_the_mask(
 def test_invalid_utf_8_becomes_replacement_characters_at_once() -> None:
     one = Example(1, np.array([0xFF, 0x61, 0xC3]), np.array([0, 0, 0]))
 
-    assert list(pieces(one, ByteTokenizer(narrow=False))) == [
+    assert list(text_pieces(one, ByteTokenizer(narrow=False))) == [
         *(Piece("�", 1, False, False), Piece("a", 1, False, False), Piece("�", 1, False, False)),
     ]
 

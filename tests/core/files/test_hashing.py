@@ -16,7 +16,7 @@ from mlxtune.core.files import hashing
 from mlxtune.core.files.hashing import (
     base_change,
     base_fingerprint,
-    base_layout,
+    base_layout_hash,
     hash_in_background,
     is_fingerprint,
     model_hash,
@@ -149,7 +149,7 @@ def test_change_of_any_eighth_of_a_weight_changes_the_fingerprint(base: Path, ei
     safetensors.numpy.save_file({"q.weight": matrix.reshape(256, 256)}, path)
     after = base_fingerprint(base)
     assert base_change(before, after) == "weights"
-    assert after["layout"] == before["layout"] == base_layout(base)
+    assert after["layout"] == before["layout"] == base_layout_hash(base)
 
 
 @pytest.mark.parametrize(

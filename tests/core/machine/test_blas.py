@@ -127,7 +127,7 @@ def test_macos_is_left_alone() -> None:
         "def fail(*args, **options): raise AssertionError('touched')\n"
         "ctypes.CDLL = fail\n"
         "import mlxtune\n"
-        "from mlxtune.core.machine.blas import Blas, load_blas\n"
-        "assert load_blas() == Blas()\n"
+        "from mlxtune.core.machine.blas import BlasStatus, load_blas\n"
+        "assert load_blas() == BlasStatus()\n"
     )
     assert result.stderr == ""

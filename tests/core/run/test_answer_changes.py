@@ -196,7 +196,7 @@ def test_length_of_answers_is_never_shown_as_a_reward(tmp_path: Path) -> None:
     run = changed(tmp_path, lengths, ("json",))
     view = RunView.of(run)
     assert [each.kind for each in view.changes] == ["answers", "answers"]
-    assert view.sampled is None
+    assert view.reward_change is None
     assert "reward of sampled answers" not in view.headline
 
 

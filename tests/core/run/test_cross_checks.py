@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.run.checkpoint import METRICS
-from mlxtune.core.run.cross_checks import check_ledger, check_records
+from mlxtune.core.run.cross_checks import check_ledger, check_metrics_agree
 from mlxtune.core.run.progress import Progress
 from tests.runs import LENGTHS, as_lines, metrics, write_run
 
@@ -15,10 +15,10 @@ from tests.runs import LENGTHS, as_lines, metrics, write_run
 def test_losses_agree_with_perplexities_and_means() -> None:
     records = metrics(1, 4, validation=False)
     with pytest.raises(ValueError, match="epoch 1 has training loss 3, but its steps have "):
-        check_records(Progress.from_jsonl(as_lines(records)))
+        check_metrics_agree(Progress.from_jsonl(as_lines(records)))
     records[2]["loss"] /= 4
     with pytest.raises(ValueError, match=r"step 3 has loss .*, but perplexity "):
-        check_records(Progress.from_jsonl(as_lines(records)))
+        check_metrics_agree(Progress.from_jsonl(as_lines(records)))
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

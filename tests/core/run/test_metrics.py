@@ -20,7 +20,7 @@ from mlxtune.core.run.metrics import (
     ROWS_WITHOUT_REWARD,
     WITHOUT_REWARD,
     TrainingMetrics,
-    measured,
+    validation_measure,
 )
 from mlxtune.core.run.sampled_answers import ANSWER_LABELS, FRACTION
 from tests.core.training.records import step_record
@@ -129,6 +129,6 @@ def test_each_metric_of_answers_has_one_name_and_one_label() -> None:
 
 
 def test_loss_of_a_run_with_rewards_is_the_negative_mean_reward() -> None:
-    found = {objective: measured(-0.5, objective) for objective in OBJECTIVES}
+    found = {objective: validation_measure(-0.5, objective) for objective in OBJECTIVES}
     for objective, measure in found.items():
         assert measure == (("reward", 0.5) if objective in REWARD_OBJECTIVES else ("loss", -0.5))

@@ -13,8 +13,8 @@ from mlxtune.core.run import sampled_answers
 from mlxtune.core.run.sampled_answers import (
     GroupRecord,
     SampleRecord,
+    read_groups,
     read_members,
-    read_samples,
     read_shown,
 )
 
@@ -76,7 +76,7 @@ def test_pieces_of_any_size_give_the_same_samples(
     groups = [[group(1, "x" * 3000), group(1)], [group(2)]]
     write(path, *groups)
     monkeypatch.setattr(sampled_answers, "_PIECE", piece)
-    assert list(read_samples(path)) == [each for step in groups for each in step]
+    assert list(read_groups(path)) == [each for step in groups for each in step]
     assert read_shown(path)[0] == {1: groups[0], 2: groups[1]}
     content = path.read_bytes()
     with path.open("rb") as file:
@@ -108,6 +108,6 @@ def test_damaged_record_is_a_value_error(path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("steps", [(1, 1), (2, 1), (1, 3, 2)])
 def test_steps_that_do_not_increase_are_damage(path: Path, steps: tuple[int, ...]) -> None:
     write(path, *([group(step)] for step in steps))
-    for read in (read_shown, lambda path: list(read_samples(path))):
+    for read in (read_shown, lambda path: list(read_groups(path))):
         with pytest.raises(ValueError, match=f"step {steps[-1]} comes after step {steps[-2]}$"):
             read(path)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.graph_memory import head_in_flight, in_flight
+from mlxtune.core.steps.graph_memory import head_queued_bytes, queued_bytes
 from mlxtune.core.steps.memory_in_flight import GraphLimits, QueuedWork
 from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import BatchLoad
@@ -26,20 +26,20 @@ MB = 10**6
 )
 def test_larger_operations_queue_longer(each: int, queued: int) -> None:
     work = QueuedWork(operations=5000, allocated=5000 * each, read=0)
-    assert LIMITS.in_flight(work) == queued * each
+    assert LIMITS.queued_bytes(work) == queued * each
 
 
 def test_step_holds_no_more_than_it_allocates() -> None:
-    assert LIMITS.in_flight(QueuedWork(operations=150, allocated=15 * MB, read=0)) == 15 * MB
-    assert LIMITS.in_flight(QueuedWork(0, 0, 0)) == 0
+    assert LIMITS.queued_bytes(QueuedWork(operations=150, allocated=15 * MB, read=0)) == 15 * MB
+    assert LIMITS.queued_bytes(QueuedWork(0, 0, 0)) == 0
 
 
 def test_graph_ends_at_the_entries_that_it_reads() -> None:
     # 25 operations read 10^9 entries, so that eleven graphs have 275.
     work = QueuedWork(operations=5000, allocated=5000 * 50 * MB, read=5000 * 40 * MB)
-    assert LIMITS.in_flight(work) == 275 * 50 * MB
+    assert LIMITS.queued_bytes(work) == 275 * 50 * MB
     # A graph has at least one operation.
-    assert GraphLimits(100, 1).in_flight(work) == 11 * 50 * MB
+    assert GraphLimits(100, 1).queued_bytes(work) == 11 * 50 * MB
 
 
 def test_layers_free_what_they_allocate_and_do_not_keep() -> None:
@@ -47,8 +47,8 @@ def test_layers_free_what_they_allocate_and_do_not_keep() -> None:
     # All products twice, four inputs and a copy of the scores, as in `GraphMemory.kept_entries`.
     kept = 80 * (2 * 200 + 2 * 4 * 10) + 2 * 2 * 2 * 50**2
     # The 212 operations of two layers free 3.5 bytes for each kept byte; 200 are in flight.
-    assert in_flight(queued, load) == int(200 / 212 * 3.5 * 4 * kept)
-    assert in_flight(shapes(), load) == 0
+    assert queued_bytes(queued, load) == int(200 / 212 * 3.5 * 4 * kept)
+    assert queued_bytes(shapes(), load) == 0
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -57,15 +57,15 @@ def test_peak_in_a_layer_has_its_buffers_in_flight(recompute: bool) -> None:
     without, queued = (
         predict(shapes(vocab=1, graphs=graphs), execution, load) for graphs in (None, LIMITS)
     )
-    added = in_flight(shapes(vocab=1, graphs=LIMITS), load)
+    added = queued_bytes(shapes(vocab=1, graphs=LIMITS), load)
     assert queued == replace(without, activations=without.activations + added)
 
 
 def test_head_in_16_bits_has_three_copies_of_its_logits_in_flight() -> None:
     execution, load = Execution(GRAPH_OPERATIONS, 64), BatchLoad.single(1000, 1000)
     large = shapes(vocab=10**5, itemsize=2, graphs=GraphLimits(100, 10**12))
-    assert head_in_flight(large, execution, load) == 3 * 2 * 10**5 * 1000
-    assert head_in_flight(replace(large, graphs=None), execution, load) == 0
+    assert head_queued_bytes(large, execution, load) == 3 * 2 * 10**5 * 1000
+    assert head_queued_bytes(replace(large, graphs=None), execution, load) == 0
     plain, queued = (
         predict(each, execution, load).head for each in (replace(large, graphs=None), large)
     )
@@ -79,5 +79,5 @@ def test_head_in_blocks_has_all_its_logits_in_flight_as_on_an_h200() -> None:
     load = BatchLoad.single(case["positions"], case["positions"])
     execution = Execution(GRAPH_OPERATIONS, 64)
     alone = 4 * GRAPH_OPERATIONS.memory.head_entries(head, execution, load)
-    found = alone + head_in_flight(head, execution, load)
+    found = alone + head_queued_bytes(head, execution, load)
     assert alone < case["peak"] < found < 1.5 * case["peak"]

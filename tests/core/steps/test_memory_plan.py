@@ -16,7 +16,7 @@ from mlxtune.core.steps.memory_plan import (
     MARGIN,
     MemoryPlan,
     Workload,
-    choose,
+    choose_memory_plan,
     longest,
     sample_steps,
     why_not,
@@ -51,7 +51,7 @@ def chosen(
     tolerance: float = 0.1,
     of: ModelShapes | None = None,
 ) -> MemoryPlan | None:
-    return choose(
+    return choose_memory_plan(
         of or shapes(),
         given,
         execution or LEAN,
@@ -186,7 +186,7 @@ def test_longest_example_fits_and_one_token_more_does_not(limit: int, recompute:
 
     def fits(tokens: int) -> bool:
         given = Workload((), (BatchLoad.single(tokens, tokens),))
-        plan = choose(
+        plan = choose_memory_plan(
             shapes(), given, execution, limit=limit, recompute_choices=[recompute], tolerance=0.0
         )
         return plan is not None and plan.peak.total * (1 + MARGIN) <= limit

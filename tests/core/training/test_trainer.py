@@ -24,7 +24,7 @@ from mlxtune.core.data.encoded_file import ExampleArrays
 from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.objectives.policy import objective_of
 from mlxtune.core.run.checkpoint import METRICS
-from mlxtune.core.run.cross_checks import check_records
+from mlxtune.core.run.cross_checks import check_metrics_agree
 from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.run.progress import Progress
 from mlxtune.core.training.pipeline import OnProgress, RowSource, Step, StepData
@@ -124,7 +124,7 @@ def test_objective_decides_whether_a_mean_loss_is_over_tokens_or_rows(
     assert trainer.metrics.average_loss() == pytest.approx(expected)
     read = Progress.from_jsonl((tmp_path / METRICS).read_bytes())
     assert list(read.steps) == found.steps
-    check_records(read)
+    check_metrics_agree(read)
 
 
 def test_validation_rows_given_replace_the_split(tmp_path: Path) -> None:

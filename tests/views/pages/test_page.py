@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.run.stored_run import read_run
-from mlxtune.views.inspection_view import render_page
+from mlxtune.views.inspection_view import render_inspection
 from mlxtune.views.pages.run_page import render_runs
 from tests.inspections import HOSTILE as HOSTILE_DATA
 from tests.inspections import with_text
@@ -26,7 +26,7 @@ ACTING = {"src", "srcset", "action", "formaction", "poster", "data", "background
 
 # Pages of hostile data, by kind.
 PAGES: dict[str, Callable[[Path], str]] = {
-    "inspection": lambda folder: render_page(with_text(HOSTILE_DATA)),
+    "inspection": lambda folder: render_inspection(with_text(HOSTILE_DATA)),
     "run": lambda folder: render_runs([read_run(hostile_run(folder))]),
     "comparison": lambda folder: render_runs([read_run(hostile_run(folder))] * 2),
 }

@@ -18,7 +18,7 @@ import numpy as np
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.adapter_folder import (
     is_valid_scale,
-    read_config_file,
+    read_adapter_config,
     valid_dropout,
     write_tensors,
 )
@@ -220,7 +220,7 @@ def _expert_parts(
         if module.endswith(f".{peft_experts.EXPERTS_PATHS[model_type]}"):
             names = [
                 name
-                for name in peft_experts.PARAMETERS
+                for name in peft_experts.EXPERT_PARAMETERS
                 if any(f".{module}.{name}".endswith(target) for target in targets)
             ]
             wrapped_names = peft_experts.wrapped(module, names)
@@ -283,10 +283,10 @@ def base_of(config: Mapping[str, Any]) -> str:
     return str(config.get("base_model_name_or_path") or "")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_peft_config(folder: Path) -> dict[str, Any]:
     """Return the checked config of a PEFT folder. Raises ModelError."""
     path = folder / CONFIG
-    config = read_config_file(path)
+    config = read_adapter_config(path)
     if config.get("peft_type") != "LORA":
         raise ModelError(
             f"{path}: peft_type is {config.get('peft_type')!r:.40}: only LORA is supported"

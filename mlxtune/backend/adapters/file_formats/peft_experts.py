@@ -26,7 +26,7 @@ EXPERTS_PATHS = {
 # Models that interleave the outputs of gate and up.
 _INTERLEAVED_TYPES = ("gpt_oss",)
 # The stacked parameters, in the order in which PEFT wraps them.
-PARAMETERS = ("gate_up_proj", "down_proj")
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 # mlx-lm's names for a stack of experts.
 _STACKS = ("switch_mlp", "switch_glu", "experts")
 
@@ -102,7 +102,7 @@ def from_matrices(a: Matrix, b: Matrix, rank: int) -> WeightUpdate:
 
 def wrapped(module: str, parameters: Iterable[str]) -> dict[str, str]:
     """Map a module's parameters to the wrapped modules that hold their LoRA in PEFT."""
-    selected = [name for name in PARAMETERS if name in parameters]
+    selected = [name for name in EXPERT_PARAMETERS if name in parameters]
     depths = range(len(selected) - 1, -1, -1)
     return {
         name: module + ".base_layer" * depth for name, depth in zip(selected, depths, strict=True)

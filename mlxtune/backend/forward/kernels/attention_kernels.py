@@ -391,7 +391,7 @@ def plain_packed(layout: Layout, output: mx.array) -> mx.array:
     return output.swapaxes(1, 2).reshape(math.prod(layout.shape), -1)[layout.flat_indices][None]
 
 
-def serves(heads: Heads, layout: Layout, arrays: Sequence[mx.array]) -> bool:
+def supports_attention(heads: Heads, layout: Layout, arrays: Sequence[mx.array]) -> bool:
     """Return whether the kernels support these queries, keys and values."""
     dtypes = {array.dtype for array in arrays}
     tokens = max(math.prod(layout.shape), len(layout.positions))

@@ -270,7 +270,7 @@ class Chooser:
     def problem(self) -> str:
         """Return why kernels cannot be used; empty if they can, or on the CPU.
 
-        The dtypes that were used are tried, or bfloat16.
+        Tries the dtypes used so far; bfloat16 if none.
         """
         if on_cpu():
             return ""
@@ -280,19 +280,19 @@ class Chooser:
     def choice(self, dtype: mx.Dtype) -> Choice:
         """Return the choice for a dtype, after a trial at the first call."""
         if dtype not in self._choices:
-            self._choices[dtype] = choose(self._trial, dtype, self._clock)
+            self._choices[dtype] = choose_form(self._trial, dtype, self._clock)
         return self._choices[dtype]
 
 
-def choose(trial: Callable[[], Trial], dtype: mx.Dtype, clock: Callable[[], float]) -> Choice:
+def choose_form(trial: Callable[[], Trial], dtype: mx.Dtype, clock: Callable[[], float]) -> Choice:
     """Return the fastest form of a trial in a dtype, if its kernels compile and are right."""
     try:
-        tried = trial()
-        if problem := next(_problems(tried, dtype), ""):
+        candidate = trial()
+        if problem := next(_problems(candidate, dtype), ""):
             return Choice(None, problem)
-        case = tried.realistic().astype(dtype)
-        forms = {**tried.forms, PLAIN: tried.plain}
-        times = {name: seconds(form, case, clock) for name, form in forms.items()}
+        case = candidate.realistic().astype(dtype)
+        forms = {**candidate.forms, PLAIN: candidate.plain}
+        times = {name: fastest_seconds(form, case, clock) for name, form in forms.items()}
     # Any error may occur: a compiler may be missing, or reject the source.
     except Exception as error:  # noqa: BLE001
         return Choice(None, one_line(error))
@@ -302,10 +302,10 @@ def choose(trial: Callable[[], Trial], dtype: mx.Dtype, clock: Callable[[], floa
     for other in times:
         if times[other] < times[name] * (1 - _GAIN):
             name = other
-    return Choice(tried.forms.get(name), seconds=times)
+    return Choice(candidate.forms.get(name), seconds=times)
 
 
-def seconds(function: Function, case: TrialInputs, clock: Callable[[], float]) -> float:
+def fastest_seconds(function: Function, case: TrialInputs, clock: Callable[[], float]) -> float:
     """Return the least time of several runs of a function and its gradient."""
     mx.eval(*case.primals, *case.cotangents, *case.constants)
     times = []

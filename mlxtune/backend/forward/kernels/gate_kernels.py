@@ -139,7 +139,7 @@ def plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return differentiable(forward, backward)(gate, up)[0]
 
 
-def serves(gate: mx.array, up: mx.array) -> bool:
+def supports_gates(gate: mx.array, up: mx.array) -> bool:
     """Return whether the kernels support these arrays."""
     same = gate.shape == up.shape and gate.dtype == up.dtype
     return same and gate.dtype in TOLERANCES and MIN_SIZE <= gate.size < _MAX_ELEMENTS

@@ -36,7 +36,7 @@ _TOKENS = 2048
 # kernels `seq_gated_delta_*` and `gated_delta_fused_*` with `_vjp_` in their names. CUDA has no
 # such kernels.
 _KERNEL_SIZE = 128
-_KERNEL_HEADS = {(16, 16), (16, 32), (16, 48), (16, 64), (24, 24), (32, 32)}
+_KERNEL_HEAD_COUNTS = {(16, 16), (16, 32), (16, 48), (16, 64), (24, 24), (32, 32)}
 
 
 def gated_delta_update(
@@ -94,7 +94,7 @@ def by_chunks(*arrays: Any) -> tuple[mx.array, mx.array]:
 
 def _has_kernel(k: mx.array, v: mx.array) -> bool:
     heads, sizes = (k.shape[2], v.shape[2]), {k.shape[3], v.shape[3]}
-    return _on_metal() and heads in _KERNEL_HEADS and sizes == {_KERNEL_SIZE}
+    return _on_metal() and heads in _KERNEL_HEAD_COUNTS and sizes == {_KERNEL_SIZE}
 
 
 def _on_metal() -> bool:

@@ -26,7 +26,13 @@ from mlxtune.core.data.conversation import (
     Document,
     Pair,
 )
-from mlxtune.core.data.problems import MARK_REASONS, BadRowError, json_text, json_type, parse_json
+from mlxtune.core.data.problems import (
+    MARK_REASONS,
+    BadRowError,
+    json_text,
+    json_type,
+    parse_row_json,
+)
 from mlxtune.core.data.sources.keys import field_option, is_mark
 from mlxtune.core.data.sources.messages import (
     ROLES,
@@ -146,7 +152,7 @@ def parsed_list(content: JsonObject, key: str) -> Any:
     value = content.get(key)
     if isinstance(value, str) and value.lstrip().startswith("["):
         kind = f"'{key}' is text that is not JSON"
-        return parse_json(value.encode("utf-8", "surrogatepass"), kind)
+        return parse_row_json(value.encode("utf-8", "surrogatepass"), kind)
     return value
 
 

@@ -14,7 +14,7 @@ from mlxtune.core.data.problems import (
     UNREAD_METADATA,
     BadRowError,
     json_text,
-    parse_json,
+    parse_row_json,
     unread_key,
 )
 from mlxtune.errors import shorten
@@ -167,7 +167,7 @@ def is_learned(marks: Mapping[str, Any], where: str) -> bool:
 def check_row_is_learned(marks: Mapping[str, Any]) -> None:
     """Raise BadRowError for a row that is marked not to be learned.
 
-    Numbers such as a row's measured loss are no marks.
+    Numbers such as a row's measured loss are not marks.
     """
     for key, value in marks.items():
         name, is_true = letters(key), as_bool(value)
@@ -232,7 +232,7 @@ def _switch(name: str, value: Any) -> bool:
 def _options_in(value: Any, key: str) -> Mapping[str, Any]:
     """Return an object of options, which may be JSON text. Raises BadRowError for other text."""
     if isinstance(value, str) and value.strip():
-        value = parse_json(value, f"'{key}' is text that is not JSON")
+        value = parse_row_json(value, f"'{key}' is text that is not JSON")
     return value if isinstance(value, Mapping) else {}
 
 

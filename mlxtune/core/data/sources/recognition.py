@@ -18,7 +18,7 @@ from mlxtune.core.data.problems import (
     TABLE_ENDINGS,
     BadRowError,
     SkippedRows,
-    shown,
+    path_text,
     where,
 )
 from mlxtune.core.data.sources.advice import missing_keys
@@ -100,8 +100,8 @@ def read_with_objects(
             assert isinstance(unchanged, dict)
             if format == "auto" and "text" not in fields and _is_of_slack(content):
                 raise DataError(
-                    f"{shown(path)} is an export of Slack, which does not say who answers whom: "
-                    f"{ROWS_REMEDY}, or use --format text to train on each message alone"
+                    f"{path_text(path)} is an export of Slack, which does not say who answers "
+                    f"whom: {ROWS_REMEDY}, or use --format text to train on each message alone"
                 )
             absent = {n: key for n, key in absent.items() if not _has_key(content, n, key)}
             renamed = _in_our_keys(content, fields, objective, name)
@@ -133,7 +133,7 @@ def read_with_objects(
             bare += isinstance(content, dict) and _is_message(content)
             if bad % _MIN_BAD_ROWS == 0 and bad > _MAX_BAD_FRACTION * (bad + good):
                 raise DataError(
-                    f"{shown(path)}: {bad:,} of its first {bad + good:,} rows cannot be used; "
+                    f"{path_text(path)}: {bad:,} of its first {bad + good:,} rows cannot be used; "
                     f"the first: {skipped.first()}"
                 ) from problem
         else:
@@ -143,7 +143,7 @@ def read_with_objects(
     skipped.absent = dict(absent)
     if bare and bare == bad and not good:
         wrap = 'wrap the messages of each conversation, as in [{"messages": […]}]'
-        raise DataError(f"{shown(path)} is a list of messages: {wrap}")
+        raise DataError(f"{path_text(path)} is a list of messages: {wrap}")
 
 
 def _has_key(content: JsonObject, name: str, key: str) -> bool:

@@ -29,7 +29,7 @@ from mlxtune.core.data.problems import (
     is_zipped,
     json_type,
     open_data,
-    parse_json,
+    parse_row_json,
     read_head,
 )
 from mlxtune.core.data.sources import parquet_helper
@@ -236,7 +236,7 @@ def _parse(line: bytes) -> dict[str, Any] | BadRowError:
         advice = "write each on one line, or all as one JSON array, without an object around it"
         return BadRowError("a JSON object over several lines", advice)
     try:
-        return _object(parse_json(line))
+        return _object(parse_row_json(line))
     except BadRowError as problem:
         return problem
 
@@ -261,7 +261,7 @@ def _elements(path: Path, content: bytes) -> Iterator[dict[str, Any] | BadRowErr
     try:
         if len(content) > _MAX_ARRAY_BYTES:
             raise BadRowError(f"a JSON array of more than {_MAX_ARRAY_BYTES:,} bytes")
-        elements = parse_json(content.removeprefix(UTF8_BOM), "not a valid JSON array")
+        elements = parse_row_json(content.removeprefix(UTF8_BOM), "not a valid JSON array")
     except BadRowError as problem:
         advice = "write one JSON object per line, so that only the bad one is skipped"
         if problem.detail.startswith("Extra data at line"):

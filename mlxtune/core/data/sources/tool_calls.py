@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from mlxtune.core.data.conversation import function_name
-from mlxtune.core.data.problems import BadRowError, json_type, parse_json
+from mlxtune.core.data.problems import BadRowError, json_type, parse_row_json
 
 # Text with a number that may be longer or larger than a float.
 _LONG_NUMBER = re.compile(r"[\d.]{17}|\d[eE][+-]?\d{3}")
@@ -37,13 +37,13 @@ def objects_in(value: Any, key: str) -> tuple[dict[str, Any], ...]:
 def parsed_text(text: str, key: str) -> Any:
     """Return the value of JSON text, None for blank text."""
     kind = f"'{key}' is text that is not JSON"
-    return parse_json(text, kind, has_constants=False) if text.strip() else None
+    return parse_row_json(text, kind, has_constants=False) if text.strip() else None
 
 
 def calls_in(value: Any, where: str) -> list[dict[str, Any]]:
     """Convert `{"name": …, "arguments": …}` or a list of them, as JSON text or as values."""
     if isinstance(value, str):
-        value = parse_json(value, "a function_call is not JSON", has_constants=False)
+        value = parse_row_json(value, "a function_call is not JSON", has_constants=False)
     calls = value if isinstance(value, list) else [value]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -56,13 +56,13 @@ def plain_call(call: dict[str, Any], where: str) -> dict[str, Any]:
 
     OpenAI's files have JSON text; templates expect an object, and mlx_lm.server parses the text.
     Text stays if a number in it is one that no float equals. Raises BadRowError for arguments that
-    are no object: templates render them in different ways.
+    are not an object: templates render them in different ways.
     """
     if function_name(call) is None:  # rendering raises BadRowError
         return call
     nested = isinstance(call.get("function"), dict)
     function = call["function"] if nested else call
-    # A call without arguments has none, unless they are under another key.
+    # A call with no other keys has no arguments.
     bare = function.keys() <= _BARE_CALL_KEYS
     arguments = "{}" if bare else function.get("arguments")
     if isinstance(arguments, dict):
@@ -72,7 +72,7 @@ def plain_call(call: dict[str, Any], where: str) -> dict[str, Any]:
         problem = json_type(arguments) if "arguments" in function else "null or missing"
         raise _bad_arguments(where, problem)
     try:
-        parsed = parse_json(arguments, has_constants=False)
+        parsed = parse_row_json(arguments, has_constants=False)
     except BadRowError as problem:
         raise _bad_arguments(where, str(problem)) from problem
     if not isinstance(parsed, dict):
@@ -92,7 +92,7 @@ def with_objects(calls: Iterable[dict[str, Any]], where: str) -> list[dict[str, 
     for call in calls:
         function = call["function"] if isinstance(call.get("function"), dict) else call
         if isinstance(text := function.get("arguments"), str):
-            function = function | {"arguments": parse_json(text)}
+            function = function | {"arguments": parse_row_json(text)}
             check_numbers(function["arguments"], where)
             call = function if "arguments" in call else call | {"function": function}
         converted.append(call)

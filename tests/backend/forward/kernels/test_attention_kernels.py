@@ -11,7 +11,7 @@ from mlxtune.backend.forward.kernels.attention_kernels import (
     AttentionKernels,
     Heads,
     HeadSizes,
-    serves,
+    supports_attention,
 )
 from mlxtune.backend.forward.kernels.attention_trial import trial_heads, trial_of
 from mlxtune.backend.forward.kernels.device_kernels import CUDA, METAL, TOLERANCES, Language, Trial
@@ -67,11 +67,11 @@ def test_kernels_round_to_the_dtype_of_their_inputs(dtype: mx.Dtype) -> None:
 
 def test_arrays_that_kernels_do_not_serve() -> None:
     q, k = mx.zeros((1, 27, 6)), mx.zeros((1, 27, 6))
-    fits = partial(serves, trial_heads(NARROW, normalized=False), FOREST)
+    fits = partial(supports_attention, trial_heads(NARROW, normalized=False), FOREST)
     assert fits([q, k, k])
     assert not fits([q.astype(mx.bfloat16), k, k])
     assert not fits([each.astype(mx.int32) for each in (q, k, k)])
     large = Heads(HeadSizes(2**20, 2**20, 256, 256), ())
-    assert not serves(large, FOREST, [q, k, k])
+    assert not supports_attention(large, FOREST, [q, k, k])
     assert not HeadSizes(1, 1, 512, 512).is_supported
     assert not HeadSizes(1, 1, 64, 33).is_supported

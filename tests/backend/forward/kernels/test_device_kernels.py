@@ -21,7 +21,7 @@ from mlxtune.backend.forward.kernels.device_kernels import (
     Language,
     Trial,
     TrialInputs,
-    choose,
+    choose_form,
 )
 from tests.backend.forward.kernels.kernel_compilers import FakeDevice
 from tests.slow import long, slow
@@ -82,7 +82,7 @@ def test_fastest_form_is_chosen_and_preferred_form_in_doubt(
     seconds: tuple[float, ...], expected: str
 ) -> None:
     forms = {"both": nearly(1.0), "gradient": nearly(1.0)}
-    choice = choose(trial(**forms), mx.float32, clock(*seconds))
+    choice = choose_form(trial(**forms), mx.float32, clock(*seconds))
     assert selected(choice, **forms) == expected
     assert choice.problem == ""
     assert dict(choice.seconds) == pytest.approx(dict(zip([*forms, PLAIN], seconds, strict=True)))
@@ -98,7 +98,7 @@ def test_fastest_form_is_chosen_and_preferred_form_in_doubt(
     ids=["wrong", "not a number", "of another dtype"],
 )
 def test_wrong_form_is_a_problem_and_nothing_is_timed(form: Function, problem: str) -> None:
-    choice = choose(trial(right=nearly(1.0), wrong=form), mx.float16, clock())
+    choice = choose_form(trial(right=nearly(1.0), wrong=form), mx.float16, clock())
     assert choice.form is None
     assert choice.problem.startswith(problem)
     assert not choice.seconds
@@ -108,7 +108,9 @@ def test_error_is_a_problem_in_one_line() -> None:
     def fails(x: mx.array) -> Any:
         raise RuntimeError("Unable to build\nthe kernel")
 
-    assert choose(trial(fails=fails), mx.float32, clock()).problem == "Unable to build the kernel"
+    assert (
+        choose_form(trial(fails=fails), mx.float32, clock()).problem == "Unable to build the kernel"
+    )
 
 
 def test_choice_is_made_once_for_a_dtype_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

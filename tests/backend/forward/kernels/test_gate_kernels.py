@@ -63,7 +63,7 @@ def as_on_gpu(
     """Fake a GPU on which the forms of SwiGLU take these times."""
     times = iter(seconds)
     metal = language is METAL
-    monkeypatch.setattr(device_kernels, "seconds", lambda *_: next(times))
+    monkeypatch.setattr(device_kernels, "fastest_seconds", lambda *_: next(times))
     monkeypatch.setattr(gate_kernels, "SWIGLU", Chooser(gate_kernels._trial))
     monkeypatch.setattr(device_kernels, "on_cpu", lambda: False)
     monkeypatch.setattr(device_kernels, "has_metal", lambda: metal)

@@ -670,14 +670,14 @@ def test_name_of_a_user_is_read_only_from_a_message(
     template, _ = own_template()
     row = {"messages": [USER | {"name": "Bob"}, ANSWER]}
     expected = {} if read else {problems.UNREAD_METADATA: "'name'"}
-    assert notes(tmp_path, row, template=template, source=source) == expected
+    assert notes(tmp_path, row, template=template, template_text=source) == expected
 
 
 def test_key_that_the_template_reads_is_not_noted(tmp_path: Path) -> None:
     row = {"messages": [USER | {"zither": "a", "lute": "b"}, ANSWER]}
     template, _ = own_template()
 
-    noted = notes(tmp_path, row, template=template, source=READS)
+    noted = notes(tmp_path, row, template=template, template_text=READS)
 
     assert noted == {"key 'lute' of a message is not read": "message 1"}
 
@@ -686,7 +686,7 @@ def test_options_of_a_row_reach_a_template_that_reads_them(tmp_path: Path) -> No
     row = CHAT | {"chat_template_kwargs": {"mood": "calm", "lute": 1, "bos_token": "x"}}
     template, renderer = own_template()
 
-    noted = notes(tmp_path, row, template=template, source=READS)
+    noted = notes(tmp_path, row, template=template, template_text=READS)
 
     assert noted.keys() == {
         f"key {key!r} of the template's options is not read" for key in ("lute", "bos_token")
@@ -704,7 +704,7 @@ def test_row_decides_whether_the_template_thinks(tmp_path: Path, given: str, thi
     row = CHAT | (option if given == "row" else {"chat_template_kwargs": several})
     template, renderer = own_template()
 
-    assert notes(tmp_path, row, template=template, source=READS) == {}
+    assert notes(tmp_path, row, template=template, template_text=READS) == {}
 
     asked = {request.options["enable_thinking"] for request in renderer.requests}
     assert asked - {None} == {thinks}
@@ -759,7 +759,7 @@ def test_second_thinking_is_noted(tmp_path: Path, first: str, second: str, own: 
     row = {"messages": [USER, ANSWER | {first: "Greet.", second: "Or not."}]}
     template = own_template()[0] if own else None
 
-    assert list(notes(tmp_path, row, template=template, source=READS * own)) == [
+    assert list(notes(tmp_path, row, template=template, template_text=READS * own)) == [
         f"key {second!r} of a message is not read as thinking"
     ]
 
@@ -1086,7 +1086,7 @@ def test_thinking_in_tags_that_the_template_does_not_write_is_a_finding(
     template, _ = own_template()
 
     assert notes(tmp_path, row) == {problems.UNKNOWN_TAGS: f"message 2: {tag}"}
-    assert notes(tmp_path, row, template=template, source=f"{tag} {READS}") == {}
+    assert notes(tmp_path, row, template=template, template_text=f"{tag} {READS}") == {}
     context = {"messages": [USER, row["messages"][1] | {"weight": 0}, USER, ANSWER]}
     assert notes(tmp_path, context) == {}
     assert notes(tmp_path, {"messages": [USER, ANSWER | {"content": f"{tag} opens it"}]}) == {}
