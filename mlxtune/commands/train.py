@@ -25,7 +25,6 @@ from mlxtune.core.machine.conditions import ConditionsPoller, Sensors
 from mlxtune.core.run import run_folder, trained_rows
 from mlxtune.core.run.metrics import InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import StepProfiler
-from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.run.saving import check_space
 from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
@@ -119,7 +118,6 @@ def train(
     options: ResolvedOptions[TrainConfig],
     *,
     dry_run: bool = False,
-    resume: ResumePoint | None = None,
     stop_after: int | None = None,
     observers: Sequence[TrainingObserver] = (),
     live: bool = False,
@@ -128,16 +126,14 @@ def train(
 ) -> TrainResult:
     """Fine-tune a model as the options say, and write the adapter.
 
-    With `dry_run`, print the plan and stop before the first step. With `resume`, continue from that
-    checkpoint, which `mlxtune.resume` finds. `RunMode` describes `stop_after`, `observers` and
-    `live`. `on_step` gets the record of each step, and `on_validation` the step (0 before training)
-    and the loss of each validation.
+    With `dry_run`, print the plan and stop before the first step. `RunMode` describes `stop_after`,
+    `observers` and `live`. `on_step` gets the record of each step, and `on_validation` the step (0
+    before training) and the loss of each validation.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
     observers = (*observers, Callbacks(on_step, on_validation))
-    options = replace(options, resume=resume or options.resume)
     return run_training(options, RunMode(dry_run, stop_after, observers, live))
 
 
