@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from mlxtune.core.files.typed_json import from_json
 
@@ -15,10 +15,17 @@ PERPLEXITY_CAP = 1e6
 # The largest size of a relative difference: a loss of 0 before training has no multiple.
 MAX_FRACTION = 1e6
 
+_T = TypeVar("_T")
+
 
 def perplexity(loss: float) -> float:
     """Return exp(loss), at most 1e6; `loss` is in nats per supervised token."""
     return PERPLEXITY_CAP if loss >= math.log(PERPLEXITY_CAP) else math.exp(loss)
+
+
+def baseline_of(base: _T, start: _T | None) -> _T:
+    """Return the value with which an adapter's is compared: its starting point's or the base's."""
+    return base if start is None else start
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class RowLosses:
-    """A row's losses under both models, in nats per token; `row` is the row's number in `path`."""
+    """A row's losses in nats per token; `base_loss` is the baseline's, as in a FileVerdict.
+
+    `row` is the row's number in `path`.
+    """
 
     path: str
     row: int
@@ -64,8 +74,9 @@ class RowLosses:
 
 @dataclass(frozen=True)
 class FileVerdict:
-    """The losses of one file's rows under both models, in nats per token, and the file's verdict.
+    """The losses of one file's rows, in nats per token, and the file's verdict.
 
+    `base_loss` is the loss of the baseline, with which the verdict compares the adapter.
     Under a preference objective, `preferred_before` and `preferred_after` are the `before` and
     `after` of a PreferenceDifference over the file's rows.
     """
@@ -244,8 +255,7 @@ class Evaluation:
     base model or, if training started from an adapter, with that first adapter: then `start` is the
     first adapter's loss, and `base_difference` is the difference from the base model. If the
     difference is below 1% of the loss, the adapter `hardly` helped or hurt. `gained` and `lost` are
-    the rows that contribute most to the difference from the base model, in nats, for the better and
-    for the worse.
+    the rows that contribute most to the difference, in nats, for the better and for the worse.
 
     Under a preference objective, the losses are those of the good answers, the verdict is about
     `preference`, and without an adapter `preferred` is the fraction of pairs whose chosen answer
@@ -259,9 +269,9 @@ class Evaluation:
     no other rows remained, and all rows were evaluated. `copies` counts rows that are left out
     because an earlier row says the same. `files` has a verdict on each file, if
     there are several. With `unknown_rows`, it is unknown which rows the adapter was trained on.
-    `against` names the adapter that `--against` compares with: then `start` is its loss, and
-    `gained` and `lost` are differences from it. If training validated on these rows and chose the
-    best adapter, `candidates` is the number of adapters from which it chose.
+    `against` names the adapter that `--against` compares with: then `start` is its loss. If
+    training validated on these rows and chose the best adapter, `candidates` is the number of
+    adapters from which it chose.
     """
 
     rows: int
@@ -287,6 +297,20 @@ class Evaluation:
     rewards: tuple[RewardChange, ...] = ()
     unrewarded: Unrewarded | None = None
     copies: int = 0
+
+    @property
+    def baseline(self) -> Loss:
+        """The loss with which the difference and the verdict compare the adapter's."""
+        return baseline_of(self.base, self.start)
+
+    @property
+    def baseline_name(self) -> str:
+        """The model or adapter that has the loss `baseline`."""
+        if self.against is not None:
+            return self.against
+        if self.rewards:
+            return "the model before training"
+        return baseline_of("the base model", None if self.start is None else "the first adapter")
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-ready values.

@@ -9,7 +9,7 @@ more.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from mlxtune.core.evaluation.outcome import (
     PreferenceDifference,
     RewardChange,
     RowLosses,
+    baseline_of,
 )
 from mlxtune.core.evaluation.row_losses import AnswerLossSums, RowLossSums
 from mlxtune.core.objectives.objective import Objective
@@ -55,7 +56,7 @@ class JudgedRows:
     would vary less than rows that users will send, so the interval would be too narrow.
     `candidates` is the number of adapters from which training chose the best on these rows. With
     `unknown_rows`, it is unknown which rows were trained on. `against` names another adapter, whose
-    losses take the place of those before training.
+    losses are the baseline.
     """
 
     rows: CorpusRows
@@ -93,6 +94,28 @@ class JudgedRows:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class ModelLosses(Generic[_Losses]):
+    """The losses of rows under the base model, the adapter, and its starting point, if any."""
+
+    base: _Losses
+    adapted: _Losses | None
+    start: _Losses | None
+
+    @property
+    def baseline(self) -> _Losses:
+        """The losses with which the adapter's are compared."""
+        return baseline_of(self.base, self.start)
+
+    def only(self, rows: npt.NDArray[np.int64]) -> "ModelLosses[_Losses]":
+        """Return the losses of the rows at these indices."""
+        return ModelLosses(
+            self.base.only(rows),
+            None if self.adapted is None else self.adapted.only(rows),
+            None if self.start is None else self.start.only(rows),
+        )
+
+
 def evaluate_losses(
     judged: JudgedRows,
     base: RowLossSums,
@@ -105,7 +128,8 @@ def evaluate_losses(
     With several files, each file gets a verdict. Raises NonFiniteLossError if a row's loss is not
     finite.
     """
-    return _with_verdicts_by_file(judged, partial(_judge_losses, seed), base, adapted, start)
+    losses = ModelLosses(base, adapted, start)
+    return _with_verdicts_by_file(judged, partial(_judge_losses, seed), losses)
 
 
 def evaluate_preferences(
@@ -122,7 +146,7 @@ def evaluate_preferences(
     files, each file gets a verdict.
     """
     compare = partial(_judge_preferences, seed, objective)
-    return _with_verdicts_by_file(judged, compare, base, adapted, start)
+    return _with_verdicts_by_file(judged, compare, ModelLosses(base, adapted, start))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +176,7 @@ def evaluate_rewards(
     ones = np.ones(len(usable), dtype=np.int64)
     before, after = (RowLossSums(-each[usable], ones) for each in (first.before, first.after))
     rows = replace(judged, rows=judged.rows.only(usable))
-    evaluation = _compare_losses(seed, rows, before, after, None)
+    evaluation = _compare_losses(seed, rows, ModelLosses(before, after, None))
     verdict = verdict_of(evaluation)
     changes = tuple(change for each in rewards if (change := _reward_change(each, seed)))
     return replace(evaluation, verdict=verdict, gained=(), lost=(), rewards=changes)
@@ -170,23 +194,20 @@ def _reward_change(rewards: RowRewards, seed: int) -> RewardChange | None:
 
 def _with_verdicts_by_file(
     judged: JudgedRows,
-    compare: Callable[[JudgedRows, _Losses, _Losses | None, _Losses | None], Evaluation],
-    base: _Losses,
-    adapted: _Losses | None,
-    start: _Losses | None,
+    compare: Callable[[JudgedRows, ModelLosses[_Losses]], Evaluation],
+    losses: ModelLosses[_Losses],
 ) -> Evaluation:
     """Compare the losses of all rows and, if there are several files, of each file's rows.
 
     There is no verdict on a file if all rows were trained on.
     """
-    evaluation, rows = compare(judged, base, adapted, start), judged.rows
-    if adapted is None or judged.only_trained:
+    evaluation, rows = compare(judged, losses), judged.rows
+    if losses.adapted is None or judged.only_trained:
         return evaluation
     verdicts = []
     for name, indices in rows.by_file():
-        first = None if start is None else start.only(indices)
         part = replace(judged, rows=rows.only(indices))
-        evaluation_of_file = compare(part, base.only(indices), adapted.only(indices), first)
+        evaluation_of_file = compare(part, losses.only(indices))
         verdicts.append(_file_verdict(name, len(indices), evaluation_of_file))
     return replace(evaluation, files=tuple(verdicts))
 
@@ -198,7 +219,7 @@ def _file_verdict(path: str, rows: int, evaluation: Evaluation) -> FileVerdict:
     return FileVerdict(
         path,
         rows,
-        evaluation.base.loss,
+        evaluation.baseline.loss,
         evaluation.adapted.loss,
         evaluation.verdict,
         evaluation.hardly,
@@ -207,26 +228,14 @@ def _file_verdict(path: str, rows: int, evaluation: Evaluation) -> FileVerdict:
     )
 
 
-def _judge_losses(
-    seed: int,
-    judged: JudgedRows,
-    base: RowLossSums,
-    adapted: RowLossSums | None,
-    start: RowLossSums | None,
-) -> Evaluation:
-    evaluation = _compare_losses(seed, judged, base, adapted, start)
+def _judge_losses(seed: int, judged: JudgedRows, losses: ModelLosses[RowLossSums]) -> Evaluation:
+    evaluation = _compare_losses(seed, judged, losses)
     difference = evaluation.difference
     return evaluation if difference is None else _with_verdict(evaluation, difference.share)
 
 
-def _compare_losses(
-    seed: int,
-    judged: JudgedRows,
-    base: RowLossSums,
-    adapted: RowLossSums | None,
-    start: RowLossSums | None,
-) -> Evaluation:
-    rows = judged.rows
+def _compare_losses(seed: int, judged: JudgedRows, losses: ModelLosses[RowLossSums]) -> Evaluation:
+    rows, base, adapted, start = judged.rows, losses.base, losses.adapted, losses.start
     for name, sums in (("base", base), ("first adapted", start), ("adapted", adapted)):
         if sums is not None and not np.isfinite(sums.losses).all():
             where = rows.where(int(np.argmin(np.isfinite(sums.losses))))
@@ -247,21 +256,20 @@ def _compare_losses(
     )
     if adapted is None:
         return evaluation
-    from_base = paired_difference(base.losses, adapted.losses, base.tokens, seed)
-    difference = from_base
-    if start is not None:
-        difference = paired_difference(start.losses, adapted.losses, base.tokens, seed)
-
-    compared = base if start is None or judged.against is None else start
+    baseline = losses.baseline
+    difference = paired_difference(baseline.losses, adapted.losses, base.tokens, seed)
+    from_base = None
+    if baseline is not base:
+        from_base = paired_difference(base.losses, adapted.losses, base.tokens, seed)
 
     def most_changed(sign: int) -> tuple[RowLosses, ...]:
-        change = sign * (adapted.losses - compared.losses)
+        change = sign * (adapted.losses - baseline.losses)
         order = np.argsort(change, kind="stable")[:_TOP_ROWS].tolist()
         return tuple(
             RowLosses(
                 *rows.source(i),
                 int(base.tokens[i]),
-                float(compared.losses[i] / base.tokens[i]),
+                float(baseline.losses[i] / base.tokens[i]),
                 float(adapted.losses[i] / base.tokens[i]),
             )
             for i in order
@@ -273,7 +281,7 @@ def _compare_losses(
         adapted=adapted.loss,
         difference=difference,
         start=None if start is None else start.loss,
-        base_difference=None if start is None else from_base,
+        base_difference=from_base,
         gained=most_changed(1),
         lost=most_changed(-1),
     )
@@ -309,28 +317,29 @@ def _judge_preferences(
     seed: int,
     objective: Objective,
     judged: JudgedRows,
-    base: AnswerLossSums,
-    adapted: AnswerLossSums | None,
-    start: AnswerLossSums | None,
+    losses: ModelLosses[AnswerLossSums],
 ) -> Evaluation:
+    adapted, labels, baseline = losses.adapted, losses.base.labels, losses.baseline
     # The losses are over the answers to learn, unless all answers are bad.
-    learned = np.flatnonzero(base.labels) if base.labels.any() else np.arange(len(base.labels))
+    learned = np.flatnonzero(labels) if labels.any() else np.arange(len(labels))
     rows = judged.rows.only(learned)
-    good = [None if each is None else each.good.only(learned) for each in (base, adapted, start)]
-    assert good[0] is not None
-    evaluation = _compare_losses(seed, replace(judged, rows=rows), good[0], good[1], good[2])
+    good = ModelLosses(
+        losses.base.good,
+        None if adapted is None else adapted.good,
+        None if losses.start is None else losses.start.good,
+    )
+    evaluation = _compare_losses(seed, replace(judged, rows=rows), good.only(learned))
     evaluation = replace(evaluation, rows=len(judged.rows))
-    before = base if start is None else start
     if adapted is None:
-        preferred = float((before.margins > 0).mean()) if objective.has_pairs else None
+        preferred = float((baseline.margins > 0).mean()) if objective.has_pairs else None
         return replace(evaluation, preferred=preferred)
     if objective.has_pairs:
-        difference = _compare_pairs(judged.rows, before, adapted)
+        difference = _compare_pairs(judged.rows, baseline, adapted)
         size = difference.after - difference.before
     else:
-        difference = _compare_labeled(judged.rows, before, adapted)
+        difference = _compare_labeled(judged.rows, baseline, adapted)
         # A tiny gain may be larger in every pair, so its size counts, relative to the loss.
-        loss = before.good.only(learned).loss.loss
+        loss = baseline.good.only(learned).loss.loss
         size = difference.margin_after / loss if loss else 0.0
     difference = replace(difference, objective=objective.description)
     return _with_verdict(replace(evaluation, preference=difference), size)

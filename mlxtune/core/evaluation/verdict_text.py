@@ -41,14 +41,17 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
     )
     if left_out := _left_out(evaluation):
         rows += f"; {left_out}"
-    other = " of the base model" if further is None else " of the first adapter"
-    if evaluation.against is not None:
-        other = f" of {evaluation.against}"
+    other = f" of {evaluation.baseline_name}"
     amount = f"{_amount(difference, other)}, on {rows}{_answers(evaluation)}"
     line = _verdict_line(evaluation, amount)
     if further is None:
         return [line]
     return [line, f"compared with the base model, {_amount(further)}"]
+
+
+def _earlier(evaluation: Evaluation) -> str:
+    """Return a phrase for the values of the baseline: `before`, or `with` another adapter."""
+    return "before" if evaluation.against is None else f"with {evaluation.against}"
 
 
 def _left_out(evaluation: Evaluation) -> str:
@@ -91,7 +94,7 @@ def _reward_lines(evaluation: Evaluation) -> list[str]:
     rows = pluralize(evaluation.rows, "row")
     if left_out := _left_out(evaluation):
         rows += f" ({left_out})"
-    before = "before" if evaluation.against is None else f"with {evaluation.against}"
+    before = _earlier(evaluation)
     what = f"greedy answers to {rows} get a mean reward of {_reward_text(first, before)}"
     if (without := evaluation.unrewarded) is not None:
         what += (
@@ -129,18 +132,18 @@ def _preference_lines(evaluation: Evaluation, change: PreferenceDifference) -> l
     rows = pluralize(evaluation.rows, "pair" if change.pairs else "answer")
     if left_out := _left_out(evaluation):
         rows += f" ({left_out})"
-    before, after = f"{change.before:.0%}", f"{change.after:.0%}"
+    before, after = f"{change.before:.0%} {_earlier(evaluation)}", f"{change.after:.0%}"
     interval = (
         f"{100 * (change.after - change.before):+.0f} points, {change.confidence:.0%} interval "
         f"{100 * change.low:+.0f} to {100 * change.high:+.0f}"
     )
-    what = f"it prefers the chosen answer in {after} of {rows}, {before} before ({interval})"
+    what = f"it prefers the chosen answer in {after} of {rows}, {before} ({interval})"
     if not change.pairs:
         what = f"good answers gained more than bad ones in {after} of pairs, on {rows} ({interval})"
     difference = evaluation.difference
     assert difference is not None
     margin = (
-        f"margin {change.margin_before:.3f} nats per token before, "
+        f"margin {change.margin_before:.3f} nats per token {_earlier(evaluation)}, "
         f"{change.margin_after:.3f} after; "
     )
     return [
@@ -230,6 +233,6 @@ def _answers(evaluation: Evaluation) -> str:
     fraction, earlier = counted.adapted / generated.rows, counted.base / generated.rows
     other = "without it"
     if counted.against is not None:
-        earlier, other = counted.against / generated.rows, f"with {evaluation.against}"
+        earlier, other = counted.against / generated.rows, _earlier(evaluation)
     how = f"match by {counted.by}" if isinstance(counted, Matches) else "exact"
     return f"; {fraction:.0%} of {pluralize(generated.rows, 'answer')} {how}, {earlier:.0%} {other}"

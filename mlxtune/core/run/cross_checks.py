@@ -244,7 +244,7 @@ def check_evaluation(run: Path, progress: Progress | None, options: Mapping[str,
         or evaluation.difference is None
     ):
         raise ValueError("has no verdict")
-    before = evaluation.base if evaluation.start is None else evaluation.start
+    before = evaluation.baseline
     held_out = sum(ledger.rows_validation for ledger in ledgers)
     # Answers without a reward do not count.
     rows = evaluation.rows + evaluation.left_out + evaluation.copies

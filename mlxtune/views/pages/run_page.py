@@ -156,7 +156,7 @@ def evaluation_context(run: Run, view: RunView) -> dict[str, Any]:
 
 def _figures(evaluation: Evaluation) -> dict[str, str]:
     adapted, change = evaluation.adapted, evaluation.difference
-    figures = {"loss of the base model": loss_text(evaluation.base.loss)}
+    figures = {f"loss of {evaluation.baseline_name}": loss_text(evaluation.baseline.loss)}
     if adapted is not None and change is not None:
         low, high = signed_loss(change.low), signed_loss(change.high)
         interval = f"{change.confidence:.0%} interval {low} to {high}"

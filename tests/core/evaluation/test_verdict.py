@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from mlxtune.config.objective_config import ObjectiveConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.evaluation.interval import paired_difference
 from mlxtune.core.evaluation.outcome import (
@@ -21,9 +22,15 @@ from mlxtune.core.evaluation.outcome import (
     Sample,
     parse_evaluation,
 )
-from mlxtune.core.evaluation.row_losses import RowLossSums
-from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses, verdict_of
+from mlxtune.core.evaluation.row_losses import AnswerLossSums, RowLossSums
+from mlxtune.core.evaluation.verdict import (
+    JudgedRows,
+    evaluate_losses,
+    evaluate_preferences,
+    verdict_of,
+)
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
+from mlxtune.core.objectives.objective import Objective
 from mlxtune.errors import NonFiniteLossError
 from mlxtune.views.run_text import evaluation_lines
 from tests.core.evaluation.evaluations import evaluated, example
@@ -178,6 +185,36 @@ def test_verdict_compares_with_the_adapter_from_which_training_started() -> None
     first, second = verdict_lines(found)
     assert first.startswith("the adapter hurt: it adds 25% to the loss of the first adapter")
     assert second.startswith("compared with the base model, it takes 38% off the loss")
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("against", [None, "other"])
+def test_files_and_rows_show_the_losses_that_the_verdict_compares(
+    against: str | None, *, pairs: bool
+) -> None:
+    corpus = Corpus.of([replace(example(i, 9, 4), file=int(i > 8)) for i in range(1, 17)])
+    corpus.paths = ["a.jsonl", "b.jsonl"]
+    judged = replace(JudgedRows.of(corpus.select(), corpus.identities[[]]), against=against)
+    base, start, adapted = (RowLossSums(np.full(16, x), np.full(16, 4)) for x in (8.0, 2.0, 4.0))
+    if pairs:
+        dpo = Objective(ObjectiveConfig(objective="dpo"))
+        models = [AnswerLossSums(each, base, np.ones(16)) for each in (base, start, adapted)]
+        found = evaluate_preferences(judged, dpo, models[0], models[2], 0, models[1])
+    else:
+        found = evaluate_losses(judged, base, adapted, 0, start)
+    shown = [*found.files, *found.lost]
+    assert [(each.base_loss, each.adapted_loss) for each in shown] == [(0.5, 1.0)] * 7
+    assert (found.gained, found.baseline.loss) == ((), 0.5)
+    assert found.baseline_name == (against or "the first adapter")
+    assert found.difference is not None
+    assert found.difference.loss == 0.5
+    if pairs:
+        before = "before" if against is None else "with other"
+        lines = verdict_lines(found)
+        assert f"100% of 16 pairs, 100% {before} (" in lines[0]
+        assert lines[1].startswith(f"margin 1.500 nats per token {before}, 1.000 after; ")
+    else:
+        assert file_lines(found)[0] == "a.jsonl: hurt, 0.5000 to 1.0000 on 8 rows"
 
 
 def test_each_file_of_several_has_its_verdict() -> None:

@@ -233,6 +233,16 @@ def test_run_without_metrics_is_compared(tmp_path: Path) -> None:
     assert found.text("h1") == "2 runs side by side"
 
 
+def test_evaluation_shows_the_losses_that_its_change_compares(tmp_path: Path) -> None:
+    difference = EVALUATION["difference"] | {"loss": 0.5, "low": 0.25, "high": 0.75}
+    start = {"start": {"loss": 0.5, "perplexity": 1.65}, "base_difference": difference}
+    evaluation = EVALUATION | {"verdict": "hurt", "difference": difference} | start
+    found = page(written(tmp_path, evaluation=evaluation)).text("evaluation")
+    figures = "loss of the first adapter 0.500 loss with the adapter 1.00 change"
+    assert figures in found
+    assert "interval +0.250 to +0.750 +0.500" in found
+
+
 # In a notebook
 
 
