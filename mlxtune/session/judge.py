@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -24,7 +24,13 @@ from mlxtune.core.data.prompt import LastTurn, TurnEnds, last_turn
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.core.evaluation.matching import count_exact, count_matches, matcher
 from mlxtune.core.evaluation.outcome import AnswersAtStep, Evaluation, Generated, Sample
-from mlxtune.core.evaluation.row_losses import answer_sums, sums_of
+from mlxtune.core.evaluation.row_losses import (
+    AnswerLossSums,
+    ComputeLosses,
+    RowLossSums,
+    answer_sums,
+    sums_of,
+)
 from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses, evaluate_preferences
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.core.files.reading import file_hash, read_json
@@ -50,6 +56,10 @@ if TYPE_CHECKING:
     from mlxtune.session.rewarding import RewardSession
 
 _Measured = TypeVar("_Measured")
+_Sums = TypeVar("_Sums", RowLossSums, AnswerLossSums)
+# The losses of rows, or of their answers under a preference objective.
+LossSums: TypeAlias = RowLossSums | AnswerLossSums
+_SumLosses: TypeAlias = Callable[[CorpusRows, ComputeLosses, Callable[[int, int], None]], _Sums]
 
 # The largest number of tokens in a sample answer at the end of a run.
 _MAX_SAMPLE_TOKENS = 128
@@ -64,7 +74,7 @@ def compare_losses(
     seed: int,
     console: RunConsole,
     workers: Workers = SINGLE_PROCESS,
-    start: Any = None,
+    start: LossSums | None = None,
     objective: Objective = SFT,
 ) -> Evaluation:
     """Compute the losses of rows without and with the adapter, and compare them.
@@ -72,11 +82,29 @@ def compare_losses(
     `start` holds the losses under the adapter from which training started.
     """
     models = (False,) if loaded.adapted is None else (False, True)
-    base, *adapted = _sums(loaded, judged.rows, models, console, workers, objective)
-    after = adapted[0] if adapted else None
+
+    def measure(sum_losses: _SumLosses[_Sums]) -> tuple[_Sums, _Sums | None]:
+        sums = _sums(loaded, judged.rows, models, console, workers, sum_losses)
+        return sums[0], None if loaded.adapted is None else sums[1]
+
     if objective.is_sft:
-        return evaluate_losses(judged, base, after, seed, start)
-    return evaluate_preferences(judged, objective, base, after, seed, start)
+        assert not isinstance(start, AnswerLossSums)
+        return evaluate_losses(judged, *measure(sums_of), seed, start)
+    assert not isinstance(start, RowLossSums)
+    return evaluate_preferences(judged, objective, *measure(answer_sums), seed, start)
+
+
+def _adapter_losses(
+    loaded: LoadedModel,
+    rows: CorpusRows,
+    console: RunConsole,
+    objective: Objective,
+    workers: Workers = SINGLE_PROCESS,
+) -> LossSums:
+    """Sum the losses of rows with the adapter."""
+    if objective.is_sft:
+        return _sums(loaded, rows, (True,), console, workers, sums_of)[0]
+    return _sums(loaded, rows, (True,), console, workers, answer_sums)[0]
 
 
 def _sums(
@@ -85,20 +113,18 @@ def _sums(
     models: Sequence[bool],
     console: RunConsole,
     workers: Workers,
-    objective: Objective,
-) -> list[Any]:
+    sum_losses: _SumLosses[_Sums],
+) -> list[_Sums]:
     """Sum the losses of rows without or with the adapter; each worker computes a part.
 
-    Returns RowLossSums, or AnswerLossSums under a preference objective, for each of `models`: False
-    is the base model, True the adapter.
+    Returns the sums for each of `models`: False is the base model, True the adapter.
     """
     base, totals = loaded.base, []
     with closing(Evaluator(base, console.warn, workers=workers)) as evaluator:
         for with_adapter in models:
             loaded.use_adapter(with_adapter)
             show = _show(console, "evaluating", with_adapter)
-            sums = sums_of if objective.is_sft else answer_sums
-            totals.append(sums(rows, evaluator.losses, show))
+            totals.append(sum_losses(rows, evaluator.losses, show))
     console.close()
     return totals
 
@@ -178,7 +204,7 @@ def _answers(
 class OtherAdapter:
     """The losses and answers of the adapter to compare with."""
 
-    sums: Any
+    sums: LossSums
     answers: list[str] | None
 
 
@@ -211,7 +237,7 @@ def losses_and_answers(
     With --generate, also the answers of the adapter of --against.
     """
     config, console = use.config, use.console
-    (sums,) = _sums(loaded, rows, (True,), console, SINGLE_PROCESS, objective)
+    sums = _adapter_losses(loaded, rows, console, objective)
     texts = None
     if config.generate and config.against is not None:
         turns, longest = _last_turns(rows, reader.turn_ends), config.max_new_tokens
@@ -258,26 +284,9 @@ def judge(
     The run has ended and its adapter is written, so problems are only warnings. The losses come
     first, because users wait for the verdict; the sample answers only serve the run's page.
     """
-    config, console, workers = session.config, session.console, session.workers
-    adapter = AdapterFile(config.output_path)
-    # The adapter's own config says how the base was quantised.
-    use = config.part(UseConfig, adapter=str(adapter.path), quantize=None, double_quant=False)
-    objective = Objective.of(config)
-
-    def measured(loaded: LoadedModel) -> Any:
-        if rewards is not None:
-            return rewards.measure(judged.rows, loaded)
-        return _sums(loaded, judged.rows, (True,), console, workers, objective)[0]
-
+    config, console = session.config, session.console
     try:
-        start = _before_training(session, initial_hash, measured)
-        loaded = load_model(use, adapter, session.folder, RunConsole(quiet=True), workers)
-        if rewards is not None:
-            evaluation = rewards.compare(loaded, judged, start, config.samples)
-        else:
-            evaluation = compare_losses(
-                loaded, judged, config.seed, console, workers, start, objective
-            )
+        loaded, evaluation = _evaluate_run(session, judged, rewards, initial_hash)
         _write_evaluation(config.checkpoint_path, evaluation)
     except MlxTuneError as problem:
         console.warn(f"the adapter was written, but could not be evaluated: {problem}")
@@ -292,6 +301,45 @@ def judge(
         console.warn(problem_line)
     if not config.samples or evaluation.generated is not None:
         return evaluation
+    return _with_samples(session, judged, loaded, evaluation)
+
+
+def _evaluate_run(
+    session: RunSession,
+    judged: JudgedRows,
+    rewards: "RewardSession | None",
+    initial_hash: str | None,
+) -> tuple[LoadedModel, Evaluation]:
+    """Load a run's adapter from its file and evaluate it; return the model too."""
+    config, console, workers = session.config, session.console, session.workers
+    adapter = AdapterFile(config.output_path)
+    # The adapter's own config says how the base was quantised.
+    use = config.part(UseConfig, adapter=str(adapter.path), quantize=None, double_quant=False)
+
+    def load() -> LoadedModel:
+        return load_model(use, adapter, session.folder, RunConsole(quiet=True), workers)
+
+    # The starting point's model is freed before the adapter's is loaded.
+    if rewards is not None:
+        measure_rewards = partial(rewards.measure, judged.rows)
+        answers = _before_training(session, initial_hash, measure_rewards)
+        loaded = load()
+        return loaded, rewards.compare(loaded, judged, answers, config.samples)
+    objective = Objective.of(config)
+    start = _before_training(
+        session,
+        initial_hash,
+        lambda initial: _adapter_losses(initial, judged.rows, console, objective, workers),
+    )
+    loaded = load()
+    return loaded, compare_losses(loaded, judged, config.seed, console, workers, start, objective)
+
+
+def _with_samples(
+    session: RunSession, judged: JudgedRows, loaded: LoadedModel, evaluation: Evaluation
+) -> Evaluation:
+    """Return a run's evaluation with sample answers, and write it; problems are warnings."""
+    config, console = session.config, session.console
     try:
         if sample := _draw(judged.rows, config.samples, config.seed, session.reader):
             allocator.release()
@@ -319,8 +367,8 @@ def _write_evaluation(run: Path, evaluation: Evaluation) -> None:
 
 
 def _before_training(
-    session: RunSession, initial_hash: str | None, measure: Callable[[LoadedModel], Any]
-) -> Any:
+    session: RunSession, initial_hash: str | None, measure: Callable[[LoadedModel], _Measured]
+) -> _Measured | None:
     """Measure the adapter from which training started.
 
     Returns None if there was none or, with a warning, if it has changed since then.
