@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from mlxtune.backend.adapters.initialize import check_initial
 from mlxtune.backend.device import allocator, default_device
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.lora.model_facts import ModelFacts
@@ -36,6 +37,8 @@ def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
     session = TrainingSession(config, console, options.explicit_options)
     if config.data and config.auto:
         session = with_auto_options(session)
+    if options.initial is not None:
+        check_initial(options.initial, session.base.model, session.config.pipeline_config())
     dataset = session.load() if config.data else None
     config, base = session.config, session.base
     steps = memory_planning.first_steps(config, dataset)

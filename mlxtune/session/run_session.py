@@ -12,6 +12,7 @@ import numpy.typing as npt
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.adapter_folder import check_known, check_replaceable
 from mlxtune.backend.adapters.attach import check_base
+from mlxtune.backend.adapters.initialize import check_initial
 from mlxtune.backend.workers.launch import WorkerRun
 from mlxtune.config import TrainConfig, as_path
 from mlxtune.core.data.corpus import CorpusRows
@@ -146,7 +147,7 @@ def check_initial_adapter(session: RunSession) -> None:
     """Raise ConfigError if a run would replace or move the adapter that it starts from.
 
     The run's verdict compares with that adapter, and its replay starts there. Raises ModelError if
-    the adapter was trained on another base.
+    the adapter was trained on another base, or if options contradict it.
     """
     config, start = session.config, session.initial
     if start is None:
@@ -160,6 +161,7 @@ def check_initial_adapter(session: RunSession) -> None:
                 "compares: choose another --output"
             ]
         )
+    check_initial(start, session.base.model, config.pipeline_config())
 
 
 def lock_folder(session: RunSession, cleanup: ExitStack) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import safetensors.numpy
 
-from mlxtune import TrainConfig, plan, resume, train
+from mlxtune import PlanConfig, TrainConfig, plan, resume, train
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.initialize import with_adapter
 from mlxtune.backend.step.pipeline import InstructPipeline
@@ -179,14 +179,33 @@ def test_plan_counts_the_parameters_of_an_adapter_to_continue_from(
     assert json.loads(by_flags.out)["lora"]["trainable_parameters"] == explicit.trainable_parameters
 
 
-def test_python_names_an_option_that_contradicts_the_adapter(
-    model: Path, chat: Path, first: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"rank": 8}, "its rank is 4, but --rank and --target-rank give 8"),
+        ({"target_rank": {"q_proj": 8}}, "its rank is 4, but --rank and --target-rank give 8"),
+        ({"alpha": 3.0}, "but --alpha 3 gives"),
+        ({"dora": False}, "its type is dora, but --dora is off"),
+        ({"targets": ("q_proj",), "target_rank": {}}, "but --targets gives self_attn.q_proj"),
+    ],
+)
+def test_option_that_contradicts_the_adapter_is_named_before_data_and_weights(
+    model: Path,
+    chat: Path,
+    first: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    problem: str,
 ) -> None:
-    given: dict[str, Any] = {"init_adapter": str(first), "rank": 8, "output": str(tmp_path)}
-    with pytest.raises(ModelError, match="its rank is 4, but --rank and --target-rank give 8"):
-        train(model_path=model, data=chat, **given)
-    with pytest.raises(ModelError, match="its rank is 4, but --rank and --target-rank give 8"):
-        train(TrainConfig(str(model), (str(chat),), **given))
+    given: dict[str, Any] = {"init_adapter": str(first), "output": str(tmp_path), **options}
+    monkeypatch.setattr("mlxtune.session.session.load_dataset", None)
+    monkeypatch.setattr("mlxtune.backend.models.loading.read_weights", None)
+    for function, kind in ((train, TrainConfig), (plan, PlanConfig)):
+        with pytest.raises(ModelError, match=problem):
+            function(model_path=model, data=chat, **given)
+        with pytest.raises(ModelError, match=problem):
+            function(kind(str(model), (str(chat),), **given))
 
 
 def test_resumed_run_needs_the_adapter_no_more_and_knows_which_it_was(

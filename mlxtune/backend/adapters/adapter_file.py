@@ -17,6 +17,7 @@ from mlxtune.backend.adapters.adapter_folder import (
     OWN_CONFIG,
     find_adapter,
     is_valid_scale,
+    paths_in_layers,
     read_adapter_config,
     read_arrays,
     tensor_header,
@@ -193,6 +194,11 @@ class AdapterFile:
                     f"{tuple(shape)}: config and adapter do not belong together"
                 )
         return modules
+
+    @property
+    def targets(self) -> list[str]:
+        """The paths of the adapter's modules in their layers, as --targets names them, sorted."""
+        return paths_in_layers(self.module_names())
 
     def read_tensors(self) -> dict[str, mx.array]:
         """Return the tensors in float32. Raises ModelError, for example for NaN values."""

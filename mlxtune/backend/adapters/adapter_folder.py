@@ -306,3 +306,8 @@ def layer_and_path(name: str) -> tuple[int, str] | None:
     """Return a module's layer number and its path in the layer; None outside the layers."""
     match = _LAYER_NAME.search(name)
     return (int(match[1]), match[2]) if match else None
+
+
+def paths_in_layers(names: Iterable[str]) -> list[str]:
+    """Return the paths of modules in their layers, sorted, without modules outside the layers."""
+    return sorted({found[1] for found in map(layer_and_path, names) if found is not None})

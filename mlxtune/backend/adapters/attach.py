@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile, AdapterInfo, training_options
-from mlxtune.backend.adapters.adapter_folder import check_shapes, layer_and_path, other_base_error
+from mlxtune.backend.adapters.adapter_folder import check_shapes, other_base_error
 from mlxtune.backend.adapters.checkpoint_tensors import trained_tensors
 from mlxtune.backend.lora.apply import LoRASummary, lora_layer, summarize
 from mlxtune.backend.lora.lora_layers import DoRALinear, DropoutKeys
@@ -114,8 +114,7 @@ def _changes_nothing(
 
 
 def _config_of(adapter: AdapterFile, names: list[str]) -> InstructConfig:
-    layers_and_paths = [layer_path for name in names if (layer_path := layer_and_path(name))]
-    targets = tuple(sorted({path for _, path in layers_and_paths} or names))
+    targets = tuple(adapter.targets or names)
     try:
         return InstructConfig(targets=targets, **training_options(adapter.info))
     except ConfigError as error:

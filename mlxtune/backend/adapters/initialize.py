@@ -1,7 +1,7 @@
 """LoRA's initial values: random, PiSSA's, or an adapter's."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -11,13 +11,20 @@ import numpy.typing as npt
 from mlx.utils import tree_unflatten
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile, AdapterInfo, training_options
-from mlxtune.backend.adapters.adapter_folder import check_shapes, find_adapter, layer_and_path
+from mlxtune.backend.adapters.adapter_folder import (
+    check_shapes,
+    find_adapter,
+    layer_and_path,
+    paths_in_layers,
+)
 from mlxtune.backend.adapters.checkpoint_tensors import adapter_tensors
 from mlxtune.backend.adapters.file_formats.mlx_lm import read_mlx_lm, tensors_of
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
 from mlxtune.backend.lora.lora_layers import DoRALinear, LoRALinear, PrincipalFactors, hash_of
+from mlxtune.backend.lora.targets import choose_targets, rank_of
 from mlxtune.backend.models.stored_layers import dequantized_weight
-from mlxtune.config.lora_config import pissa_iterations
+from mlxtune.config import InstructConfig
+from mlxtune.config.lora_config import pissa_iterations, scale_of
 from mlxtune.core.files.reading import file_hash
 from mlxtune.errors import ModelError
 
@@ -72,14 +79,33 @@ def find_initial(named: str, digest: object, opened: AdapterFile | None = None) 
     return adapter
 
 
-def _start_from(adapter: AdapterFile, model: nn.Module, lora: LoRASummary) -> None:
-    weights, info = adapter.path, adapter.info
-    if problems := [*_disagreements(info, lora), *_other_targets(adapter, model)]:
+def check_initial(adapter: AdapterFile, model: nn.Module, config: InstructConfig) -> None:
+    """Raise ModelError if options contradict the adapter that a run starts from.
+
+    `model` has no LoRA yet, and none of its weights are read.
+    """
+    _check_options(adapter, model, config, choose_targets(model, config))
+
+
+def _check_options(
+    adapter: AdapterFile, model: nn.Module, config: InstructConfig, names: Collection[str]
+) -> None:
+    """Raise ModelError if options contradict an adapter; `names` are the modules to train."""
+    problems = [
+        *_disagreements(adapter.info, config, names),
+        *_other_targets(adapter, model, names),
+    ]
+    if problems:
         raise ModelError(
-            f"--init-adapter {weights}: {'; '.join(problems)}: leave these options out to use "
+            f"--init-adapter {adapter.path}: {'; '.join(problems)}: leave these options out to use "
             "the adapter's"
         )
-    check_shapes(weights, adapter.tensors, adapter_tensors(model, lora), info.model)
+
+
+def _start_from(adapter: AdapterFile, model: nn.Module, lora: LoRASummary) -> None:
+    weights = adapter.path
+    _check_options(adapter, model, lora.config, adapted_modules(model))
+    check_shapes(weights, adapter.tensors, adapter_tensors(model, lora), adapter.info.model)
     updates = dict(read_mlx_lm(adapter).modules)
     for name, module in adapted_modules(model).items():
         try:
@@ -92,54 +118,47 @@ def _start_from(adapter: AdapterFile, model: nn.Module, lora: LoRASummary) -> No
     mx.eval(model.trainable_parameters())
 
 
-def _other_targets(adapter: AdapterFile, model: nn.Module) -> Iterator[str]:
+def _other_targets(adapter: AdapterFile, model: nn.Module, names: Collection[str]) -> Iterator[str]:
     """Yield a problem if LoRA is on other projections of a model than in an adapter made for it."""
-    theirs, ours = set(adapter.module_names()), set(adapted_modules(model))
-    of_this_model = theirs <= {name for name, _ in model.named_modules()}
-    targets, wanted = (
-        sorted(
-            {layer_path[1] for layer_path in map(layer_and_path, names) if layer_path is not None}
-        )
-        for names in (theirs, ours)
-    )
+    of_this_model = set(adapter.module_names()) <= {name for name, _ in model.named_modules()}
+    targets, wanted = adapter.targets, paths_in_layers(names)
     if of_this_model and targets != wanted:
         yield f"its targets are {', '.join(targets)}, but --targets gives {', '.join(wanted)}"
 
 
-def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
-    problems, alpha = [], lora.config.alpha
-    if info.kind != lora.kind:
-        dora = "on" if lora.config.dora else "off"
-        problems.append(f"its type is {info.kind}, but --dora is {dora}")
-    if info.rank != lora.written_rank:
-        problems.append(
-            f"its rank is {info.rank}, but --rank and --target-rank give {lora.written_rank}"
-        )
-    elif not math.isclose(info.scale, lora.scale, rel_tol=_SCALE_TOLERANCE):
-        problems.append(f"its scale is {info.scale:g}, but --alpha {alpha:g} gives {lora.scale:g}")
-    return problems
+def _disagreements(
+    info: AdapterInfo, config: InstructConfig, names: Collection[str]
+) -> Iterator[str]:
+    if (info.kind == "dora") != config.dora:
+        yield f"its type is {info.kind}, but --dora is {'on' if config.dora else 'off'}"
+    # An adapter file has only one rank, the largest.
+    rank = max(rank_of(name, config) for name in names)
+    scale = scale_of(config.alpha, rank, rslora=config.rslora)
+    if info.rank != rank:
+        yield f"its rank is {info.rank}, but --rank and --target-rank give {rank}"
+    elif not math.isclose(info.scale, scale, rel_tol=_SCALE_TOLERANCE):
+        yield f"its scale is {info.scale:g}, but --alpha {config.alpha:g} gives {scale:g}"
 
 
 def with_adapter(options: Mapping[str, Any], adapter: AdapterFile) -> dict[str, Any]:
     """Return a run's options, with defaults for LoRA from the adapter that it starts from.
 
     The defaults are the adapter's rank, alpha, targets, layers and kind. Those in `options` take
-    precedence, and `initialize` reports contradictions. With `rslora`, the scale is expressed as
+    precedence, and `check_initial` reports contradictions. With `rslora`, the scale is expressed as
     alpha / √rank. Raises ModelError if training cannot continue from the adapter.
     """
-    info, layer_paths = adapter.info, []
+    info, last = adapter.info, 0
     for name in adapter.module_names():
         if (layer_path := layer_and_path(name)) is None:
             raise ModelError(
                 f"{adapter.path} has LoRA on {name:.200}, outside the layers, where mlxtune "
                 "cannot train it"
             )
-        layer_paths.append(layer_path)
-    last = 1 + max(layer for layer, _ in layer_paths)
+        last = max(last, 1 + layer_path[0])
     rslora = bool(options["rslora"]) if "rslora" in options else None
     return {
         **training_options(info, rslora),
-        "targets": sorted({path for _, path in layer_paths}),
+        "targets": adapter.targets,
         # mlx-lm takes a num_layers above the model's number of layers as all layers.
         "num_layers": info.num_layers if (info.num_layers or last) < last else None,
         **options,
