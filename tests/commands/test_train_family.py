@@ -189,7 +189,7 @@ def test_plan_counts_the_parameters_of_an_adapter_to_continue_from(
         ({"targets": ("q_proj",), "target_rank": {}}, "but --targets gives self_attn.q_proj"),
     ],
 )
-def test_option_that_contradicts_the_adapter_is_named_before_data_and_weights(
+def test_option_that_contradicts_the_adapter_is_named_before_data(
     model: Path,
     chat: Path,
     first: Path,

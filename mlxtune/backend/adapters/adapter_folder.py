@@ -310,4 +310,4 @@ def layer_and_path(name: str) -> tuple[int, str] | None:
 
 def paths_in_layers(names: Iterable[str]) -> list[str]:
     """Return the paths of modules in their layers, sorted, without modules outside the layers."""
-    return sorted({found[1] for found in map(layer_and_path, names) if found is not None})
+    return sorted({pair[1] for pair in map(layer_and_path, names) if pair is not None})
