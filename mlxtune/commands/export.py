@@ -13,8 +13,6 @@ from mlxtune.backend.adapters.file_formats.adapter import completed
 from mlxtune.backend.adapters.fusing import check_copied
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import open_base
-from mlxtune.backend.models.model_folder import read_config
-from mlxtune.backend.models.quantize import is_quantized
 from mlxtune.config import ExportConfig
 from mlxtune.core.files.ours import discard, move
 from mlxtune.core.files.scratch import scratch_folder
@@ -55,20 +53,18 @@ def _merge(
     The output folder also gets a Modelfile for Ollama. The proof covers the weights before
     quantisation.
     """
-    console, trust = source.console, config.trust_remote_code
+    console = source.console
     check_copied(source.folder)
     converter, quantizer = merged_gguf.converter(), merged_gguf.quantizer()
-    model = read_config(source.folder, trust_remote_code=trust)
     if converter is not None:
-        merged_gguf.check_convertible(model["model_type"], "--merge")
+        merged_gguf.check_convertible(source.model_config["model_type"], "--merge")
     if converter is None or (config.quantize and quantizer is None):
         output = (config.output_path, config.quantize)
         console.warn(merged_gguf.ollama_advice(*output, converted=converter is not None))
-    quantized = is_quantized(model) or source.base_options.quantize is not None
     merged = folder if converter is None else folder / "merged"
     make_folder(merged)
     certificate, stored = verified_output.write_fused(
-        source, merged, dequantize=quantized, text_only=True
+        source, merged, dequantize=source.has_quantized_base, text_only=True
     )
     if converter is not None:
         verified_output.convert_to_gguf(

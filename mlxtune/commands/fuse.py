@@ -15,8 +15,7 @@ from mlxtune.backend.adapters.file_formats import merged_gguf
 from mlxtune.backend.adapters.storage import AS_BASE, Storage
 from mlxtune.backend.device import allocator
 from mlxtune.backend.models.loading import BaseModel, as_base_model, open_base, read_weights
-from mlxtune.backend.models.model_folder import read_config
-from mlxtune.backend.models.quantize import NF4, is_quantized
+from mlxtune.backend.models.quantize import NF4
 from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.config import DataConfig, EvalConfig, FuseConfig
 from mlxtune.core.data.corpus import CorpusRows
@@ -78,11 +77,9 @@ def _dequantizes(config: FuseConfig, source: verified_output.TrainedAdapter) -> 
 
     Raises ModelError if --gguf is set but this model cannot be written as GGUF.
     """
-    model = read_config(source.folder, trust_remote_code=config.trust_remote_code)
     if config.gguf:
-        merged_gguf.check_convertible(model["model_type"], "--gguf")
-    quantized = is_quantized(model) or source.base_options.quantize is not None
-    if config.dequantize or not quantized:
+        merged_gguf.check_convertible(source.model_config["model_type"], "--gguf")
+    if config.dequantize or not source.has_quantized_base:
         return config.dequantize
     if source.base_options.quantize == NF4:
         source.console.say("", "mlx-lm has no nf4: writing plain weights, as with --dequantize")

@@ -27,6 +27,8 @@ from mlxtune.backend.device import allocator
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel, open_base
+from mlxtune.backend.models.model_folder import read_config
+from mlxtune.backend.models.quantize import is_quantized
 from mlxtune.config import OutgoingConfig, UseConfig, user_cache
 from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.data.problems import advice_on
@@ -85,6 +87,16 @@ class TrainedAdapter:
     def fusion(self) -> Fusion:
         """The base and the adapter, to fuse them."""
         return Fusion(self.folder, self.adapter, self.base_options)
+
+    @cached_property
+    def model_config(self) -> dict[str, Any]:
+        """The base model's config.json. Raises ModelError."""
+        return read_config(self.folder, trust_remote_code=self.config.trust_remote_code)
+
+    @property
+    def has_quantized_base(self) -> bool:
+        """Whether the base is quantised, as stored or while loading."""
+        return is_quantized(self.model_config) or self.base_options.quantize is not None
 
     @cached_property
     def trained(self) -> UseConfig:
