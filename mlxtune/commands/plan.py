@@ -102,13 +102,10 @@ def _with_data(
 ) -> RunPlan:
     corpus, rows = dataset.corpus, dataset.rows.train
     used = np.asarray(rows.indices)[order.rows_of_epoch(rows, config.seed, 1)]
-    lengths, answers = corpus.lengths, corpus.supervised
-    if config.is_rewarded:
-        sampled = np.full_like(answers, config.group_size * config.max_new_tokens)
-        lengths, answers = lengths - answers + sampled, sampled
+    counts = memory_planning.expected_lengths(config, dataset, answers=config.group_size)
     tokens, supervised = (
         np.bincount(corpus.row_of_example, weights=values, minlength=corpus.num_rows)[used].sum()
-        for values in (lengths, answers)
+        for values in counts
     )
     per_epoch, steps = count_steps(config.trainer_config(), len(used), config.updates)
     return replace(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mlxtune.backend.device import allocator, default_device
 from mlxtune.backend.forward.operations import best_execution
@@ -91,10 +92,7 @@ def sampled_work(
     """
     sizes = [size for step in steps for size in zip(step.tokens, step.supervised, strict=True)]
     if dataset is not None:
-        lengths, supervised = dataset.corpus.lengths, dataset.corpus.supervised
-        if config.is_rewarded:
-            answers = np.full_like(supervised, config.max_new_tokens)
-            lengths, supervised = lengths - supervised + answers, answers
+        lengths, supervised = expected_lengths(config, dataset, answers=1)
         sizes = list(zip(lengths.tolist(), supervised.tolist(), strict=True))
     sampling = 0, 0
     if config.is_rewarded and base is not None:
@@ -110,6 +108,20 @@ def sampled_work(
         ),
         sampling=sampling,
     )
+
+
+def expected_lengths(
+    config: TrainConfig, dataset: Dataset, answers: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return each example's tokens and supervised tokens, int32 (E,).
+
+    Where the model samples answers, an example has that number of the longest ones, not its own.
+    """
+    lengths, supervised = dataset.corpus.lengths, dataset.corpus.supervised
+    if not config.is_rewarded:
+        return lengths, supervised
+    sampled = np.full_like(supervised, answers * config.max_new_tokens)
+    return lengths - supervised + sampled, sampled
 
 
 def choose_plan(
