@@ -108,6 +108,16 @@ def test_json_has_the_same(plan: Cli) -> None:
     assert found["memory"]["limit"] == 3_000_000_000
 
 
+def test_tokens_of_sampled_answers_replace_the_answers_in_the_data(plan: Cli) -> None:
+    options = ("--val-split", 0, "--json")
+    rewards = ("--objective", "grpo", "--reward", "length", "--group-size", 3)
+    read = json.loads(plan(*options).out)["data"]
+    sampled = json.loads(plan(*options, *rewards, "--max-new-tokens", 7).out)["data"]
+    answers = 3 * 7 * sampled["rows"]
+    assert sampled["supervised_tokens"] == answers
+    assert sampled["tokens"] - answers == read["tokens"] - read["supervised_tokens"]
+
+
 def test_without_data_one_example_is_planned_for(cli: Cli, model: Path) -> None:
     outcome = cli("plan", "--model-path", model, "--max-seq-len", 99)
     assert outcome.code == 0
