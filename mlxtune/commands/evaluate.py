@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from mlxtune.backend.forward import operations
 from mlxtune.config import DataConfig, EvalConfig
 from mlxtune.config.objective_config import REWARD_OBJECTIVES, ObjectiveConfig, RewardedConfig
 from mlxtune.core.data.corpus import CorpusRows
-from mlxtune.core.data.sources.datafiles import held_out_file
 from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows
 from mlxtune.core.objectives.objective import Objective
@@ -61,7 +59,7 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
         use = UseSession(config, console, names)
         objective = Objective.of(use.config)
         others = other_adapters(use)
-        reading = use.config.data_config(data=_data_files(config))
+        reading = use.config.data_config()
         session = Session(reading, console, use.folder, held_out=True)
         operations.load_ahead(use.folder)
         if config.reward:
@@ -161,9 +159,3 @@ def show(config: EvalConfig) -> None:
         print_json(evaluation.as_dict())
         return
     print_stages(evaluation_lines(evaluation), evaluation)
-
-
-def _data_files(config: EvalConfig) -> tuple[str, ...]:
-    """Return the files to evaluate: for a folder, its test file or else its validation file."""
-    files = (Path(data).expanduser() for data in config.data)
-    return tuple(str(held_out_file(path) if path.is_dir() else path) for path in files)

@@ -15,7 +15,7 @@ from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import (
     path_text,
 )
-from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files, needs
+from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files, held_out_file, needs
 from mlxtune.core.data.sources.keys import field_option
 from mlxtune.core.data.sources.text_rows import GUESSED_ENCODINGS, encoding_of, is_text_file
 from mlxtune.core.formatting import pluralize
@@ -63,15 +63,18 @@ def with_hub_data(
     """Download the data sets that the options name, and add their commits to the names.
 
     The commit lets a resumed run find the same files. Also returns each data set by the name that
-    it now has. With `held_out`, a name without a split stands for data to evaluate on. Raises
-    DataError.
+    it now has. With `held_out`, a name without a split and a folder stand for data to evaluate on.
+    Raises DataError.
     """
     sets: dict[str, HubData] = {}
 
     def pinned(value: str, option: str = "data") -> str:
         meant = data_value(value, option)
         if meant.name is None:
-            return value
+            folder = as_path(meant.text)
+            if not held_out or not folder.is_dir():
+                return value
+            return str(held_out_file(folder)) + value.removeprefix(meant.text)
         data = fetch(meant.name, held_out=held_out, quiet=config.quiet)
         sets[str(data.name)] = data
         files = pluralize(sum(map(len, data.files.values())), "file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,33 @@ def test_one_function_decides_what_a_value_of_data_means() -> None:
         # Only compares recorded paths; it reads no data.
         ("core/run/cross_checks.py", "weighted"),
     }
+    assert {
+        (str(path.relative_to(PACKAGE)), use)
+        for path in PACKAGE.rglob("*.py")
+        for node in nodes_of(path)
+        for use in _uses_of_data(node)
+    } == {
+        # Passes each value to `data_value`, or names all values in a message.
+        ("session/dataset.py", "data_value"),
+        ("session/dataset.py", "find_named_data"),
+        ("session/dataset.py", "map"),
+        ("session/dataset.py", "pinned"),
+        ("commands/reward.py", "find_named_data"),
+        # A file of prompts, whose option takes no names.
+        ("commands/generate.py", "str"),
+    }
+
+
+def _uses_of_data(node: ast.AST) -> Iterator[str]:
+    """Yield the function, or `for`, that takes values of a config's --data or --val-data."""
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        yield from (name for each in node.args if _is_data(each))
+    elif isinstance(node, ast.For | ast.comprehension) and _is_data(node.iter):
+        yield "for"
+
+
+def _is_data(node: ast.expr) -> bool:
+    if not isinstance(node, ast.Attribute) or node.attr not in ("data", "val_data"):
+        return False
+    return ast.unparse(node.value).rpartition(".")[2] == "config"

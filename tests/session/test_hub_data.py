@@ -73,6 +73,27 @@ def test_evaluation_takes_the_test_split_like_a_folder(data: Dataset) -> None:
     assert config.data[0].endswith(":test")
 
 
+def test_evaluation_takes_the_test_file_of_a_folder_with_its_weight(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    for name in ("train", "test"):
+        write_chat(folder / f"{name}.jsonl", sums(4))
+    config = DataConfig("m", (f"{folder}=2", f"{folder}/train.jsonl"))
+    held_out, _ = with_hub_data(config, RunConsole(), held_out=True)
+    assert held_out.data == (f"{folder}/test.jsonl=2", f"{folder}/train.jsonl")
+    assert with_hub_data(config, RunConsole())[0].data == config.data
+
+
+@pytest.mark.parametrize("value", ["~nosuch/x", "./missing/rows"])
+def test_evaluation_reads_paths_as_training_does(
+    cli: Cli, model: Path, hub: Hub, value: str
+) -> None:
+    outcome = cli("eval", "--model-path", model, "--data", value)
+    path = value.removeprefix("./")
+    assert f"{path}: no such file: check --data" in outcome.err
+    assert outcome.code == cli("train", "--model-path", model, "--data", value).code != 0
+    assert hub.requests == []
+
+
 def test_validation_data_needs_a_split(chat: Path) -> None:
     config = DataConfig("m", (str(chat),), val_data="org/sums")
     with pytest.raises(DataError, match=r"--val-data org/sums: name one of its splits, as org/s"):
