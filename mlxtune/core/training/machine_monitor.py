@@ -71,11 +71,16 @@ class MachineMonitor:
         return demand if demand.pause or pressure > Pressure.NORMAL else None
 
     def respond(
-        self, demand: MachineDemand, pipeline: Pipeline, examples: Sequence[Example], step: int
+        self,
+        demand: MachineDemand,
+        pipeline: Pipeline,
+        examples: Callable[[], Sequence[Example]],
+        step: int,
     ) -> bool:
         """Release memory and wait for mains power, as demanded; no step may be running.
 
-        `examples` are the examples of the next step. Return whether micro-batches were halved.
+        `examples` returns the examples of the next step, whose sampling may take memory and
+        minutes. Return whether micro-batches were halved.
         """
         halved = False
         if demand.pressure > Pressure.NORMAL:
@@ -95,15 +100,19 @@ class MachineMonitor:
         return self.pause_on_battery and bool(self._latest.on_battery) and not self.should_stop()
 
     def _relieve(
-        self, pressure: Pressure, pipeline: Pipeline, examples: Sequence[Example], step: int
+        self,
+        pressure: Pressure,
+        pipeline: Pipeline,
+        examples: Callable[[], Sequence[Example]],
+        step: int,
     ) -> bool:
+        pipeline.relieve_memory()
         if pressure is Pressure.WARN:
-            pipeline.relieve_memory()
             self.observer.on_problem(
                 f"the machine is short of memory after step {step}: cached memory was freed"
             )
             return False
-        tokens = pipeline.relieve_memory(halve_for=examples)
+        tokens = pipeline.relieve_memory(halve_for=examples())
         how = "micro-batches cannot be halved: close other programs"
         if tokens is not None:
             how = f"micro-batches of up to {tokens:,} tokens from now on"

@@ -8,11 +8,22 @@ from typing import Any
 
 import pytest
 
+from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.machine.conditions import Conditions, Pressure
 from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import TrainingObserver
+from mlxtune.core.training.pipeline import OnProgress, RowSource, Step, StepData
+from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import TrainingInterrupted
-from tests.core.training.fake_pipeline import FakePipeline, log_of, names_in, train, without_times
+from tests.core.training.fake_pipeline import (
+    CORPUS,
+    FakePipeline,
+    log_of,
+    names_in,
+    options,
+    train,
+    without_times,
+)
 
 STEPS = 6  # two epochs over the corpus's 8 training rows
 NORMAL, WARN, CRITICAL = Pressure
@@ -127,11 +138,46 @@ def test_previous_step_is_complete_when_micro_batches_are_halved(tmp_path: Path)
         def relieve_memory(self, halve_for: Any = None) -> int | None:
             # A batch runs when its result is requested.
             taken.append(len(self.batches))
-            assert {example.row for example in halve_for}
             return super().relieve_memory(halve_for)
 
     run(tmp_path, Machine(NORMAL, NORMAL, CRITICAL), Pipeline())
-    assert taken == [2]
+    assert taken == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "expected"),
+    [
+        (Conditions(WARN), ["relieve", "draw 2"]),
+        (Conditions(CRITICAL), ["relieve", "draw 2", "halve", "draw 2"]),
+        (BATTERY, ["paused", "draw 2"]),
+    ],
+)
+def test_samples_are_drawn_only_for_halving_and_after_memory_is_released(
+    tmp_path: Path, conditions: Conditions, expected: list[str]
+) -> None:
+    """Drawing the samples of a step takes memory, power and perhaps minutes."""
+    events: list[str] = []
+
+    class Pipeline(FakePipeline):
+        def relieve_memory(self, halve_for: Any = None) -> int | None:
+            events.append("relieve" if halve_for is None else "halve")
+            return super().relieve_memory(halve_for)
+
+    class Source(RowSource):
+        def examples_of(self, rows: CorpusRows, step: Step, on_progress: OnProgress) -> StepData:
+            events.append(f"draw {step.number}")
+            return super().examples_of(rows, step, on_progress)
+
+    pipeline = Pipeline()
+    monitor = MachineMonitor(
+        Machine(NORMAL, conditions, NORMAL),
+        pause_on_battery=True,
+        wait=lambda seconds: events.append("paused"),
+    )
+    config = options(tmp_path, max_steps=2)
+    trainer = InstructTrainer(pipeline, CORPUS, config, monitor=monitor, source=Source(pipeline))
+    trainer.train()
+    assert events == ["draw 1", *expected]
 
 
 def test_pressure_changes_nothing_else(tmp_path: Path) -> None:
