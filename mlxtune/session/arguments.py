@@ -123,7 +123,7 @@ def takes_resolved(
 
         @wraps(function)
         def call(
-            config: C | ResolvedOptions[C] | None = None, /, *more: Any, **keywords: Any
+            config: C | ResolvedOptions[C] | None = None, *more: Any, **keywords: Any
         ) -> Result:
             passed = {name: keywords.pop(name) for name in own & keywords.keys()}
             if isinstance(config, ResolvedOptions):

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import isfunction, signature
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,23 @@ def described(config: TrainConfig, *, loudly: bool = False) -> tuple[str, int, b
 def test_config_fields_are_keywords_of_the_function() -> None:
     assert described(model_path="m", data="d", rank=3, loudly=True) == ("m", 3, True)
     assert described(TrainConfig("m", data=("d",)), loudly=True) == ("m", 8, True)
+    assert described(loudly=True, config=TrainConfig("m", data=("d",))) == ("m", 8, True)
     with pytest.raises(ConfigError, match=r"unknown option 'learning_rate': use lr=0\.1"):
         described(model_path="m", data="d", learning_rate=0.1)
     with pytest.raises(ConfigError, match=r"name the options: described\(model_path=…, data=…\)"):
         described("m", "d")
     with pytest.raises(ConfigError, match="rank: give all options in the config, or all as"):
         described(TrainConfig("m", data=("d",)), rank=3)
+    with pytest.raises(ConfigError, match="rank: give all options in the config, or all as"):
+        described(config=TrainConfig("m", data=("d",)), rank=3)
+
+
+@pytest.mark.parametrize("name", mlxtune.__all__)
+def test_config_can_be_given_by_the_name_that_its_signature_shows(name: str) -> None:
+    function = getattr(mlxtune, name)
+    if isfunction(function) and "config" in signature(function).parameters:
+        with pytest.raises(ConfigError, match=r"^rank: give all options in the config, or all"):
+            function(config=object(), rank=3)
 
 
 @pytest.mark.parametrize("columns", [{"a": [1]}, {"prompt": ["Hi", "?"], "completion": ["a", "b"]}])
