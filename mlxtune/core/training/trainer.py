@@ -39,7 +39,7 @@ from mlxtune.core.run.saving import Snapshot
 from mlxtune.core.steps import order
 from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import RunStart, TrainingObserver
-from mlxtune.core.training.pipeline import Pipeline, RowSource, Step, StepData, StepSource
+from mlxtune.core.training.pipeline import Pipeline, RowSource, Step, StepSource
 from mlxtune.core.training.recorder import RunRecorder
 from mlxtune.core.training.requests import RequestExchange, Requests
 from mlxtune.core.training.schedule import count_steps, schedule_of
@@ -209,7 +209,10 @@ class InstructTrainer:
                     self._recorder.save_and_interrupt()
                 for step in () if over else self._remaining_steps():
                     halved = self._respond_to_machine(step)
-                    data = self._data_of(step)
+                    with self._timing_draw():
+                        data = self._source.examples_of(
+                            self.train_rows, step, self._on_draw_progress
+                        )
                     with self._profiler.step(step.number) if self._profiler else nullcontext():
                         handle = self.pipeline.start_batch(
                             data.examples,
@@ -309,13 +312,13 @@ class InstructTrainer:
             indices = steps_of(epoch + 1)[rollout.number - 1]
             yield Step(number + 1, epoch + 1, self._schedule(number + 1), indices)
 
-    def _data_of(self, step: Step) -> StepData:
-        """Return the examples of the next step, and count the time of drawing any samples."""
+    @contextmanager
+    def _timing_draw(self) -> Iterator[None]:
+        """Count the time of drawing samples for the next step, if any are drawn."""
         self._draw_started = None
-        data = self._source.examples_of(self.train_rows, step, self._on_draw_progress)
+        yield
         if self._draw_started is not None:
             self._drawing += time.perf_counter() - self._draw_started
-        return data
 
     def _on_draw_progress(self, done: int, total: int) -> None:
         """Show the progress of work before a step, which starts from the running step's update."""
@@ -334,9 +337,13 @@ class InstructTrainer:
         if (demand := self._monitor.check(done)) is None:
             return False
         self._record_running_step()
-        halved = self._monitor.respond(
-            demand, self.pipeline, lambda: self._data_of(step).examples, done
-        )
+
+        def examples() -> Sequence[Example]:
+            with self._timing_draw():
+                data = self._source.examples_of(self.train_rows, step, self._on_draw_progress)
+            return data.examples
+
+        halved = self._monitor.respond(demand, self.pipeline, examples, done)
         self._stop_if_requested()
         return halved
 
