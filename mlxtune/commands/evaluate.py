@@ -85,7 +85,8 @@ def evaluate(options: ResolvedOptions[EvalConfig]) -> Evaluation:
             console.say("Against", str(other.path))
             measure = partial(losses_and_answers, use, judged.rows, session.reader, objective)
             start = measure_adapter(use.config, other, use.folder, measure)
-        loaded, generated = use.load(), None
+        loaded = use.load()
+        generated = None
         if config.generate:
             longest, texts = config.max_new_tokens, start.answers if start else None
             generated = answer_sample(

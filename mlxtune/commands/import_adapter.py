@@ -37,7 +37,8 @@ def import_adapter(config: ImportConfig) -> Path:
     ModelError, which names any parts that mlx-lm's LoRA cannot represent, or OutputError.
     """
     source, is_peft = _find(config.adapter)
-    file, of_peft = AdapterFile(source), read_peft_config(source.parent) if is_peft else None
+    file = AdapterFile(source)
+    of_peft = read_peft_config(source.parent) if is_peft else None
     named = file.info.model if of_peft is None else base_of(of_peft)
     folder = find_named_base(config, file, named, str(source.parent))
     options = BaseOptions(trust_remote_code=config.trust_remote_code)

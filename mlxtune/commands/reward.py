@@ -38,7 +38,8 @@ def show(config: RewardConfig) -> bool:
 
     Raises ConfigError for a reward that cannot be used, or DataError.
     """
-    rewards, rows = parse_rewards(config.reward), _rows(config)
+    rewards = parse_rewards(config.reward)
+    rows = _rows(config)
     answers = list(_answers(rows) if config.answers is None else _from_file(config.answers, rows))
     with RewardScorer(rewards, config.reward_timeout) as scorer:
         tried = [(*answer, scorer.score(*answer[1:])) for answer in answers]

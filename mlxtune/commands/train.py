@@ -143,7 +143,8 @@ def run_training(options: ResolvedOptions[TrainConfig], mode: RunMode) -> TrainR
     with join_run(options.config, _make_console) as worker_run, ExitStack() as cleanup:
         cleanup.enter_context(closing(worker_run.console))
         session = open_run(worker_run, options, cleanup, trains=not mode.dry_run)
-        trained, config = train_adapter(session, mode, cleanup), session.config
+        trained = train_adapter(session, mode, cleanup)
+        config = session.config
         result = TrainResult(
             training=None,
             adapter=None,

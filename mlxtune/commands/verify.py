@@ -124,7 +124,8 @@ def _compare_samples(run: Path, repeated: Path, replay: "_Replay") -> str:
         groups = list(read_groups(folder / SAMPLE_RECORDS))
         return [each for each in groups if replay.start < each.step <= replay.step]
 
-    own, drawn_again = drawn(run), drawn(repeated)
+    own = drawn(run)
+    drawn_again = drawn(repeated)
     differing = (one for one, other in zip(own, drawn_again, strict=False) if one != other)
     if (first := next(differing, None)) is not None:
         raise ValueError(f"step {first.step} gives other samples for {first.row}")
@@ -154,9 +155,9 @@ def show(
 def _verify_model(result: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
     """Check the base model's hash, and each adapter's names and shapes, without loading weights."""
     folder = model_folder.find_folder(config.model_path)
-    expected, actual = good[0].metadata.get("base_hash"), model_hash(folder, user_cache())
+    unchanged = model_hash(folder, user_cache()) == good[0].metadata.get("base_hash")
     changed = f"{folder}: its weights differ from those at the start of the run"
-    result.add("base model", None if actual == expected else changed, str(folder))
+    result.add("base model", None if unchanged else changed, str(folder))
     base = loading.open_base(folder, config.dtype, config.base_options())
     summary = apply_lora(base.model, config.pipeline_config())
     for checkpoint in reversed(good):

@@ -262,8 +262,13 @@ class Reader:
             encoder = replace(self.encoder, notes=always)
             return encoder.encode(self.rows(path, skipped), skipped, notes)
 
-        cache, key = self._config.cache_path, self._key(path)
-        return encode_file(path, encode, cache=cache, key=key, on_rows=partial(self._on_rows, path))
+        return encode_file(
+            path,
+            encode,
+            cache=self._config.cache_path,
+            key=self._key(path),
+            on_rows=partial(self._on_rows, path),
+        )
 
     def why_skipped(self, path: Path, row: int) -> BadRowError | None:
         """Return the reason for skipping a row; None if the row is kept, or does not exist."""

@@ -370,7 +370,8 @@ def _changes(run: Path, trainer: InstructTrainer) -> Iterator[str]:
 
 def print_resume(resume: ResumePoint, trainer: InstructTrainer, console: RunConsole) -> None:
     """Print where the run resumes, and warn of workers and versions that have changed."""
-    metadata, now = resume.checkpoint.metadata, trainer.describe()
+    metadata = resume.checkpoint.metadata
+    now = trainer.describe()
     if (workers := metadata.get("workers", 1)) != now["workers"]:
         console.warn(
             f"the run used {_workers(workers)} and continues with {_workers(now['workers'])}: its "

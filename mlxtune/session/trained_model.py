@@ -335,7 +335,8 @@ def unchanged_initial(
     """
     adapter, state = None, "missing"
     with suppress(ModelError):
-        adapter, state = find_initial(named, digest, opened), "unchanged"
+        adapter = find_initial(named, digest, opened)
+        state = "unchanged"
     if "missing" not in workers.all_gather_text(state):
         return adapter
     warn(

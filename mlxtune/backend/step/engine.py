@@ -311,7 +311,9 @@ class Engine:
         self.optimizer.commit(update)
         allocator.clear_cache_near_limit()
         self.phases.end("optimizer")
-        loss, grad_norm, counts = float(total.loss), float(update.norm), total.all_counts()
+        loss = float(total.loss)
+        grad_norm = float(update.norm)
+        counts = total.all_counts()
         if not update.finite:
             problem = step.not_finite(loss, grad_norm)
             return StepOutcome(problem, step.started, time.perf_counter(), counts.requests)
@@ -347,7 +349,8 @@ class Engine:
             return PolicyLoss.of(objective, step.examples)
         if objective.is_sft:
             return sft_loss(step.all_lengths)
-        logps_of, is_divided = partial(self._logps, number=step.number), self._divides_rows(step)
+        logps_of = partial(self._logps, number=step.number)
+        is_divided = self._divides_rows(step)
         return preference_loss(objective, step.examples, logps_of, is_divided=is_divided)
 
     def _logps(self, examples: Sequence[Example], number: int) -> npt.NDArray[np.float64]:

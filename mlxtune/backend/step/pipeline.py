@@ -294,7 +294,8 @@ class InstructPipeline:
 
     def reference(self) -> Mapping[str, Any]:
         """Return the JSON values on which the reference's log-probabilities depend."""
-        provenance, record = self._provenance(), self._base[1] or {}
+        provenance = self._provenance()
+        record = self._base[1] or {}
         lora: dict[str, Any] = {}
         if self.config.is_pissa:
             # PiSSA's reference equals the base except for rounding, which depends on rank and

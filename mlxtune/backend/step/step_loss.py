@@ -195,8 +195,10 @@ class PolicyLoss(StepLoss):
         return [mx.zeros(self._logps.mask.shape)]
 
     def reduce(self, members: Sequence[int], counts: Sequence[int]) -> ReduceFn:
-        own, indices = TokenLogps.of([self.examples[i] for i in members]), mx.array(list(members))
-        shape, slots = own.mask.shape, mx.array(np.flatnonzero(own.mask))
+        own = TokenLogps.of([self.examples[i] for i in members])
+        shape = own.mask.shape
+        indices = mx.array(list(members))
+        slots = mx.array(np.flatnonzero(own.mask))
 
         def loss(losses: mx.array) -> tuple[mx.array, ...]:
             flat = mx.zeros(shape[0] * shape[1]).at[slots].add(-losses.astype(mx.float32))
@@ -234,7 +236,8 @@ def preference_loss(
     """
     training = examples.training
     tokens = count_tokens(map(predicted_tokens, training)), sum(map(len, training))
-    layout, kl = objective.lay_out(training), 0.0
+    layout = objective.lay_out(training)
+    kl = 0.0
     if examples.others:
         between = objective.lay_out(examples.others)
         kl = objective.kl(between, between.sums(logps_of(examples.others)))

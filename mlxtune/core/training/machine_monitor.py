@@ -55,8 +55,9 @@ class MachineMonitor:
         useless.
         """
         self._latest = latest = self.conditions()
-        before, self._slept = self._slept, self.asleep()
-        slept = self._slept - before
+        asleep = self.asleep()
+        slept = asleep - self._slept
+        self._slept = asleep
         if slept >= _SLEPT_SECONDS:
             message = f"the machine slept for {duration(slept)} after step {step}"
             self.observer.on_note("Sleep", f"{message}; times and rates exclude the sleep")

@@ -416,7 +416,8 @@ class InstructTrainer:
         running, self._running = self._running, None
         if running is None:
             return
-        step, outcome = running.step, self.pipeline.wait(running.handle)
+        step = running.step
+        outcome = self.pipeline.wait(running.handle)
         self._requests.receive(outcome.agreed)
         try:
             result = outcome.result()
