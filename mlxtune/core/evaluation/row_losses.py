@@ -40,14 +40,12 @@ def sums_of(
 
     The first token of an example is never predicted, so it does not count.
     """
-    flat_examples = [example for row in rows for example in row]
-    row_of_example = [index for index, row in enumerate(rows) for _ in row]
+    examples = [(index, example) for index, row in enumerate(rows) for example in row]
+    row_of_example = [index for index, _ in examples]
+    flat_examples = [example for _, example in examples]
+    losses_of = losses(flat_examples, lambda done: on_progress(done, len(flat_examples)))
     totals, tokens = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
-    np.add.at(
-        totals,
-        row_of_example,
-        losses(flat_examples, lambda done: on_progress(done, len(flat_examples))),
-    )
+    np.add.at(totals, row_of_example, losses_of)
     np.add.at(tokens, row_of_example, list(map(predicted_tokens, flat_examples)))
     return RowLossSums(totals, tokens)
 
