@@ -19,27 +19,14 @@ def count_steps(config: InstructTrainingConfig, rows: int, updates: int = 1) -> 
 
 
 def schedule_of(config: InstructTrainingConfig, peak_rate: float, total_steps: int) -> Schedule:
-    """Return the schedule that a run's options select."""
-    return make_schedule(
-        config.schedule,
-        peak_rate=peak_rate,
-        total_steps=total_steps,
-        warmup_fraction=config.warmup_fraction,
-        lr_min=config.lr_min,
-    )
-
-
-def make_schedule(
-    name: str, *, peak_rate: float, total_steps: int, warmup_fraction: float, lr_min: float
-) -> Schedule:
-    """Return the named schedule over a run of `total_steps`.
+    """Return the schedule that the options select, over a run of `total_steps`.
 
     `linear-warmup` rises linearly to the peak and stays there; `warmup-cosine` rises likewise, then
     falls along half a cosine to `lr_min` at `total_steps`.
 
     Source: SGDR, arXiv:1608.03983, equation 5, one cycle after the warm-up.
     """
-    warmup_steps = int(warmup_fraction * total_steps)
+    warmup_steps = int(config.warmup_fraction * total_steps)
 
     def warmup(step: int) -> float:
         return peak_rate * min(step / warmup_steps, 1.0) if warmup_steps else peak_rate
@@ -50,11 +37,12 @@ def make_schedule(
         if step <= peak_step:
             return warmup(step)
         progress = min((step - peak_step) / (total_steps - peak_step), 1.0)
-        return lr_min + (peak_rate - lr_min) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        amplitude = (peak_rate - config.lr_min) * 0.5
+        return config.lr_min + amplitude * (1.0 + math.cos(math.pi * progress))
 
     schedules = {
         "constant": lambda step: peak_rate,
         "linear-warmup": warmup,
         "warmup-cosine": warmup_cosine,
     }
-    return schedules[name]
+    return schedules[config.schedule]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.config import InstructTrainingConfig
-from mlxtune.core.training.schedule import Schedule, count_steps, make_schedule
+from mlxtune.core.training.schedule import Schedule, count_steps, schedule_of
 
 PEAK = 2e-4
 LR_MIN = 1e-6
@@ -19,14 +19,15 @@ LR_MIN = 1e-6
 def rates(
     name: str, total_steps: int, warmup_fraction: float = 0.1, lr_min: float = LR_MIN
 ) -> list[float]:
-    schedule = make_schedule(
-        name,
-        peak_rate=PEAK,
-        total_steps=total_steps,
-        warmup_fraction=warmup_fraction,
-        lr_min=lr_min,
-    )
+    schedule = made(name, total_steps, warmup_fraction, lr_min=lr_min)
     return [schedule(step) for step in range(1, total_steps + 1)]
+
+
+def made(
+    name: str, total_steps: int, fraction: float, *, peak_rate: float = PEAK, lr_min: float = LR_MIN
+) -> Schedule:
+    config = InstructTrainingConfig(schedule=name, warmup_fraction=fraction, lr_min=lr_min)
+    return schedule_of(config, peak_rate, total_steps)
 
 
 def transformers_cosine(step: int, warmup_steps: int, total_steps: int, min_rate: float) -> float:
@@ -69,9 +70,7 @@ def test_cosine_of_ten_steps_matches_hand_computation() -> None:
     expected = [0.25, 0.5, 0.75, 1.0]
     expected += [(1 + c) / 2 for c in (third, 0.5, 0.0, -0.5, -third, -1.0)]
 
-    schedule = make_schedule(
-        "warmup-cosine", peak_rate=1.0, total_steps=10, warmup_fraction=0.4, lr_min=0.0
-    )
+    schedule = made("warmup-cosine", 10, 0.4, peak_rate=1.0, lr_min=0.0)
 
     assert [schedule(step) for step in range(1, 11)] == pytest.approx(expected, abs=1e-15)
 
@@ -106,16 +105,6 @@ def test_run_of_one_step_trains_at_the_peak(name: str, fraction: float) -> None:
     assert rates(name, 1, fraction) == [PEAK]
 
 
-def schedule_of(total_steps: int, fraction: float) -> Schedule:
-    return make_schedule(
-        "warmup-cosine",
-        peak_rate=PEAK,
-        total_steps=total_steps,
-        warmup_fraction=fraction,
-        lr_min=LR_MIN,
-    )
-
-
 @settings(deadline=None)
 @given(total_steps=st.integers(1, 300), fraction=st.floats(0, 1))
 def test_cosine_rises_to_the_peak_then_falls_to_its_end(total_steps: int, fraction: float) -> None:
@@ -140,15 +129,13 @@ def test_cosine_rises_to_the_peak_then_falls_to_its_end(total_steps: int, fracti
 )
 def test_rate_depends_only_on_the_step(name: str, fraction: float, steps: list[int]) -> None:
     in_order = rates(name, 100, fraction)
-    schedule = make_schedule(
-        name, peak_rate=PEAK, total_steps=100, warmup_fraction=fraction, lr_min=LR_MIN
-    )
+    schedule = made(name, 100, fraction)
 
     assert [schedule(step) for step in steps] == [in_order[step - 1] for step in steps]
 
 
 def test_steps_beyond_the_run_stay_at_its_end() -> None:
-    schedule = schedule_of(total_steps=10, fraction=0.2)
+    schedule = made("warmup-cosine", 10, 0.2)
 
     assert schedule(11) == schedule(10_000) == pytest.approx(LR_MIN)
 
