@@ -78,7 +78,7 @@ class Engine:
         self._lora = lora
         self._config = config = lora.config
         self._workers = workers
-        self.micro_batches, self.runner, self.losses = passes_of(
+        self.runner, self.losses = passes_of(
             forward,
             lora.total_parameters,
             workers,
@@ -100,13 +100,15 @@ class Engine:
     ) -> None:
         """Use an execution from now on; see `InstructPipeline.run_as`."""
         self.forward.run_as(execution)
-        self._split_as(replace(self.micro_batches, execution=self.forward.execution, fits=fits))
+        execution = self.forward.execution
+        self.losses.training = replace(self.micro_batches, execution=execution, fits=fits)
         if peak is not None:
             self.losses.limit_memory(peak)
 
-    def _split_as(self, micro_batches: MicroBatches) -> None:
-        """Split the examples of later steps in this way; evaluations use no smaller batches."""
-        self.micro_batches = self.losses.training = micro_batches
+    @property
+    def micro_batches(self) -> MicroBatches:
+        """The micro-batches of later steps, which evaluations also read: theirs are no smaller."""
+        return self.losses.training
 
     def restore(self, state: dict[str, Any], steps: int, max_tokens: int) -> None:
         """Continue after `steps` steps, with the optimizer's `state` in a file's layout.
@@ -118,7 +120,7 @@ class Engine:
         self.optimizer.load_state(state)
         self.committed_steps = steps
         limit = min(max_tokens, self.micro_batches.max_tokens)
-        self._split_as(self.micro_batches.limited(limit))
+        self.losses.training = self.micro_batches.limited(limit)
 
     def halve(self, examples: Sequence[Example]) -> int | None:
         """Halve the limit of micro-batches in tokens, for a step's examples, and return it.
@@ -133,7 +135,7 @@ class Engine:
     def _halve(self, lengths: StepLengths) -> int | None:
         half = self.micro_batches.halved_limit(lengths)
         if half is not None:
-            self._split_as(self.micro_batches.limited(half))
+            self.losses.training = self.micro_batches.limited(half)
         return half
 
     # The states of a step

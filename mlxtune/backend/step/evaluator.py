@@ -249,9 +249,8 @@ def evaluation_memory(forward: Forward) -> EvaluationMemory:
 
 
 class Passes(NamedTuple):
-    """The parts of a pass over examples: micro-batches, the runner of their graphs, and losses."""
+    """The parts of a pass over examples: the runner of its graphs, and losses."""
 
-    micro_batches: MicroBatches
     runner: GraphRunner
     losses: LossEvaluator
 
@@ -277,7 +276,7 @@ def passes_of(
         forward, parameters, remedy=remedy, warn=warn, retries=not workers.shards_model
     )
     losses = LossEvaluator(forward, micro_batches, runner, parameters, workers, other_bytes)
-    return Passes(micro_batches, runner, losses)
+    return Passes(runner, losses)
 
 
 class Evaluator:
