@@ -57,6 +57,7 @@ from mlxtune.errors import (
 if TYPE_CHECKING:
     from mlxtune.backend.step.pipeline import InstructPipeline
     from mlxtune.benchmark.bench import bench
+    from mlxtune.commands.demo import demo
     from mlxtune.commands.evaluate import evaluate
     from mlxtune.commands.export import export
     from mlxtune.commands.fuse import fuse
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from mlxtune.commands.push import push
     from mlxtune.commands.report import report
     from mlxtune.commands.runs import runs
-    from mlxtune.commands.train import TrainResult, demo, resume, train
+    from mlxtune.commands.train import TrainResult, resume, train
     from mlxtune.commands.verify import verify
     from mlxtune.core.data.encode import Example
     from mlxtune.core.data.inspection import Inspection
@@ -129,7 +130,7 @@ __all__ = [
 ]
 
 _COMMANDS = (
-    *("evaluate", "export", "fuse", "generate", "import_adapter", "inspect"),
+    *("demo", "evaluate", "export", "fuse", "generate", "import_adapter", "inspect"),
     *("plan", "push", "report", "runs", "train", "verify"),
 )
 _LAZY_MODULES = {
@@ -142,7 +143,6 @@ _LAZY_MODULES = {
     "InstructTrainer": "mlxtune.core.training.trainer",
     "TrainResult": "mlxtune.commands.train",
     "bench": "mlxtune.benchmark.bench",
-    "demo": "mlxtune.commands.train",
     "resume": "mlxtune.commands.train",
     **{name: f"mlxtune.commands.{name}" for name in _COMMANDS},
     **{name: f"mlxtune.diagnosis.{name}" for name in ("doctor", "prove")},

@@ -110,7 +110,7 @@ _COMMON = (
 COMMANDS: tuple[click.Command, ...] = (
     _command(
         "demo",
-        "mlxtune.commands.train:show_demo",
+        "mlxtune.commands.demo:show",
         "Watch a small model learn, in a minute.\n\n"
         "The model and its data come with mlxtune: a guest's message becomes a booking as JSON.",
         "mlxtune demo --output try/adapters.safetensors",

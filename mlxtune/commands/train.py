@@ -14,12 +14,11 @@ from rich.console import Console
 from mlxtune.backend.adapters.adapter_folder import check_beside
 from mlxtune.backend.device import allocator
 from mlxtune.backend.workers.launch import join_run
-from mlxtune.config import DemoConfig, TrainConfig
+from mlxtune.config import TrainConfig
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows
 from mlxtune.core.files.hashing import base_fingerprint
-from mlxtune.core.files.reading import read_text
 from mlxtune.core.files.writing import write_json
 from mlxtune.core.machine.conditions import ConditionsPoller, Sensors
 from mlxtune.core.run import run_folder, trained_rows
@@ -31,7 +30,7 @@ from mlxtune.core.run.summary import RunView
 from mlxtune.core.training.machine_monitor import MachineMonitor
 from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserver
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.session.arguments import ResolvedOptions, takes_options, takes_resolved, with_rows
+from mlxtune.session.arguments import ResolvedOptions, takes_resolved, with_rows
 from mlxtune.session.interrupt import stop_on_interrupt
 from mlxtune.session.judge import ValidationAnswers, judge
 from mlxtune.session.memory_planning import save_run_speed
@@ -271,27 +270,6 @@ def resume(
     """
     options = find_run(str(folder), with_rows(changes))
     return train(options, on_step=on_step, on_validation=on_validation)
-
-
-@takes_options(DemoConfig)
-def demo(config: DemoConfig) -> TrainResult:
-    """Train mlxtune's own small model to answer a guest's message with JSON.
-
-    Raises the errors of `train`.
-    """
-    return train(config.training())
-
-
-def show_demo(config: DemoConfig) -> None:
-    """Train on the demo's data, and print the answers to one question before and after training."""
-    result, console = demo(config), RunConsole(quiet=config.quiet)
-    generated = result.evaluation and result.evaluation.generated
-    for sample in generated.samples[:1] if generated else ():
-        row = read_text(Path(sample.path)).splitlines()[sample.row - 1]
-        for stage, line in run_text.before_and_after(row, sample):
-            console.say(stage, line)
-    for number, line in enumerate(run_text.next_lines(config.training())):
-        console.say("" if number else "Next", line, copyable=True)
 
 
 @contextmanager

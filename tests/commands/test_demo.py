@@ -44,7 +44,7 @@ def test_demo_shows_an_answer_before_and_after_and_what_is_next(
         samples = SimpleNamespace(generated=SimpleNamespace(samples=[sample] * 2))
         return SimpleNamespace(evaluation=samples)
 
-    monkeypatch.setattr("mlxtune.commands.train.train", train)
+    monkeypatch.setattr("mlxtune.commands.demo.train", train)
     outcome = cli("demo", "--max-steps", 7, "--overwrite")
     assert outcome.code == 0, outcome.err
     assert trained == [DemoConfig(max_steps=7, overwrite=True).training()]
