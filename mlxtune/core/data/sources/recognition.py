@@ -7,7 +7,7 @@ that read them.
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,35 @@ _TOOLS = ("tools", "functions")
 _SLACK_TIME = re.compile(r"\d{10}\.\d{6}")
 
 
+@dataclass
+class _Tally:
+    """The numbers of a file's good and bad rows, and of the bad rows that are single messages."""
+
+    path: Path
+    skipped: SkippedRows
+    good: int = 0
+    bad: int = 0
+    messages: int = 0
+
+    def skip(self, row: int, content: JsonObject | BadRowError, problem: BadRowError) -> None:
+        """Add a bad row. Raises DataError if nearly all of many rows are bad."""
+        self.skipped.add(row, problem)
+        self.bad += 1
+        self.messages += isinstance(content, dict) and _is_message(content)
+        rows = self.good + self.bad
+        if self.bad % _MIN_BAD_ROWS == 0 and self.bad > _MAX_BAD_FRACTION * rows:
+            raise DataError(
+                f"{path_text(self.path)}: {self.bad:,} of its first {rows:,} rows cannot be used; "
+                f"the first: {self.skipped.first()}"
+            ) from problem
+
+    def check_are_rows(self) -> None:
+        """Raise DataError if all rows of the file are messages."""
+        if self.messages and self.messages == self.bad and not self.good:
+            wrap = 'wrap the messages of each conversation, as in [{"messages": […]}]'
+            raise DataError(f"{path_text(self.path)} is a list of messages: {wrap}")
+
+
 def read_rows(
     path: Path,
     skipped: SkippedRows,
@@ -89,7 +118,8 @@ def read_with_objects(
     """
     fields, formats = fields or {}, formats_of(objective)
     file_format = None if format == "auto" else formats[format]
-    name, since, good, bad, bare = format, 0, 0, 0, 0
+    name, since = format, 0
+    tally = _Tally(path, skipped)
     absent = {name: key for name, key in fields.items() if key}
     is_table = path.name.lower().endswith(TABLE_ENDINGS)
     rows = read_unchanged(path, texts=format == "text", split_at=split_at)
@@ -128,22 +158,13 @@ def read_with_objects(
             if has_nulls(content) and may_be_filled(content):
                 converted = with_notes(converted, ((DOUBTFUL_NULLS, ""),))
         except BadRowError as problem:
-            skipped.add(row, problem)
-            bad += 1
-            bare += isinstance(content, dict) and _is_message(content)
-            if bad % _MIN_BAD_ROWS == 0 and bad > _MAX_BAD_FRACTION * (bad + good):
-                raise DataError(
-                    f"{path_text(path)}: {bad:,} of its first {bad + good:,} rows cannot be used; "
-                    f"the first: {skipped.first()}"
-                ) from problem
+            tally.skip(row, content, problem)
         else:
-            good += 1
+            tally.good += 1
             converted = _without_placeholder(converted) if formats is PROMPTS else converted
             yield converted, unchanged
     skipped.absent = dict(absent)
-    if bare and bare == bad and not good:
-        wrap = 'wrap the messages of each conversation, as in [{"messages": […]}]'
-        raise DataError(f"{path_text(path)} is a list of messages: {wrap}")
+    tally.check_are_rows()
 
 
 def _has_key(content: JsonObject, name: str, key: str) -> bool:
