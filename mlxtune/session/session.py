@@ -44,8 +44,8 @@ class Session(Generic[C]):
     """The model's folder and the data of one command.
 
     `config` holds the command's options, with each data set of the hub pinned to a commit. With
-    `held_out`, the data sets' held-out splits are used. `folder` is the model's folder, if the
-    command has already checked it. Raises ModelError or DataError.
+    `held_out`, the held-out splits of data sets and folders are used. `folder` is the model's
+    folder, if the command has already checked it. Raises ModelError or DataError.
     """
 
     def __init__(
