@@ -118,7 +118,7 @@ def run_benchmark(
     )
 
 
-def show(config: BenchConfig) -> None:
+def main(config: BenchConfig) -> None:
     """Run the benchmark and print its table, or JSON if --json is `-`."""
     result = bench(config)
     as_json = config.json == "-"

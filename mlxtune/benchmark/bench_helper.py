@@ -154,7 +154,7 @@ class OurTrainer:
                 outcome = self.pipeline.wait(running)
                 self._result = outcome.result()
                 loss, peak = self._result.avg_loss, self._result.memory
-                yield _timed(self, step, outcome.ended - last, loss, peak)
+                yield _time(self, step, outcome.ended - last, loss, peak)
                 last = outcome.ended
             started = following
 
@@ -247,10 +247,10 @@ def _timed_steps(trainer: BenchTrainer, steps: Sequence[Sequence[Example]]) -> I
         started = time.perf_counter()
         loss = trainer.step(number, examples)
         default_device.finish()
-        yield _timed(trainer, examples, time.perf_counter() - started, loss, allocator.peak_bytes())
+        yield _time(trainer, examples, time.perf_counter() - started, loss, allocator.peak_bytes())
 
 
-def _timed(
+def _time(
     trainer: BenchTrainer, examples: Sequence[Example], seconds: float, loss: float, peak: int
 ) -> TimedStep:
     forward, padding = trainer.token_counts(examples)

@@ -88,12 +88,12 @@ def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) 
     if share is not None and not prove:
         raise ConfigError(["--share writes the result of --prove: pass both"])
     if prove:
-        from mlxtune.diagnosis.prove import show as show_proofs
+        from mlxtune.diagnosis.prove import main as prove_main
 
-        return show_proofs(as_json=as_json, anonymous=None if share is None else as_path(share))
-    from mlxtune.diagnosis.doctor import show
+        return prove_main(as_json=as_json, anonymous=None if share is None else as_path(share))
+    from mlxtune.diagnosis.doctor import main
 
-    return show(as_json=as_json, **under_launch)
+    return main(as_json=as_json, **under_launch)
 
 
 _JSON = _flag("--json as_json", "Print JSON for programs.")
@@ -110,7 +110,7 @@ _COMMON = (
 COMMANDS: tuple[click.Command, ...] = (
     _command(
         "demo",
-        "mlxtune.commands.demo:show",
+        "mlxtune.commands.demo:main",
         "Watch a small model learn, in a minute.\n\n"
         "The model and its data come with mlxtune: a guest's message becomes a booking as JSON.",
         "mlxtune demo --output try/adapters.safetensors",
@@ -150,14 +150,14 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "inspect",
-        "mlxtune.commands.inspect:show",
+        "mlxtune.commands.inspect:main",
         "Show the data as the model will see it, and problems in it.",
         "mlxtune inspect --model-path data/demo-qwen3 --data data/bookings.jsonl",
         config=configs.InspectConfig,
     ),
     _command(
         "plan",
-        "mlxtune.commands.plan:show",
+        "mlxtune.commands.plan:main",
         "Predict the memory, steps and time of a run.\n\nNo weights are read.",
         "mlxtune plan --model-path data/demo-qwen3 --data data/bookings.jsonl",
         config=configs.PlanConfig,
@@ -182,7 +182,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "reward",
-        "mlxtune.commands.reward:show",
+        "mlxtune.commands.reward:main",
         "Try rewards on rows and answers before training with them.\n\n"
         "A reward is a function reward(prompt, completion, row) in a Python file, which runs in a "
         "separate process with limits, or a built-in comparison with the row's answer. The exit "
@@ -193,7 +193,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "watch",
-        "mlxtune.watch.server:show",
+        "mlxtune.watch.server:main",
         "Watch runs on a live page in the browser.\n\n"
         "Shows a run, in progress or finished, or the runs of a folder side by side: curves, "
         "memory, time left, where every row went, and a button that stops and saves. After a run, "
@@ -204,7 +204,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "eval",
-        "mlxtune.commands.evaluate:show",
+        "mlxtune.commands.evaluate:main",
         "Measure whether an adapter helped on held-out data.\n\n"
         "Compares the loss with and without the adapter on the same rows, with a confidence "
         "interval.",
@@ -213,7 +213,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "generate",
-        "mlxtune.commands.generate:show",
+        "mlxtune.commands.generate:main",
         "Answer a prompt or a conversation.\n\n"
         "The model sees the input exactly as in training. Without --prompt or --messages, "
         "standard input is read.",
@@ -231,7 +231,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "serve",
-        "mlxtune.serve.serving:show",
+        "mlxtune.serve.serving:main",
         "Serve a base model and its adapters over HTTP.\n\n"
         "Programs ask in the protocol of the OpenAI API, and name an adapter or `base` as the "
         "model; prompts are those of training. Ctrl-C finishes the answers that have begun.",
@@ -241,7 +241,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "report",
-        "mlxtune.commands.report:show",
+        "mlxtune.commands.report:main",
         "Write an HTML page that shows a run or compares several.\n\n"
         "The page shows curves, the plan, the data, sample answers and options.",
         "mlxtune report out; mlxtune report out/a out/b --html both.html",
@@ -258,7 +258,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "runs",
-        "mlxtune.commands.runs:show",
+        "mlxtune.commands.runs:main",
         "List the runs below a folder with their results.\n\n"
         "By default, lists the runs below the current folder.",
         "mlxtune runs; mlxtune runs ~/adapters --sort val",
@@ -279,7 +279,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "verify",
-        "mlxtune.commands.verify:show",
+        "mlxtune.commands.verify:main",
         "Check the files of a run, and its adapters against the model.\n\n"
         "The exit code is 1 if a check fails.",
         "mlxtune verify out --replay",
@@ -296,7 +296,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "fuse",
-        "mlxtune.commands.fuse:show",
+        "mlxtune.commands.fuse:main",
         "Merge an adapter into its base model.\n\n"
         "Writes a model folder that needs no adapter, and checks that the merged model gives the "
         "same logits as the model with the adapter.",
@@ -305,7 +305,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "export",
-        "mlxtune.commands.export:show",
+        "mlxtune.commands.export:main",
         "Convert an adapter for mlx-lm, PEFT, llama.cpp or Ollama.\n\n"
         "The result is loaded again and must give the same logits as the trained model.",
         "mlxtune export --format gguf --adapter out --output for-ollama",
@@ -313,7 +313,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "import",
-        "mlxtune.commands.import_adapter:show",
+        "mlxtune.commands.import_adapter:main",
         "Convert an adapter of mlx-lm or PEFT, to use or train it here.",
         "mlxtune import their-peft-adapter --model-path data/demo-qwen3 --output ours",
         config=configs.ImportConfig,
@@ -321,7 +321,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "push",
-        "mlxtune.commands.push:show",
+        "mlxtune.commands.push:main",
         "Upload a run's adapter with a model card to Hugging Face.\n\n"
         "Shows the card and the files, and asks before uploading. Uploads neither data nor paths.",
         "mlxtune push out me/bookings --dry-run",
@@ -341,7 +341,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "bench",
-        "mlxtune.benchmark.bench:show",
+        "mlxtune.benchmark.bench:main",
         "Time training steps and measure their memory on your data.\n\n"
         "--against times another trainer on the same steps, in separate processes.",
         "mlxtune bench --model-path data/demo-qwen3 --data data/bookings.jsonl --against mlx-lm",

@@ -19,7 +19,7 @@ def demo(config: DemoConfig) -> TrainResult:
     return train(config.training())
 
 
-def show(config: DemoConfig) -> None:
+def main(config: DemoConfig) -> None:
     """Train on the demo's data, and print the answers to one question before and after training."""
     result = demo(config)
     console = RunConsole(quiet=config.quiet)

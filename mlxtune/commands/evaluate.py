@@ -154,7 +154,7 @@ def judged_rows(
     return replace(judged, unknown_rows=unknown, against=use.config.against)
 
 
-def show(config: EvalConfig) -> None:
+def main(config: EvalConfig) -> None:
     evaluation = evaluate(config)
     if config.json:
         print_json(evaluation.as_dict())

@@ -41,7 +41,7 @@ def export(config: ExportConfig) -> verified_output.ExportResult:
         )
 
 
-def show(config: ExportConfig) -> None:
+def main(config: ExportConfig) -> None:
     verified_output.print_result(export(config), config)
 
 
@@ -55,7 +55,7 @@ def _merge(
     """
     console = source.console
     check_copied(source.folder)
-    converter, quantizer = merged_gguf.converter(), merged_gguf.quantizer()
+    converter, quantizer = merged_gguf.converter(), merged_gguf.find_quantizer()
     if converter is not None:
         merged_gguf.check_convertible(source.model_config["model_type"], "--merge")
     if converter is None or (config.quantize and quantizer is None):

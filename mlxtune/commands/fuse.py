@@ -99,7 +99,7 @@ def _write_gguf(source: verified_output.TrainedAdapter, folder: Path, stored: st
         )
 
 
-def show(config: FuseConfig) -> None:
+def main(config: FuseConfig) -> None:
     verified_output.print_result(fuse(config), config)
 
 

@@ -97,7 +97,7 @@ def _completes_text(session: trained_model.UseSession[GenerateConfig], *, named:
     return "completed as plain text, as the adapter was trained" if trained else ""
 
 
-def show(config: GenerateConfig) -> None:
+def main(config: GenerateConfig) -> None:
     """Print the answer as it arrives, or as JSON once it is complete; or answer --data."""
     if config.data is not None:
         answer_rows(config)

@@ -57,7 +57,7 @@ def import_adapter(config: ImportConfig) -> Path:
     return target / ADAPTER
 
 
-def show(config: ImportConfig) -> None:
+def main(config: ImportConfig) -> None:
     path = import_adapter(config)
     print_line(f"{'Wrote':<12}{path} and adapter_config.json beside it")
 

@@ -52,7 +52,7 @@ def inspect(config: InspectConfig) -> inspection.Inspection:
     return result
 
 
-def show(config: InspectConfig) -> None:
+def main(config: InspectConfig) -> None:
     """Print the inspection. Raises DataError for data that `train` refuses."""
     result = inspect(config)
     if config.json:

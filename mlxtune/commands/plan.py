@@ -89,7 +89,7 @@ def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
     return run_plan if config.workers == 1 else _on_workers(run_plan, config, costs)
 
 
-def show(config: PlanConfig) -> None:
+def main(config: PlanConfig) -> None:
     run_plan = plan(config)
     if config.json:
         print_json(run_plan.as_dict())

@@ -48,7 +48,7 @@ def push(
         return upload(folder, repository, public=public, exists=exists)
 
 
-def show(
+def main(
     run: str,
     repository: str,
     *,

@@ -14,7 +14,7 @@ from mlxtune.core.run.stored_run import Run, read_run, run_folder_at
 from mlxtune.core.run.summary import (
     RunView,
     differing_options,
-    measured_fractions,
+    measured_plan_values,
     predicted_fractions,
     validated_alike,
 )
@@ -41,7 +41,7 @@ def report(*runs: str | Path, html: str | Path | None = None) -> list[RunView]:
     return [RunView.of(run) for run in all_runs]
 
 
-def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
+def main(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
     """Write the page of runs and print a summary of it, or print JSON.
 
     Without `html`, the page of one run goes into its folder, and the page of several runs into the
@@ -84,7 +84,7 @@ def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
             {
                 **RunView.of(run).as_dict(),
                 "planned": predicted_fractions(run),
-                "measured": measured_fractions(run),
+                "measured": measured_plan_values(run),
                 "epochs_ended": [record_values(epoch) for epoch in run.progress.epochs],
                 "validations": [
                     {"step": validation.step, "loss": validation.val_loss}

@@ -33,7 +33,7 @@ Answer = tuple[str, PromptRow, str]
 Tried = tuple[str, PromptRow, str, Reward]
 
 
-def show(config: RewardConfig) -> bool:
+def main(config: RewardConfig) -> bool:
     """Print the table or JSON; return whether every answer has a reward.
 
     Raises ConfigError for a reward that cannot be used, or DataError.

@@ -39,7 +39,7 @@ def remove_runs(*folders: str | Path) -> None:
         remove_run(run_folder_at(as_path(str(name))))
 
 
-def show(folders: Sequence[str], *, sort: str, as_json: bool, remove: bool, yes: bool) -> None:
+def main(folders: Sequence[str], *, sort: str, as_json: bool, remove: bool, yes: bool) -> None:
     """Print the runs below folders as JSON or as a table that fits the terminal, or remove runs."""
     if remove:
         if not folders:

@@ -134,7 +134,7 @@ def _compare_samples(run: Path, repeated: Path, replay: "_Replay") -> str:
     return f"{pluralize(len(own), 'prompt')} answered again"
 
 
-def show(
+def main(
     run: str, *, replay: bool, model_path: str, reward: tuple[str, ...], as_json: bool
 ) -> bool:
     """Print each check as a line, or all as JSON. Return whether all passed."""

@@ -41,7 +41,7 @@ def as_path(text: str) -> Path:
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
-def same_option(
+def reuse_option(
     config: type, name: str, default: Any = dataclasses.MISSING, help: str = "", **changes: Any
 ) -> Any:
     """Reuse an option of another config as a field, with another default or help, if given.

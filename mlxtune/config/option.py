@@ -16,7 +16,7 @@ from typing import Any
 _INT_BOUND = 2**63
 
 
-class Affects(Enum):
+class Effect(Enum):
     """What an option of a run affects, and so whether a resumed run may change the option."""
 
     RESULT = auto()  # what is learned: must stay the same
@@ -41,13 +41,13 @@ class Section(Enum):
     TRAINING = "Training"
     RUN = "Run"
 
-    def option(self, default: Any, help: str, affects: Affects, **meaning: Any) -> Any:
+    def option(self, default: Any, help: str, affects: Effect, **meaning: Any) -> Any:
         """Define an option as a field of a config; `meaning` has further fields of Option."""
         option = Option(help, affects, self, **meaning)
         return dataclasses.field(default=default, metadata={"option": option})
 
 
-RESULT, LENGTH, INPUT, EXECUTION, PLACES, COMMAND = Affects
+RESULT, LENGTH, INPUT, EXECUTION, PLACES, COMMAND = Effect
 FILES, DATA, INSPECT, BENCH, PLAN, GENERATION, EXPORT, LORA, TRAINING, RUN = Section
 
 
@@ -57,7 +57,7 @@ class Option:
 
     help: str
     # No default, so that each new option must state what it affects.
-    affects: Affects
+    affects: Effect
     section: Section
     # The option changes the examples of a data file, so the key of cached files includes it.
     encodes: bool = False

@@ -13,7 +13,7 @@ from mlxtune.config.fields import (
     flag,
     former_names,
     options_of,
-    same_option,
+    reuse_option,
 )
 from mlxtune.config.lora_config import LoraConfig, LoraShapeConfig
 from mlxtune.config.objective_config import (
@@ -140,7 +140,7 @@ class TrainConfig(_LoopConfig, LoraConfig, RewardedConfig, StepConfig):
     Raises ConfigError, which lists every problem.
     """
 
-    model_path: str = same_option(
+    model_path: str = reuse_option(
         StepConfig,
         "model_path",
         help="Model folder in MLX or Hugging Face layout, or owner/name to download; with "
@@ -326,23 +326,23 @@ class InstructTrainingConfig(_LoopConfig):
 
     ignored: ClassVar = ("log_interval",)
 
-    epochs: int = same_option(TrainConfig, "epochs")
-    val_split: float = same_option(TrainConfig, "val_split", at_least=None, above=0)
-    patience: int = same_option(TrainConfig, "patience")
-    checkpoint_dir: str = same_option(TrainConfig, "checkpoint_dir", "checkpoints")
-    seed: int = same_option(TrainConfig, "seed")
+    epochs: int = reuse_option(TrainConfig, "epochs")
+    val_split: float = reuse_option(TrainConfig, "val_split", at_least=None, above=0)
+    patience: int = reuse_option(TrainConfig, "patience")
+    checkpoint_dir: str = reuse_option(TrainConfig, "checkpoint_dir", "checkpoints")
+    seed: int = reuse_option(TrainConfig, "seed")
     log_interval: dataclasses.InitVar[object] = None
-    lr: float | None = same_option(TrainConfig, "lr", None)
-    batch_size: int = same_option(TrainConfig, "batch_size")
-    val_rows: int = same_option(TrainConfig, "val_rows")
-    order: str = same_option(TrainConfig, "order")
+    lr: float | None = reuse_option(TrainConfig, "lr", None)
+    batch_size: int = reuse_option(TrainConfig, "batch_size")
+    val_rows: int = reuse_option(TrainConfig, "val_rows")
+    order: str = reuse_option(TrainConfig, "order")
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainerConfig(InstructTrainingConfig):
     """Options of a run's trainer, whose validation rows, if any, are already chosen."""
 
-    val_split: float = same_option(TrainConfig, "val_split")
+    val_split: float = reuse_option(TrainConfig, "val_split")
 
 
 @former_names(
@@ -364,12 +364,12 @@ class InstructConfig(LoraConfig):
 
     ignored: ClassVar = ("epochs", "max_seq_len")
 
-    rank: int = same_option(TrainConfig, "rank")
-    alpha: float = same_option(TrainConfig, "alpha")
-    lr: float = same_option(TrainConfig, "lr", DEFAULT_RATE)
+    rank: int = reuse_option(TrainConfig, "rank")
+    alpha: float = reuse_option(TrainConfig, "alpha")
+    lr: float = reuse_option(TrainConfig, "lr", DEFAULT_RATE)
     epochs: dataclasses.InitVar[object] = None
     max_seq_len: dataclasses.InitVar[object] = None
-    max_grad_norm: float = same_option(TrainConfig, "max_grad_norm")
-    seed: int = same_option(TrainConfig, "seed")
-    targets: tuple[str, ...] = same_option(TrainConfig, "targets")
-    num_layers: int | None = same_option(TrainConfig, "num_layers")
+    max_grad_norm: float = reuse_option(TrainConfig, "max_grad_norm")
+    seed: int = reuse_option(TrainConfig, "seed")
+    targets: tuple[str, ...] = reuse_option(TrainConfig, "targets")
+    num_layers: int | None = reuse_option(TrainConfig, "num_layers")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.data_config import DataConfig, field_problems
-from mlxtune.config.fields import CheckedConfig, as_path, same_option
+from mlxtune.config.fields import CheckedConfig, as_path, reuse_option
 from mlxtune.config.objective_config import REWARD_NAMES, RewardedConfig
 from mlxtune.config.option import BENCH, COMMAND, FILES, PLAN, RUN
 from mlxtune.config.train_config import StepConfig, TrainConfig
@@ -21,7 +21,7 @@ MODEL, DATA = "demo-qwen3", "bookings.jsonl"
 class PlanConfig(TrainConfig):
     """Options of `mlxtune plan`: the options of a run, with optional data."""
 
-    data: tuple[str, ...] = same_option(
+    data: tuple[str, ...] = reuse_option(
         TrainConfig,
         "data",
         (),
@@ -52,7 +52,7 @@ class BenchConfig(StepConfig):
 
     _: dataclasses.KW_ONLY
     # Rows held out for validation would not be timed.
-    val_split: float = same_option(DataConfig, "val_split", 0.0)
+    val_split: float = reuse_option(DataConfig, "val_split", 0.0)
     against: str | None = BENCH.option(
         None, "Also measure another trainer on the same steps.", COMMAND, choices=("mlx-lm",)
     )
@@ -111,7 +111,7 @@ class RewardConfig(CheckedConfig):
         metavar="REWARD",
         argument="a REWARD, such as json",
     )
-    data: tuple[str, ...] = same_option(
+    data: tuple[str, ...] = reuse_option(
         DataConfig,
         "data",
         help="Data of prompts: any that train reads, or rows with only a 'prompt' and keys for the "
@@ -125,13 +125,13 @@ class RewardConfig(CheckedConfig):
         path=True,
     )
     rows: int = RUN.option(8, "Number of rows to try, from the first.", COMMAND, at_least=1)
-    format: str = same_option(
+    format: str = reuse_option(
         DataConfig,
         "format",
         choices=("auto", "chat", "prompt", "alpaca", "sharegpt", "chatgpt", "gemini"),
     )
-    field: tuple[str, ...] = same_option(DataConfig, "field")
-    reward_timeout: float = same_option(RewardedConfig, "reward_timeout")
+    field: tuple[str, ...] = reuse_option(DataConfig, "field")
+    reward_timeout: float = reuse_option(RewardedConfig, "reward_timeout")
     json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
 
     def contradictions(self) -> Iterator[str]:
@@ -154,10 +154,10 @@ class DemoConfig(CheckedConfig):
     Raises ConfigError, which lists every problem.
     """
 
-    output: str = same_option(TrainConfig, "output", "mlxtune-demo/adapters.safetensors")
-    max_steps: int | None = same_option(TrainConfig, "max_steps")
-    overwrite: bool = same_option(TrainConfig, "overwrite")
-    quiet: bool = same_option(TrainConfig, "quiet")
+    output: str = reuse_option(TrainConfig, "output", "mlxtune-demo/adapters.safetensors")
+    max_steps: int | None = reuse_option(TrainConfig, "max_steps")
+    overwrite: bool = reuse_option(TrainConfig, "overwrite")
+    quiet: bool = reuse_option(TrainConfig, "quiet")
 
     def training(self) -> TrainConfig:
         """Return the options of the demo's run."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.data_config import FORMATS, DataConfig, ModelConfig, ReadingConfig, RowsConfig
-from mlxtune.config.fields import CheckedConfig, as_path, flag, same_option
+from mlxtune.config.fields import CheckedConfig, as_path, flag, reuse_option
 from mlxtune.config.limits import check_pattern
 from mlxtune.config.objective_config import (
     REWARD_NAMES,
@@ -35,7 +35,7 @@ _GGUF_TYPE = re.compile(r"[A-Za-z]+[0-9]+(_[A-Za-z0-9]+)*")
 class UseConfig(ModelConfig):
     """The model, its adapter and its prompt format."""
 
-    model_path: str | None = same_option(  # type: ignore[assignment]
+    model_path: str | None = reuse_option(  # type: ignore[assignment]
         ModelConfig,
         "model_path",
         None,
@@ -74,7 +74,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     Raises ConfigError, which lists every problem.
     """
 
-    data: tuple[str, ...] = same_option(
+    data: tuple[str, ...] = reuse_option(
         DataConfig,
         "data",
         help="Data to evaluate: .jsonl, .json, .csv or .tsv (also .gz), or .parquet; a folder "
@@ -84,7 +84,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     against: str | None = FILES.option(
         None, "Another adapter, with which to compare --adapter on the same rows.", COMMAND
     )
-    turns: str = same_option(DataConfig, "turns", help="Assistant turns to score.")
+    turns: str = reuse_option(DataConfig, "turns", help="Assistant turns to score.")
     generate: bool = GENERATION.option(
         False, "Also answer the last turn of each row greedily, and count exact matches.", COMMAND
     )
@@ -95,22 +95,22 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
         COMMAND,
         metavar="exact|json|contains|regex=PATTERN",
     )
-    reward: tuple[str, ...] = same_option(
+    reward: tuple[str, ...] = reuse_option(
         RewardedConfig,
         "reward",
         help="Compare rewards of greedy and sampled answers instead of losses: "
         f"{REWARD_NAMES}; may be repeated.",
     )
-    reward_timeout: float = same_option(RewardedConfig, "reward_timeout")
-    temperature: float = same_option(
+    reward_timeout: float = reuse_option(RewardedConfig, "reward_timeout")
+    temperature: float = reuse_option(
         RewardedConfig, "temperature", help="Temperature of the sampled answers with --reward."
     )
-    top_p: float = same_option(
+    top_p: float = reuse_option(
         RewardedConfig,
         "top_p",
         help="With --reward, sample from the likeliest tokens with this total probability.",
     )
-    seed: int = same_option(
+    seed: int = reuse_option(
         DataConfig,
         "seed",
         help="Seed of the bootstrap for the confidence interval, and of sampled answers.",
@@ -182,7 +182,7 @@ class AnswerConfig(UseConfig):
         several=True,
         metavar="TEXT",
     )
-    seed: int | None = same_option(
+    seed: int | None = reuse_option(
         DataConfig, "seed", None, "Sampling seed; default: a new seed each time."
     )
 
@@ -268,13 +268,13 @@ class ServeConfig(ModelConfig):
         several=True,
         metavar="NAME=PATH",
     )
-    model_path: str | None = same_option(  # type: ignore[assignment]
+    model_path: str | None = reuse_option(  # type: ignore[assignment]
         UseConfig,
         "model_path",
         help="Folder of the base model; default: the base that the first adapter names.",
     )
-    quantize: str | None = same_option(UseConfig, "quantize")
-    max_new_tokens: int = same_option(
+    quantize: str | None = reuse_option(UseConfig, "quantize")
+    max_new_tokens: int = reuse_option(
         UseConfig,
         "max_new_tokens",
         help="Maximum length of an answer in tokens, for requests without max_tokens.",
@@ -311,7 +311,7 @@ class ServeConfig(ModelConfig):
 class ImportConfig(CheckedConfig):
     """Options of `mlxtune import`. Raises ConfigError, which lists every problem."""
 
-    adapter: str = same_option(
+    adapter: str = reuse_option(
         UseConfig,
         "adapter",
         "",
@@ -322,16 +322,16 @@ class ImportConfig(CheckedConfig):
     output: str = EXPORT.option(
         "", "Folder to write, or its main file.", COMMAND, required=True, path=True
     )
-    model_path: str | None = same_option(
+    model_path: str | None = reuse_option(
         UseConfig,
         "model_path",
         None,
         "Folder of the base model; default: the base that the adapter names.",
         required=False,
     )
-    trust_remote_code: bool = same_option(UseConfig, "trust_remote_code")
-    overwrite: bool = same_option(TrainConfig, "overwrite", help="Replace an earlier result.")
-    quiet: bool = same_option(UseConfig, "quiet")
+    trust_remote_code: bool = reuse_option(UseConfig, "trust_remote_code")
+    overwrite: bool = reuse_option(TrainConfig, "overwrite", help="Replace an earlier result.")
+    quiet: bool = reuse_option(UseConfig, "quiet")
 
     def contradictions(self) -> Iterator[str]:
         output, files = as_path(self.output), self._main_files()
@@ -355,13 +355,13 @@ class ImportConfig(CheckedConfig):
 class FuseConfig(ImportConfig):
     """Options of `mlxtune fuse`. Raises ConfigError, which lists every problem."""
 
-    adapter: str = same_option(UseConfig, "adapter", "", required=True)
-    dtype: str = same_option(
+    adapter: str = reuse_option(UseConfig, "adapter", "", required=True)
+    dtype: str = reuse_option(
         UseConfig,
         "dtype",
         help="Dtype of the proof; auto is the model's own on a GPU, else float32.",
     )
-    other_base: bool = same_option(TrainConfig, "other_base")
+    other_base: bool = reuse_option(TrainConfig, "other_base")
     dequantize: bool = EXPORT.option(False, "Dequantise the base model's weights.", COMMAND)
     force: bool = EXPORT.option(
         False, "Quantise the trained projections like the base, however much gain is lost.", COMMAND
@@ -373,7 +373,7 @@ class FuseConfig(ImportConfig):
         at_least=2,
         at_most=8,
     )
-    data: tuple[str, ...] = same_option(
+    data: tuple[str, ...] = reuse_option(
         DataConfig,
         "data",
         (),
@@ -400,7 +400,7 @@ class FuseConfig(ImportConfig):
 class ExportConfig(ImportConfig):
     """Options of `mlxtune export`. Raises ConfigError, which lists every problem."""
 
-    adapter: str = same_option(FuseConfig, "adapter")
+    adapter: str = reuse_option(FuseConfig, "adapter")
     format: str = EXPORT.option(
         "",
         "Target: mlx-lm, PEFT and transformers, llama.cpp and Ollama, or a flat safetensors file.",
@@ -418,9 +418,9 @@ class ExportConfig(ImportConfig):
         COMMAND,
         metavar="TYPE",
     )
-    dtype: str = same_option(FuseConfig, "dtype")
-    other_base: bool = same_option(TrainConfig, "other_base")
-    json: bool = same_option(FuseConfig, "json")
+    dtype: str = reuse_option(FuseConfig, "dtype")
+    other_base: bool = reuse_option(TrainConfig, "other_base")
+    json: bool = reuse_option(FuseConfig, "json")
 
     def contradictions(self) -> Iterator[str]:
         if self.merge and self.format != "gguf":

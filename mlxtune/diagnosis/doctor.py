@@ -46,7 +46,7 @@ def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis
     return replace(diagnosis, checks=(*diagnosis.checks, *worker_run), worker=workers.rank)
 
 
-def show(*, as_json: bool, model_path: str | None, data: Sequence[str]) -> bool:
+def main(*, as_json: bool, model_path: str | None, data: Sequence[str]) -> bool:
     """Print the checks as lines or JSON; return whether training is possible."""
     diagnosis = doctor(model_path, data)
     if diagnosis.worker:

@@ -101,7 +101,7 @@ def prove(
     )
 
 
-def show(*, as_json: bool, anonymous: Path | None = None) -> bool:
+def main(*, as_json: bool, anonymous: Path | None = None) -> bool:
     """Print the table, and JSON on request; return whether no check failed.
 
     If no live progress line can be shown, print each check when it ends. `anonymous` is a file to
@@ -152,7 +152,7 @@ def parts(bench: Workbench, device: str) -> list[Part]:
     promised = device != "CUDA"
     timed = _CPU_TIMING_OPTIONS if device == "CPU" else _GPU_TIMING_OPTIONS
 
-    def on_model(kind: str, job: str, name: str) -> Part:
+    def model_part(kind: str, job: str, name: str) -> Part:
         def part() -> Iterator[ProofCheck]:
             rows = bench.step if kind in (checks.GRADIENTS, checks.DTYPE) else bench.rows
             yield from bench.measure_model(job, name, rows)
@@ -163,7 +163,7 @@ def parts(bench: Workbench, device: str) -> list[Part]:
         name = f"{model}: run twice"
 
         def part() -> Iterator[ProofCheck]:
-            first, second = (bench.trained(model, run) for run in ("straight", "again"))
+            first, second = (bench.train(model, run) for run in ("straight", "again"))
             yield checks.check_same_bytes(name, first, second, promised=promised)
 
         return checks.BYTES, name, part
@@ -172,7 +172,7 @@ def parts(bench: Workbench, device: str) -> list[Part]:
         name = f"{QWEN}: {how}, resume"
 
         def part() -> Iterator[ProofCheck]:
-            straight = bench.trained(QWEN)
+            straight = bench.train(QWEN)
             result, step = bench.resumed(QWEN, stop)
             yield checks.check_same_bytes(
                 name, straight, result, promised=promised, stopped_after=step
@@ -186,16 +186,16 @@ def parts(bench: Workbench, device: str) -> list[Part]:
         yield from checks.check_cache(benchmark)
 
     return [
-        *(on_model(checks.GRADIENTS, "gradients", name) for name in (QWEN, GEMMA, BASE)),
+        *(model_part(checks.GRADIENTS, "gradients", name) for name in (QWEN, GEMMA, BASE)),
         (checks.GRADIENTS, "kernels", partial(bench.measure, "kernels")),
         (checks.MATMULS, "products", partial(bench.measure, "products")),
         (checks.DTYPE, "kernels", partial(bench.measure, "kernels16")),
-        *(on_model(checks.DTYPE, "dtype", name) for name in (DENSE, BASE)),
+        *(model_part(checks.DTYPE, "dtype", name) for name in (DENSE, BASE)),
         *(twice(name) for name in (QWEN, BASE)),
         resumed("Ctrl-C", signal.SIGINT),
         resumed("kill -9", signal.SIGKILL),
-        on_model(checks.MEMORY, "memory", BASE),
-        on_model(checks.SPEED, "steps", DENSE),
+        model_part(checks.MEMORY, "memory", BASE),
+        model_part(checks.SPEED, "steps", DENSE),
         (checks.PEER, BASE, peer),
     ]
 

@@ -105,7 +105,7 @@ class Workbench:
         _expect(self._run("bench", name, folder, *options, *timed), 0, folder)
         return read_json(folder / "bench.json")
 
-    def trained(self, name: str, run: str = "straight") -> str:
+    def train(self, name: str, run: str = "straight") -> str:
         """Return the hash of a run's adapter; each run trains only once."""
         folder = self.scratch / f"{name}-{run}"
         adapter = folder / "adapters.safetensors"

@@ -21,7 +21,7 @@ from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.data_config import is_jinja
 from mlxtune.config.fields import flag_words, part_of
 from mlxtune.config.objective_config import LossConfig, parse_reward
-from mlxtune.config.option import Affects
+from mlxtune.config.option import Effect
 from mlxtune.core.evaluation.outcome import Evaluation, Sample
 from mlxtune.core.evaluation.verdict_text import verdict_lines
 from mlxtune.core.formatting import sentence
@@ -214,7 +214,7 @@ def command_of(run: Run, base: str) -> str:
         shown = tuple(value) if isinstance(value, list) else value
         if option is None or name == "model_path" or shown == defaults.get(name) or shown is None:
             continue
-        if option.affects not in (Affects.INPUT, Affects.RESULT, Affects.LENGTH):
+        if option.affects not in (Effect.INPUT, Effect.RESULT, Effect.LENGTH):
             continue
         texts = tuple(map(str, shown)) if isinstance(shown, tuple) else (str(shown),)
         if name == "reward":

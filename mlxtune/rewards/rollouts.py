@@ -97,7 +97,7 @@ class Prompts:
             questions.append((self.row(rows, i), [SampleRequest(tokens, each) for each in seeds]))
         return questions
 
-    def answered(
+    def answer(
         self,
         questions: Sequence[Question],
         sample: Callable[[list[SampleRequest]], list[SampledAnswer]],
@@ -105,11 +105,11 @@ class Prompts:
         """Sample the requested answers to each row, and return them with their rewards."""
         answers = iter(sample([request for _, requests in questions for request in requests]))
         return [
-            [self._rewarded(row, answer) for answer in islice(answers, len(requests))]
+            [self._reward(row, answer) for answer in islice(answers, len(requests))]
             for row, requests in questions
         ]
 
-    def rewarded_again(self, row: PromptRow, sample: SampleRecord) -> SampleRecord:
+    def reward_again(self, row: PromptRow, sample: SampleRecord) -> SampleRecord:
         """Return a sample with new rewards; its log-probabilities of other passes are left out."""
         reward = self.scorer.score(row, sample.text) if sample.problems else None
         new = replace(sample, advantage=0.0, old_logps=None, reference_logps=None)
@@ -117,7 +117,7 @@ class Prompts:
             return new
         return replace(new, rewards=reward.values, reward=reward.total, problems=reward.problems)
 
-    def _rewarded(self, row: PromptRow, answer: SampledAnswer) -> SampleRecord:
+    def _reward(self, row: PromptRow, answer: SampledAnswer) -> SampleRecord:
         text = self.text(answer)
         reward = self.scorer.score(row, text)
         return SampleRecord(
@@ -232,17 +232,17 @@ class Rollouts:
             # This also waits for the step that the policy still takes.
             on_progress(0, len(rows) * self._config.group_size)
             adapter = self._policy.adapter_hash()
-        if recorded := self._recorded(step, adapter):
+        if recorded := self._read_record(step, adapter):
             self._check_recorded(rows, step, recorded)
-            return self._rewarded_again(rows, recorded) if is_new else recorded
+            return self._reward_again(rows, recorded) if is_new else recorded
         if adapter is None:
             raise OutputError(
                 f"the record of samples has none of step {step}, which the next step trains "
                 "on: bring it back, or start over with --overwrite"
             )
-        return self._completed(rows, self._drawn(rows, step, adapter, on_progress))
+        return self._complete(rows, self._draw(rows, step, adapter, on_progress))
 
-    def _completed(self, rows: CorpusRows, groups: Sequence[GroupRecord]) -> list[GroupRecord]:
+    def _complete(self, rows: CorpusRows, groups: Sequence[GroupRecord]) -> list[GroupRecord]:
         """Add what follows from the rewards of all samples of a rollout, and record the rollout."""
         rewards = [[sample.reward for sample in group.samples] for group in groups]
         advantages = chain(*advantages_of(rewards, self._config.scale_rewards))
@@ -253,13 +253,13 @@ class Rollouts:
             self._records.add(groups)
         return groups
 
-    def _recorded(self, step: int, adapter: str | None) -> list[GroupRecord]:
+    def _read_record(self, step: int, adapter: str | None) -> list[GroupRecord]:
         """Return the recorded groups of a rollout that the given or any LoRA matrices sampled."""
         groups = self._records.read(step, adapter) if self._workers.rank == 0 else None
         content = b"".join(group.as_json() for group in groups or ())
         return groups_in(self._workers.broadcast_bytes(content))
 
-    def _rewarded_again(self, rows: CorpusRows, recorded: list[GroupRecord]) -> list[GroupRecord]:
+    def _reward_again(self, rows: CorpusRows, recorded: list[GroupRecord]) -> list[GroupRecord]:
         """Return recorded groups with rewards for the samples of which functions failed, if any.
 
         Where the functions failed for a passing reason, the groups equal the groups of a run in
@@ -269,9 +269,9 @@ class Rollouts:
         if not any(sample.problems for sample in samples):
             return recorded
         prompts, self._has_rewarded = self._prompts, True
-        answered = self._shared(
+        answered = self._gather_answers(
             [
-                [prompts.rewarded_again(prompts.row(rows, i), sample) for sample in group.samples]
+                [prompts.reward_again(prompts.row(rows, i), sample) for sample in group.samples]
                 for i, group in self._own_part(list(enumerate(recorded)))
             ],
             len(recorded),
@@ -279,7 +279,7 @@ class Rollouts:
         again = [sample for own in answered for sample in own]
         if all(one.rewards == other.rewards for one, other in zip(samples, again, strict=True)):
             return recorded
-        return self._completed(rows, _with_samples(recorded, again))
+        return self._complete(rows, _with_samples(recorded, again))
 
     def _check_recorded(self, rows: CorpusRows, step: int, groups: Sequence[GroupRecord]) -> None:
         """Raise OutputError for samples that this run cannot have drawn for the rows of a step."""
@@ -300,12 +300,12 @@ class Rollouts:
         except ValueError as problem:
             raise self._records.error(step, problem) from problem
 
-    def _drawn(
+    def _draw(
         self, rows: CorpusRows, step: int, adapter: str, on_progress: OnProgress
     ) -> list[GroupRecord]:
         seed, prompts = self._seed, self._prompts
         questions = prompts.questions(rows, self._config.group_size, seed, step)
-        answered = self._answered(questions, self._sampling, on_progress)
+        answered = self._answer(questions, self._sampling, on_progress)
         self._has_rewarded = True
         return [
             GroupRecord(
@@ -321,7 +321,7 @@ class Rollouts:
             for (row, requests), use, samples in zip(questions, _uses(rows), answered, strict=True)
         ]
 
-    def _answered(
+    def _answer(
         self, questions: Sequence[Question], sampling: Sampling, on_progress: OnProgress
     ) -> list[list[SampleRecord]]:
         """Return the rewarded answers to each row, without advantages."""
@@ -329,15 +329,17 @@ class Rollouts:
         def sample(requests: list[SampleRequest]) -> list[SampledAnswer]:
             return self._policy.sample(requests, sampling, self._stop_tokens, on_progress)
 
-        return self._shared(
-            self._prompts.answered(self._own_part(questions), sample), len(questions)
+        return self._gather_answers(
+            self._prompts.answer(self._own_part(questions), sample), len(questions)
         )
 
     def _own_part(self, values: Sequence[T]) -> Sequence[T]:
         """Return this worker's part of the values for each row."""
         return values[self._workers.rank :: self._workers.world_size]
 
-    def _shared(self, own: list[list[SampleRecord]], count: int) -> list[list[SampleRecord]]:
+    def _gather_answers(
+        self, own: list[list[SampleRecord]], count: int
+    ) -> list[list[SampleRecord]]:
         """Return the samples for `count` rows, of which each worker has its own part.
 
         A reward may differ between two calls, so no worker computes another's again.
@@ -418,7 +420,7 @@ class Rollouts:
         """
         greedy = replace(self._sampling, temperature=0.0)
         questions = self._prompts.questions(rows, 1, self._seed, 0)
-        answered = self._answered(questions, greedy, on_progress)
+        answered = self._answer(questions, greedy, on_progress)
         losses = []
         for name, indices in rows.by_file():
             part = _evaluated([answered[i] for i in indices])

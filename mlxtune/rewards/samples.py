@@ -16,7 +16,7 @@ from mlxtune.core.run.sampled_answers import GroupRecord, Member, groups_at, rea
 from mlxtune.core.run.stored_run import get_mapping
 from mlxtune.errors import OutputError
 
-_PIECE = 2**20
+_PIECE_BYTES = 2**20
 
 
 class SampleRecords:
@@ -136,7 +136,7 @@ class SampleRecords:
 
 def read_pieces(file: io.BufferedReader, size: int) -> Iterator[bytes]:
     """Yield the next `size` bytes of a file, or fewer at its end."""
-    while size and (piece := file.read(min(size, _PIECE))):
+    while size and (piece := file.read(min(size, _PIECE_BYTES))):
         yield piece
         size -= len(piece)
 

@@ -110,7 +110,7 @@ class RewardScorer:
         self._built_in = {spec.name: spec.built_in() for spec in rewards if spec.content is None}
         # The functions and schemas, as the process imports them.
         self._functions = [
-            _imported(spec, spec.content) for spec in rewards if spec.content is not None
+            _import_function(spec, spec.content) for spec in rewards if spec.content is not None
         ]
         self._schemas = {name for name, *_, function in self._functions if function is None}
         self._ids, self._timeout, self._folder = count(), timeout, folder
@@ -251,7 +251,7 @@ class RewardScorer:
                 print_answer(f"\n{note}\n", stderr=True)
 
 
-def _imported(spec: RewardSpec, content: bytes) -> tuple[str, str, str, str | None]:
+def _import_function(spec: RewardSpec, content: bytes) -> tuple[str, str, str, str | None]:
     """Return the name, path, source and function of a reward for the process, as it documents."""
     if spec.file is None:
         return spec.name, spec.name, content.decode(), None

@@ -73,7 +73,7 @@ class ServedModels:
         first = self._session(next(iter(self._paths), BASE))
         self.folder = first.folder
         for name in (BASE, *self._paths):
-            self._models[name] = self._opened(name)
+            self._models[name] = self._open(name)
         self._load(first)
 
     def _load(self, first: UseSession[UseConfig]) -> None:
@@ -104,7 +104,7 @@ class ServedModels:
             places["adapter"] = str(file.path)
         return UseSession(self._config.part(UseConfig, **places), self._console)
 
-    def _opened(self, name: str) -> ServedModel:
+    def _open(self, name: str) -> ServedModel:
         """Return the model `name` as it is on disk. Raises ModelError."""
         session = self._session(name, self.folder)
         if (adapter := session.adapter) is not None:
@@ -129,7 +129,7 @@ class ServedModels:
             if adapter is not None and (
                 _find(self._paths[name]) != adapter.path or adapter.has_changed
             ):
-                model = self._models[name] = self._opened(name)
+                model = self._models[name] = self._open(name)
             return model
 
     # Prompts

@@ -26,7 +26,7 @@ _KEY = "OPENAI_API_KEY"
 _POLL_SECONDS = 0.1
 
 
-def show(config: ServeConfig) -> None:
+def main(config: ServeConfig) -> None:
     """Serve until Ctrl-C, which finishes the answers that have begun.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.

@@ -180,8 +180,8 @@ def load_rows(
     first = len(paths.train)
     names = list(map(path_text, paths.all))
     corpus = Corpus.of_files(files[:first], names[:first], source.weights)
-    has_own_validation = paths.validation or not config.val_split
-    validation = Corpus.of_files(files[first:], names[first:]) if has_own_validation else None
+    holds_nothing_out = paths.validation or not config.val_split
+    validation = Corpus.of_files(files[first:], names[first:]) if holds_nothing_out else None
     rows, problems = _choose_rows(config, corpus, validation, files)
     _check_vocabulary(config, reader, rows)
     return files, rows, problems

@@ -201,7 +201,7 @@ def _answers(
 
 
 @dataclass(frozen=True)
-class OtherAdapter:
+class AdapterMeasurement:
     """The losses and answers of the adapter to compare with."""
 
     sums: LossSums
@@ -231,7 +231,7 @@ def losses_and_answers(
     reader: Reader,
     objective: Objective,
     loaded: LoadedModel,
-) -> OtherAdapter:
+) -> AdapterMeasurement:
     """Compute the losses of rows under another adapter.
 
     With --generate, also the answers of the adapter of --against.
@@ -242,7 +242,7 @@ def losses_and_answers(
     if config.generate and config.against is not None:
         turns, longest = _last_turns(rows, reader.turn_ends), config.max_new_tokens
         texts = _answers(loaded, reader.tokenizer, turns, longest, console, with_adapter=True)
-    return OtherAdapter(sums, texts)
+    return AdapterMeasurement(sums, texts)
 
 
 class ValidationAnswers(TrainingObserver):

@@ -153,7 +153,9 @@ def longest_example(config: TrainConfig, base: BaseModel, lora: InstructConfig) 
     limit = allocator.find_limits(config.memory_limit).memory
     values = _RECOMPUTE_CHOICES[config.grad_checkpoint]
     with_activations, recomputed = (
-        memory_plan.longest(shapes, allowed, limit, context, [value]) if value in values else 0
+        memory_plan.max_example_length(shapes, allowed, limit, context, [value])
+        if value in values
+        else 0
         for value in (False, True)
     )
     return LongestFit(with_activations, max(with_activations, recomputed), context)
@@ -177,10 +179,10 @@ def confirm(
     execution = pipeline.forward.supported(plan.execution)
     plain = plan.shapes.plain_head and pipeline.forward.plain_head
     shapes = replace(plan.shapes, plain_head=plain)
-    correction = _agreed(recorded or plan.shapes.measured, workers)
+    correction = _agree_on(recorded or plan.shapes.measured, workers)
     if correction is None and execution.separate_head:
         modes = _RECOMPUTE_CHOICES[config.grad_checkpoint]
-        correction = _agreed(measure(pipeline, shapes, modes), workers)
+        correction = _agree_on(measure(pipeline, shapes, modes), workers)
         if correction is not None:
             key = memory_key(shapes, execution, config.dropout, base.dtype)
             save_measured(config.cache_path, key, correction)
@@ -193,7 +195,7 @@ def confirm(
     return plan
 
 
-def _agreed(measured: MemoryCorrection | None, workers: Workers) -> MemoryCorrection | None:
+def _agree_on(measured: MemoryCorrection | None, workers: Workers) -> MemoryCorrection | None:
     text = "" if measured is None else json.dumps(asdict(measured))
     first = workers.all_gather_text(text)[0]
     return MemoryCorrection.of(json.loads(first)) if first else None

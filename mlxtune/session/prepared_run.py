@@ -90,12 +90,12 @@ def prepare_run(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> R
     )
     if line := memory_planning.truncation_loss_line(config, opened, work, dataset):
         console.warn(line)
-    base, estimate, matmuls = memory_planning.plan_run(
+    base, predicted_plan, matmul_note = memory_planning.plan_run(
         config, opened, work, resume=session.resume, workers=workers
     )
     del opened  # the run may free its model
     if reserves:
-        memory_planning.reserve_memory(config, estimate, cleanup, console)
+        memory_planning.reserve_memory(config, predicted_plan, cleanup, console)
 
     model_hash = hash_in_background(session.folder, None if config.no_cache else user_cache())
     loading.read_weights(base)
@@ -104,7 +104,7 @@ def prepare_run(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> R
         config,
         base,
         work,
-        estimate,
+        predicted_plan,
         console,
         provenance=partial(provenance_of, base, model_hash),
         resume=session.resume,
@@ -112,7 +112,7 @@ def prepare_run(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> R
         dataset=dataset,
         initial=session.initial,
     )
-    notes = (matmuls, memory_planning.larger_limit(config, plan, work))
+    notes = (matmul_note, memory_planning.larger_limit(config, plan, work))
     return RunParts(base, pipeline, plan, notes)
 
 

@@ -19,7 +19,7 @@ from mlxtune.backend.workers.launch import from_worker_0
 from mlxtune.config import OPTIONS, TrainConfig, as_path
 from mlxtune.config.fields import check_names, flag, flag_value, read_option
 from mlxtune.config.objective_config import parse_reward
-from mlxtune.config.option import Affects, Option
+from mlxtune.config.option import Effect, Option
 from mlxtune.config.train_config import adapter_path, checkpoint_path
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.files.remembered import is_own
@@ -172,7 +172,7 @@ def run_config(run: Path, checkpoint: Checkpoint, changes: Mapping[str, Any]) ->
     problems = [
         problem
         for name, value in changes.items()
-        if (problem := _difference(name, value, stored.get(name, fields[name].default)))
+        if (problem := _change_problem(name, value, stored.get(name, fields[name].default)))
     ]
     if problems:
         raise ConfigError(problems)
@@ -218,17 +218,17 @@ def _in_folder(run: Path, config: TrainConfig, changes: Mapping[str, Any]) -> Tr
     return dataclasses.replace(config, checkpoint_dir=str(run))
 
 
-def _difference(name: str, value: Any, stored: Any) -> str | None:
+def _change_problem(name: str, value: Any, stored: Any) -> str | None:
     """Return the problem with an option that must not differ from the run's, or None."""
     option = OPTIONS[name]
-    if option.affects not in (Affects.RESULT, Affects.LENGTH):
+    if option.affects not in (Effect.RESULT, Effect.LENGTH):
         return None
     try:
         value = read_option(TrainConfig, name, value)
     except ConfigError as error:
         return error.problems[0]
     stored = tuple(stored) if isinstance(stored, list) else stored
-    if option.affects is Affects.LENGTH:
+    if option.affects is Effect.LENGTH:
         if isinstance(stored, int) and (value is None or value >= stored):
             return None
         if stored is None:

@@ -113,10 +113,10 @@ class RewardSession:
         loaded.use_adapter(with_adapter)
         name = "the adapter" if with_adapter else "the base model"
 
-        def answered(count: int, sampling: Sampling) -> list[list[SampleRecord]]:
+        def answer(count: int, sampling: Sampling) -> list[list[SampleRecord]]:
             # No step has the number 0, so these samples are new.
             questions = self._prompts.questions(rows, count, seed, step=0)
-            return self._prompts.answered(questions, partial(draw, sampling))
+            return self._prompts.answer(questions, partial(draw, sampling))
 
         def draw(sampling: Sampling, requests: list[SampleRequest]) -> list[SampledAnswer]:
             answers = sample(loaded.base.model, requests, sampling, self._stop_tokens, show)
@@ -127,8 +127,8 @@ class RewardSession:
             console.show(f"answering with {name}: {done:,} of {total:,}")
 
         sampling = sampling_of(self._config)
-        greedy = [each for (each,) in answered(1, replace(sampling, temperature=0.0))]
-        sampled = answered(min(self._config.group_size, _MAX_COMPARED), sampling)
+        greedy = [each for (each,) in answer(1, replace(sampling, temperature=0.0))]
+        sampled = answer(min(self._config.group_size, _MAX_COMPARED), sampling)
         exact = [_is_exact(each.text, self._prompts.row(rows, i)) for i, each in enumerate(greedy)]
         return RewardedAnswers(greedy, sampled, exact)
 

@@ -115,7 +115,7 @@ def about_result(
 ) -> dict[str, Any]:
     """Return the content of result.json, once the adapter is written."""
     last, best = result.epoch_metrics[-1], trainer.progress.best
-    files = {each.path: each.val_loss for each in (best.files if best else ())}
+    loss_of_file = {each.path: each.val_loss for each in (best.files if best else ())}
     return {
         "steps": trainer.progress.step,
         "epochs": last.epoch,
@@ -125,7 +125,7 @@ def about_result(
         "best_epoch": result.best_epoch,
         "best_step": result.best_step,
         "best_val_loss": result.best_val_loss,
-        **({"best_val_loss_of_files": files} if files else {}),
+        **({"best_val_loss_of_files": loss_of_file} if loss_of_file else {}),
         "total_time_ms": result.total_time_ms,
         "peak_memory": allocator.peak_bytes(),
         # Relative to the run's folder, so that folder and adapter can be moved together.

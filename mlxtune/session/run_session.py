@@ -18,7 +18,7 @@ from mlxtune.config import TrainConfig, as_path
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.files.writing import check_outputs, check_writable, is_same_place
-from mlxtune.core.machine.conditions import kept_awake
+from mlxtune.core.machine.conditions import keep_awake
 from mlxtune.core.run import run_folder, trained_rows
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.errors import ConfigError, OutputError, resume_command
@@ -100,7 +100,7 @@ def open_run(
         session = with_auto_options(session)
     config = session.config
     if trains and not config.allow_sleep and worker_run.first_on_machine:
-        cleanup.enter_context(kept_awake())
+        cleanup.enter_context(keep_awake())
     if trains and config.checkpoint_path.is_dir():
         lock_folder(session, cleanup)
     check_initial_adapter(session)

@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
 # The command
 
 
-def show(folder: str) -> None:
+def main(folder: str) -> None:
     """Serve the page of the runs in a folder until nobody needs it, and open the browser.
 
     Raises OutputError if the folder has no run.

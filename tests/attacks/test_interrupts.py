@@ -68,7 +68,7 @@ def test_interrupt_that_an_import_turned_into_an_error(
         except KeyboardInterrupt:
             raise ImportError("numpy failed to import")  # noqa: B904
 
-    monkeypatch.setattr(runs_recipe, "show", show)
+    monkeypatch.setattr(runs_recipe, "main", show)
     outcome = cli("runs", tmp_path)
     assert (outcome.code, outcome.err) == (130, "mlxtune: interrupted\n")
 

@@ -97,7 +97,7 @@ def test_machine_is_kept_awake_unless_it_may_sleep_or_nothing_trains(
         events.append("training")
         return MachineMonitor(*arguments, **options)
 
-    monkeypatch.setattr("mlxtune.session.run_session.kept_awake", kept_awake)
+    monkeypatch.setattr("mlxtune.session.run_session.keep_awake", kept_awake)
     monkeypatch.setattr(recipe, "MachineMonitor", monitor)
     train(configured("awake", max_steps=1))
     assert events == ["kept awake", "training", "released"]

@@ -14,7 +14,7 @@ from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import ConfigCommand
 from mlxtune.config import OPTIONS, InstructConfig, InstructTrainingConfig, TrainConfig
 from mlxtune.config.fields import explicit_options, field_types, flag, flag_words, options_of
-from mlxtune.config.option import Affects, Section
+from mlxtune.config.option import Effect, Section
 from tests.configs import config
 
 CONFIGS = [command.config for command in COMMANDS if isinstance(command, ConfigCommand)]
@@ -38,8 +38,8 @@ def test_option_that_does_not_state_what_it_affects_is_refused() -> None:
 
 def test_options_of_a_run_are_those_that_affect_one() -> None:
     for name, each in EVERY.items():
-        assert (name in OPTIONS) or each.affects is Affects.COMMAND
-    assert not any(option.affects is Affects.COMMAND for option in OPTIONS.values())
+        assert (name in OPTIONS) or each.affects is Effect.COMMAND
+    assert not any(option.affects is Effect.COMMAND for option in OPTIONS.values())
 
 
 def test_option_has_one_default_for_a_run_and_its_parts() -> None:
@@ -56,19 +56,19 @@ def test_option_has_one_default_for_a_run_and_its_parts() -> None:
     assert InstructTrainingConfig().checkpoint_dir == str(config().checkpoint_path)
 
 
-def names_that_affect(affected: Affects) -> set[str]:
+def names_that_affect(affected: Effect) -> set[str]:
     return {name for name, each in OPTIONS.items() if each.affects is affected}
 
 
 def test_option_roles_match_their_use_in_resume_cache_and_reports() -> None:
-    assert names_that_affect(Affects.LENGTH) == {"epochs", "max_steps"}
-    assert names_that_affect(Affects.INPUT) == {
+    assert names_that_affect(Effect.LENGTH) == {"epochs", "max_steps"}
+    assert names_that_affect(Effect.INPUT) == {
         *("model_path", "data", "val_data", "init_adapter", "reward")
     }
-    assert names_that_affect(Affects.PLACES) == {
+    assert names_that_affect(Effect.PLACES) == {
         *("output", "checkpoint_dir", "cache_dir", "no_cache", "quiet", "log_every", "overwrite")
     }
-    assert names_that_affect(Affects.EXECUTION) == {
+    assert names_that_affect(Effect.EXECUTION) == {
         *("memory_limit", "grad_checkpoint", "trust_remote_code", "on_nonfinite"),
         *("save_every", "save_steps", "save_minutes", "keep", "profile_interval", "track"),
         *("wait", "ignore_ledger", "samples", "parallel", "allow_sleep", "pause_on_battery"),

@@ -89,7 +89,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(Workbench, "measure", measure)
     monkeypatch.setattr(Workbench, "model", lambda self, name: Path(name))
-    monkeypatch.setattr(Workbench, "trained", lambda self, name, run="": give("trained"))
+    monkeypatch.setattr(Workbench, "train", lambda self, name, run="": give("trained"))
     monkeypatch.setattr(Workbench, "resumed", lambda self, name, stop: give("resumed"))
     monkeypatch.setattr(Workbench, "bench", lambda self, name, *timed: give("bench"))
     monkeypatch.setattr(doctor, "read_device", lambda: give("device"))
@@ -170,7 +170,7 @@ def test_checks_are_printed_once_where_stdout_and_stderr_are_one(
     with paths[0].open("a") as out, paths[1].open("a") as err:
         monkeypatch.setattr("sys.stdout", out)
         monkeypatch.setattr("sys.stderr", err)
-        recipe.show(as_json=False)
+        recipe.main(as_json=False)
     lines = [line for path in {*paths} for line in path.read_text().splitlines()]
     headers = [line for line in lines if line.split()[:2] == ["check", "expected"]]
     assert len(headers) == (0 if one else 1)
@@ -228,7 +228,7 @@ def test_busy_machine_is_not_a_failure(cli: Cli, fakes: dict[str, Any], part: st
 def test_run_that_writes_other_bytes_the_second_time_fails(
     cli: Cli, fakes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Workbench, "trained", lambda self, name, run="straight": HASH + run)
+    monkeypatch.setattr(Workbench, "train", lambda self, name, run="straight": HASH + run)
     fakes["resumed"] = (HASH + "straight", 2)
     outcome = cli("doctor", "--prove")
     assert outcome.code == 1

@@ -49,16 +49,16 @@ def test_step_has_rows_that_share_beginnings_and_one_twice(tmp_path: Path) -> No
 def test_straight_run_is_made_once(tmp_path: Path, runs: Any) -> None:
     started = runs(0, adapters_safetensors="weights")
     bench = Workbench(tmp_path)
-    assert bench.trained(QWEN) == bench.trained(QWEN)
+    assert bench.train(QWEN) == bench.train(QWEN)
     assert len(started) == 1
-    bench.trained(QWEN, "again")
+    bench.train(QWEN, "again")
     assert len(started) == 2
 
 
 def test_failed_run_shows_its_last_message(tmp_path: Path, runs: Any) -> None:
     runs(1)
     with pytest.raises(HelperError, match="exit code 1: mlxtune: error: no"):
-        Workbench(tmp_path).trained(QWEN)
+        Workbench(tmp_path).train(QWEN)
 
 
 def test_checks_before_a_crash_are_kept(tmp_path: Path, runs: Any) -> None:

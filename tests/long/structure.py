@@ -20,7 +20,7 @@ from tests.sources import PACKAGE, nodes_of, tree_of
 SCRIPTS = ("_helper", "__main__")
 OPERATIONS = ("geglu", "head_losses", "rms_norm", "swiglu", "tanh")
 # Each command, and each helper, has these functions; each implementation, one of each operation.
-ONE_EACH = {*("main", "prepare", "serve", "show"), *OPERATIONS}
+ONE_EACH = {*("main", "prepare", "serve"), *OPERATIONS}
 
 
 def files() -> list[Path]:

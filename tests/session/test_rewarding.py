@@ -79,13 +79,13 @@ def result_of(output: Path) -> tuple[bytes, bytes, list[Any]]:
 
 def drawn_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the first step of each rollout that is drawn from now on."""
-    steps, draw = list[int](), Rollouts._drawn
+    steps, draw = list[int](), Rollouts._draw
 
     def counted(self: Rollouts, rows: Any, step: int, *rest: Any) -> Any:
         steps.append(step)
         return draw(self, rows, step, *rest)
 
-    monkeypatch.setattr(Rollouts, "_drawn", counted)
+    monkeypatch.setattr(Rollouts, "_draw", counted)
     return steps
 
 

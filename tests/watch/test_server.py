@@ -24,7 +24,7 @@ from mlxtune.errors import OutputError
 from mlxtune.watch import server as module
 from mlxtune.watch.asking import Asker
 from mlxtune.watch.live import LiveSite
-from mlxtune.watch.server import PageOpener, PageServer, has_browser, show, start_server
+from mlxtune.watch.server import PageOpener, PageServer, has_browser, main, start_server
 from tests.command import Cli, start
 from tests.runs import write_run
 from tests.waiting import SECONDS, wait_until
@@ -352,7 +352,7 @@ def test_command_prints_and_opens_the_address_and_ends_when_idle(
     monkeypatch.setattr(module, "has_browser", lambda: True)
     monkeypatch.setattr(module.webbrowser, "open", opened.append)
     monkeypatch.setattr(module, "_IDLE_SECONDS", 0.0)
-    show(str(write_run(tmp_path)))
+    main(str(write_run(tmp_path)))
     assert capsys.readouterr().out == f"page: {opened[0]}\n"
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(opened[0])

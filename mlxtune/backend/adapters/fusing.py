@@ -321,7 +321,7 @@ def check_fused(fusion: Fusion, fused: Path, *, dequantize: bool, storage: Stora
         dtype = opened.dtype_of(name, module)
         form = PLAIN if dequantize else storage
         expected = _stored_layer(name, module, wanted.astype(dtype), form)
-        error, allowed = _errors(_projection(written, name, fused), expected, wanted)
+        error, allowed = _error_and_tolerance(_projection(written, name, fused), expected, wanted)
         largest = max(largest, error)
         if not error <= allowed:
             problems.append(
@@ -337,7 +337,9 @@ def check_fused(fusion: Fusion, fused: Path, *, dequantize: bool, storage: Stora
     return WeightCheck(unchanged, len(adapter.modules), largest, tuple(problems))
 
 
-def _errors(module: nn.Module, expected: nn.Module, wanted: mx.array) -> tuple[float, float]:
+def _error_and_tolerance(
+    module: nn.Module, expected: nn.Module, wanted: mx.array
+) -> tuple[float, float]:
     """Return a weight's error and its tolerance, relative to the largest expected entry."""
     off, rounding = (
         mx.abs(dequantized_weight(each) - wanted).max() / mx.abs(wanted).max()

@@ -10,7 +10,7 @@ from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
 Result = TypeVar("Result")
 
 
-def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) -> Result:
+def with_retries(work: Callable[[], Result], change: Callable[[Fault, str], None]) -> Result:
     """Return the result of `work`, retried with `attempts`. A failed one must have no effect."""
     for attempt in attempts(change):
         with attempt:

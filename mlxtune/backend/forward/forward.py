@@ -220,8 +220,7 @@ class Forward:
             )
         positions = np.flatnonzero(batch.mask)
         if not self.execution.separate_head:
-            places = mx.array(positions)
-            return StepInputs(tokens, mx.array(labels), positions=places, keys=keys)
+            return StepInputs(tokens, mx.array(labels), positions=mx.array(positions), keys=keys)
         selected_labels = mx.array(labels.reshape(-1)[positions])
         return StepInputs(tokens, selected_labels, Gather(positions, batch.inputs.size), keys=keys)
 

@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.forward.layer_calls import first_trained
-from mlxtune.backend.lora.lora_layers import LoRALinear, summed_matmuls
+from mlxtune.backend.lora.lora_layers import LoRALinear, matmul_over_tokens
 from mlxtune.backend.models.autograd import differentiable, is_exporting
 from mlxtune.backend.models.stored_layers import frozen_gradient, is_plain
 from mlxtune.backend.workers.shards import ShardedLinear
@@ -96,8 +96,8 @@ class SharedInput:
             d_narrow = mx.addmm(d_narrow, cotangent, b.T)
         return [
             mx.addmm(d_x, d_narrow, a.T, alpha=scale),
-            summed_matmuls(x, d_narrow, scale),
-            *(summed_matmuls(narrow, cotangent, scale) for cotangent in updated),
+            matmul_over_tokens(x, d_narrow, scale),
+            *(matmul_over_tokens(narrow, cotangent, scale) for cotangent in updated),
         ]
 
 

@@ -218,12 +218,16 @@ def _add_update(
         (x, a, b), cotangent, narrow = primals, cotangents[0], outputs[1]
         d_narrow = cotangent @ b.T
         d_x = mx.addmm(frozen_gradient(matmul, x, cotangent), d_narrow, a.T, alpha=scale)
-        return [d_x, summed_matmuls(x, d_narrow, scale), summed_matmuls(narrow, cotangent, scale)]
+        return [
+            d_x,
+            matmul_over_tokens(x, d_narrow, scale),
+            matmul_over_tokens(narrow, cotangent, scale),
+        ]
 
     return differentiable(forward, backward)(x, a, b)[0]
 
 
-def summed_matmuls(x: mx.array, y: mx.array, scale: float) -> mx.array:
+def matmul_over_tokens(x: mx.array, y: mx.array, scale: float) -> mx.array:
     """Return the sum over all tokens of scale * x y^T, (in, out), for x (..., in), y (..., out)."""
     x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     return mx.addmm(mx.array(0, x.dtype), x.T, y, alpha=scale, beta=0)

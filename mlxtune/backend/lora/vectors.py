@@ -66,7 +66,7 @@ class LoRAVectorLayout:
         ]
         # The parts of each vector that one operation turns into a step's matrices.
         self._groups = [
-            [list(group) for _, group in groupby(parts, _pads_with)] for parts in self._parts
+            [list(group) for _, group in groupby(parts, _padding_key)] for parts in self._parts
         ]
 
     def join(self, tree: Any) -> list[mx.array]:
@@ -170,7 +170,7 @@ def _parts(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, _P
     return parts
 
 
-def _pads_with(part: _Part) -> Any:
+def _padding_key(part: _Part) -> Any:
     """Return a grouping key; adjacent parts with the same key are padded in one operation."""
     return (part.dtype, part.above, part.below, part.shape) if part.is_padded else part.names
 

@@ -67,7 +67,7 @@ def measure(
         with allocator.peaks_kept():
             for recompute in modes:
                 with forward.running_as(replace(forward.execution, recompute=recompute)):
-                    measured = _measured(pipeline, replace(shapes, measured=None), measured)
+                    measured = _measure(pipeline, replace(shapes, measured=None), measured)
     # Any error may occur: layers may need unusual arguments, or not fit in memory.
     except Exception:  # noqa: BLE001
         return None
@@ -76,7 +76,7 @@ def measure(
     return measured
 
 
-def _measured(
+def _measure(
     pipeline: InstructPipeline, shapes: ModelShapes, correction: MemoryCorrection
 ) -> MemoryCorrection:
     """Measure the pipeline's mode; return `correction` with the mode's factors added."""

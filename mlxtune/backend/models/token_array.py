@@ -52,11 +52,11 @@ def _rows(model: nn.Module) -> int:
     module = next((embeddings[name] for name in EMBEDDINGS if name in embeddings), None)
     if module is None:
         return max(
-            (each.weight.shape[0] for each in embeddings.values() if _looks_up(each)), default=0
+            (each.weight.shape[0] for each in embeddings.values() if _is_embedding(each)), default=0
         )
     shard = getattr(module, "vocabulary", None)
     return int(module.weight.shape[0] if shard is None else shard.size * shard.group.size())
 
 
-def _looks_up(module: nn.Module) -> bool:
+def _is_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.QuantizedEmbedding)

@@ -51,7 +51,7 @@ from mlxtune.errors import ModelError
 # log-probabilities. Further entries of written adapters describe the rows, whose tokens are in the
 # reference's key.
 _REFERENCE_FACTS = ("base_hash", "dtype", "quantized_compute")
-_REFERENCE_BASE = ("base", "quantize", "double_quant")
+_REFERENCE_BASE_KEYS = ("base", "quantize", "double_quant")
 
 
 class InstructPipeline:
@@ -303,7 +303,7 @@ class InstructPipeline:
             lora = dataclasses.asdict(self.config) | {"epochs": None}
         return {
             **{name: provenance.get(name) for name in _REFERENCE_FACTS},
-            "base": {name: record[name] for name in _REFERENCE_BASE if name in record},
+            "base": {name: record[name] for name in _REFERENCE_BASE_KEYS if name in record},
             "adapter": self.initial_hash,
             "lora": lora,
         }

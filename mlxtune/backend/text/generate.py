@@ -17,7 +17,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from mlx_lm.sample_utils import make_sampler
 
 from mlxtune.backend.device import default_device
-from mlxtune.backend.device.retry import Result, retried
+from mlxtune.backend.device.retry import Result, with_retries
 from mlxtune.backend.models.token_array import TokenArrays
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.core.data.prompt import Prompt
@@ -154,7 +154,7 @@ class Generator:
         of the GPU, and ModelError if a logit is NaN or a token has no row in the embedding.
         """
         started = time.perf_counter()
-        cache, reused = self._prepared(prompt.ids)
+        cache, reused = self._prefill_cache(prompt.ids)
         # An exception may leave the cache incomplete.
         self.forget()
         stream = TextStream((*sampling.stop, prompt.end_text))
@@ -218,7 +218,7 @@ class Generator:
                 yield int(token)
             sampler.finish()
 
-    def _prepared(self, ids: Sequence[int]) -> tuple[list[Any], int]:
+    def _prefill_cache(self, ids: Sequence[int]) -> tuple[list[Any], int]:
         """Return a cache of the first tokens of a prompt, and the number of cached tokens."""
         pairs = zip(self._cached, ids[:-1], strict=False)
         # The last token always runs, for its logits.
@@ -359,7 +359,7 @@ def in_batches(
             at_once = len(batch()) // 2
 
     while len(answered) < len(order):
-        results = retried(lambda: answer(batch()), change)
+        results = with_retries(lambda: answer(batch()), change)
         answered.update(zip(batch(), results, strict=False))
         on_progress(len(answered), len(order))
     return [answered[i] for i in range(len(order))]

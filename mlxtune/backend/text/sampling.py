@@ -79,7 +79,7 @@ def _draw(
     stop_tokens: frozenset[int],
 ) -> list[SampledAnswer]:
     """Draw the requested samples together, or as many of them as fit in memory."""
-    caches = _prefilled(model, ids, requests)
+    caches = _prefill(model, ids, requests)
     fitting = _fitting(caches, requests, sampling)
     requests, caches = requests[:fitting], caches[:fitting]
     samples = [_Drawn(each.keys(sampling.max_new_tokens), [], []) for each in requests]
@@ -125,7 +125,7 @@ def _draw(
     ]
 
 
-def _prefilled(
+def _prefill(
     model: nn.Module, ids: TokenArrays, requests: Sequence[SampleRequest]
 ) -> list[list[Any]]:
     """Return a cache of all but the last token of each prompt; equal prompts share one.
@@ -208,7 +208,7 @@ class _KeyedSampler:
         if (temperature := self._sampling.temperature) not in (0, 1):
             logprobs = logprobs.astype(mx.float32) / temperature
             total = mx.logsumexp(logprobs, axis=-1)
-        tokens = self._sampled(logprobs)
+        tokens = self._sample_tokens(logprobs)
         logps = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
         logps -= total
         mx.async_eval(tokens, logps)  # type: ignore[no-untyped-call]
@@ -216,7 +216,7 @@ class _KeyedSampler:
         self._calls += 1
         return tokens
 
-    def _sampled(self, logprobs: mx.array) -> mx.array:
+    def _sample_tokens(self, logprobs: mx.array) -> mx.array:
         sampling = self._sampling
         # The last call samples a token beyond the limit, which is dropped.
         if sampling.temperature == 0 or self._calls == sampling.max_new_tokens:

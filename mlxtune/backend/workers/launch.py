@@ -30,7 +30,7 @@ from mlxtune.backend.workers.environment import (
 from mlxtune.backend.workers.heartbeat import watched
 from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import OPTIONS, TrainConfig, user_cache
-from mlxtune.config.option import Affects
+from mlxtune.config.option import Effect
 from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.ours import is_ours
 from mlxtune.core.files.reading import file_hash
@@ -207,7 +207,7 @@ class WorkerRun(Generic[ConsoleT]):
         """Raise WorkerError (worker 0) or exit (others) if options, versions or data differ."""
         if self.workers.world_size == 1:
             return
-        kinds = (Affects.RESULT, Affects.LENGTH)
+        kinds = (Effect.RESULT, Effect.LENGTH)
         own = {name: value for name, value in options.items() if OPTIONS[name].affects in kinds}
         facts = {**described, "options": own}
         texts = self.workers.all_gather_text(

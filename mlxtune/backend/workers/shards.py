@@ -153,7 +153,7 @@ class Vocabulary:
 
 
 class VocabularyShard(nn.Module):
-    """A worker's rows of a head or of embeddings; `_class_of` adds the original layer's class."""
+    """A worker's rows of a head or of embeddings, in a `_combined_class` with the layer's."""
 
     vocabulary: Vocabulary
 
@@ -178,7 +178,7 @@ class ShardedEmbedding(VocabularyShard):
 _classes: dict[tuple[type, type], Any] = {}
 
 
-def _class_of(part: type, whole: type) -> Any:
+def _combined_class(part: type, whole: type) -> Any:
     """Return the cached class that inherits from `part` and `whole`."""
     if (part, whole) not in _classes:
         name = f"{part.__name__}{whole.__name__}"
@@ -214,7 +214,7 @@ def shard_base(base: BaseModel, group: Any) -> BaseModel:
         vocabulary = Vocabulary(group, group.rank() * size, size)
         for path, module in rows.items():
             part = VocabularyShard if path.endswith("lm_head") else ShardedEmbedding
-            layers[path] = _class_of(part, type(module))(module, vocabulary)
+            layers[path] = _combined_class(part, type(module))(module, vocabulary)
         # Stops mlx-lm from gathering all logits, as it does if it has sharded the head.
         getattr(model, "language_model", model).sharding_group = None
     model.update_modules(tree_unflatten(list(layers.items())))
@@ -238,7 +238,7 @@ def _shard_linear(
         # Worker 0 alone adds the bias.
         arrays["bias"] = mx.zeros_like(arrays["bias"])
     part = Shard(group, entrance, by_outputs, slice(start, start + size))
-    return _class_of(ShardedLinear, type(linear))(linear, arrays, part)
+    return _combined_class(ShardedLinear, type(linear))(linear, arrays, part)
 
 
 def _check(base: BaseModel, workers: int) -> None:

@@ -27,7 +27,7 @@ _PARTS = ("layout", WEIGHTS, "vectors")
 # The hashes that fingerprints of earlier versions lack.
 _SAMPLES, _CONFIG = "samples", "config"
 # The number of pieces that are read of each weight, and their bytes.
-_PIECES, _PIECE = 16, 64
+_PIECES, _PIECE_BYTES = 16, 64
 # Keys of config.json that do not decide a model's results, or that quantised copies change.
 _NEUTRAL_KEYS = re.compile(
     r".*_token_id|_name_or_path|architectures|auto_map|(torch_)?dtype|quantization(_config)?"
@@ -62,7 +62,7 @@ def base_fingerprint(folder: Path) -> dict[str, Any]:
     lines: dict[str, list[str]] = {name: [] for name in (*_PARTS, _SAMPLES)}
     with _as_model_error(folder):
         for name, info, read, size in _weights(folder):
-            middle = f"{name} {read(size // 128 * _PIECE, min(_PIECE, size)).hex()}"
+            middle = f"{name} {read(size // 128 * _PIECE_BYTES, min(_PIECE_BYTES, size)).hex()}"
             lines["layout"].append(_layout_line(name, info))
             lines[WEIGHTS].append(middle)
             if len(info.shape) == 1:
@@ -138,13 +138,15 @@ def _read(descriptor: int, start: int, place: int, size: int) -> bytes:
 def _sampled(name: str, read: _Read, size: int) -> bytes:
     """Return a hash over a piece of each part of a weight, at places that differ by weight."""
     part = size // _PIECES
-    if part <= _PIECE:
+    if part <= _PIECE_BYTES:
         return hashlib.sha256(read(0, size)).digest()
     # A generator seeded by text gives the same numbers in every version of Python.
     places = random.Random(name)
     digest = hashlib.sha256()
     for number in range(_PIECES):
-        digest.update(read(number * part + int(places.random() * (part - _PIECE)), _PIECE))
+        digest.update(
+            read(number * part + int(places.random() * (part - _PIECE_BYTES)), _PIECE_BYTES)
+        )
     return digest.digest()
 
 

@@ -47,7 +47,7 @@ class Lock:
 
     The kernel releases the lock when the process dies. `note` is kept in the file, with the process
     id and the time, for other processes to read. With `guards`, this process writes to the lock's
-    folder only while the folder is in place: see `check_locked`.
+    folder only while the folder is in place: see `check_not_moved`.
 
     Raises LockHeldError if another process still holds the lock after `seconds`, NoLocksError if
     the file system has no locks, ForeignFileError for a file that is not our lock, and OSError if
@@ -81,7 +81,7 @@ class Lock:
         self._descriptor = -1
 
 
-def check_locked(target: Path) -> None:
+def check_not_moved(target: Path) -> None:
     """Raise FolderMovedError if this process locked a folder above `target` that is now gone.
 
     Another folder at its path may belong to another run, and a new one would have no lock.

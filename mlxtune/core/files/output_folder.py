@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.files.lock import check_locked
+from mlxtune.core.files.lock import check_not_moved
 from mlxtune.core.files.ours import contents, discard, is_empty, is_folder, is_ours, move
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.remembered import is_remembered, remember
@@ -68,10 +68,10 @@ def replaced_folder(
         clean_up()  # a killed process may have left `aside`
         _check_known(target, option, is_known)
         try:
-            check_locked(target)
+            check_not_moved(target)
             temporary.mkdir(parents=True)
             yield temporary
-            check_locked(target)
+            check_not_moved(target)
             _check_known(target, option, is_known)
             # rename cannot replace a folder that is not empty, so the old folder moves first.
             if target.exists():

@@ -27,7 +27,7 @@ _PACKAGE = Path(__file__).resolve().parents[3]
 _POLL_SECONDS = 0.005
 # Seconds between checks of a process's memory, if the process cannot limit it.
 _MEMORY_POLL_SECONDS = 0.2
-_PIECE = 2**16
+_PIECE_BYTES = 2**16
 # The most pieces of messages to pass on after a reply, because a thread may print forever.
 _LAST_PIECES = 64
 # Seconds in which a process ends after it has closed its output, and its descendants after it.
@@ -255,7 +255,7 @@ class LimitedProcess:
         while (end := self._unread.find(b"\n", searched)) < 0 and len(self._unread) < longest:
             searched = len(self._unread)
             if self._has_output(deadline):
-                if not (piece := os.read(self._output.fileno(), _PIECE)):
+                if not (piece := os.read(self._output.fileno(), _PIECE_BYTES)):
                     break
                 self._unread += piece
         size = min(end + 1 or len(self._unread), longest)
@@ -302,7 +302,7 @@ class LimitedProcess:
             if self._messages not in self._readable or not _is_ready(self._messages):
                 return
             assert self._messages is not None and self._on_message is not None
-            if piece := os.read(self._messages.fileno(), _PIECE):
+            if piece := os.read(self._messages.fileno(), _PIECE_BYTES):
                 self._on_message(piece)
             else:
                 self._readable.remove(self._messages)

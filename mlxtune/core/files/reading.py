@@ -25,7 +25,7 @@ from mlxtune.config.limits import (
     parse_json,
 )
 
-_PIECE = 2**20
+_PIECE_BYTES = 2**20
 # At least one byte in this many must be on disk; otherwise a file is almost all holes. Text that
 # APFS, btrfs or ZFS compresses shrinks to about a tenth of its size, and an untrained adapter, half
 # of it zeros, to about half.
@@ -96,7 +96,7 @@ def read_at_most(file: io.BufferedReader, size: int) -> bytes:
     # A read allocates memory for the full size that it requests.
     content = file.read(min(os.fstat(file.fileno()).st_size + 1, size))
     # A file may grow while it is read.
-    while len(content) < size and (more := file.read(min(size - len(content), _PIECE))):
+    while len(content) < size and (more := file.read(min(size - len(content), _PIECE_BYTES))):
         content += more
     return content
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from mlxtune.core.files import ours
-from mlxtune.core.files.lock import check_locked
+from mlxtune.core.files.lock import check_not_moved
 from mlxtune.core.files.ours import ForeignFileError
 from mlxtune.core.files.reading import open_regular
 from mlxtune.errors import OutputError
@@ -62,7 +62,7 @@ def _noticing_moves(target: Path) -> Iterator[None]:
     except OutputError:
         raise
     except OSError:
-        check_locked(target)
+        check_not_moved(target)
         raise
 
 
@@ -100,7 +100,7 @@ def is_temporary(path: Path) -> bool:
 
 def open_to_append(path: Path) -> BinaryIO:
     """Open a file of ours, new or not, to append to it. Raises ForeignFileError or OSError."""
-    check_locked(path)
+    check_not_moved(path)
     return os.fdopen(ours.open_ours(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
 
 
@@ -110,7 +110,7 @@ def new_file(path: Path) -> IO[bytes]:
 
 def open_to_write(path: Path) -> IO[bytes]:
     """Open a file of ours, new or emptied, to write it. Raises ForeignFileError or OSError."""
-    check_locked(path)
+    check_not_moved(path)
     file = os.fdopen(ours.open_ours(path, os.O_RDWR | os.O_CREAT), "r+b")
     file.truncate(0)
     return file
@@ -123,7 +123,7 @@ def write_file(target: Path, content: Iterable[bytes], *, private: bool = False)
     """
     temporary = beside(target)
     with as_output_error(target):
-        check_locked(target)
+        check_not_moved(target)
         ours.check_is_ours(target)
         try:
             with temporary.open("xb") as file:
@@ -241,7 +241,7 @@ def _real(path: Path) -> Path:
 def make_folder(folder: Path, option: str = "path") -> None:
     """Make a folder and its missing parents. Raises OutputError."""
     with as_output_error(folder, option):
-        check_locked(folder)
+        check_not_moved(folder)
         ours.ensure_folder(folder)
 
 

@@ -186,7 +186,7 @@ class ConditionsPoller:
 
 
 @contextmanager
-def kept_awake(system: str = platform.system()) -> Iterator[None]:
+def keep_awake(system: str = platform.system()) -> Iterator[None]:
     """Keep the machine, but not its display, awake inside the block.
 
     The effect ends with this process at the latest. Does nothing if the system has no command for

@@ -21,7 +21,7 @@ _SUFFIX = ".run"
 _NAME = re.compile(r"[0-9]+-[0-9]+\.run")
 _GB = 1e9
 # Only one process at a time may read and change the reservations; each needs only an instant.
-_MUTEX = "door.lock"
+_MUTEX_NAME = "door.lock"
 _MUTEX_SECONDS = 5.0
 POLL_SECONDS = 2.0
 
@@ -48,9 +48,9 @@ def reserve(folder: Path, size: int, capacity: int, run: str) -> Lock:
     """
     ensure_folder(folder)
     try:
-        mutex = Lock(folder / _MUTEX, seconds=_MUTEX_SECONDS)
+        mutex = Lock(folder / _MUTEX_NAME, seconds=_MUTEX_SECONDS)
     except LockHeldError as error:
-        raise TimeoutError(f"{folder / _MUTEX} is held by another process") from error
+        raise TimeoutError(f"{folder / _MUTEX_NAME} is held by another process") from error
     try:
         others = reservations(folder)
         if others and sum(other.size for other in others) + size > capacity:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.limits import MANIFEST_LIMITS
-from mlxtune.core.files.lock import check_locked
+from mlxtune.core.files.lock import check_not_moved
 from mlxtune.core.files.ours import discard, is_folder, move, others_in, remove_file, remove_folder
 from mlxtune.core.files.output_folder import put_back, replaced_folder
 from mlxtune.core.files.reading import check_stored, file_hash, read_json, read_own
@@ -226,7 +226,7 @@ def prune(run: Path, keep: set[Path]) -> None:
     Raises OutputError, or FolderMovedError if this process locked a folder above that was moved.
     """
     with as_output_error(run, "--checkpoint-dir"):
-        check_locked(run)
+        check_not_moved(run)
         for path in run.iterdir():
             numbered = _NUMBERED_NAME.fullmatch(path.name) and path not in keep
             # A backup is removed only if its replacement exists.

@@ -15,7 +15,7 @@ from mlxtune.config import OPTIONS, as_path
 from mlxtune.config.fields import flag
 from mlxtune.config.limits import ADAPTER_CONFIG_LIMITS, MANIFEST_LIMITS, parse_json
 from mlxtune.config.lora_config import scale_of
-from mlxtune.config.option import Affects
+from mlxtune.config.option import Effect
 from mlxtune.config.train_config import adapter_path
 from mlxtune.core.files.ours import contents
 from mlxtune.core.files.reading import file_hash, open_regular, read_json
@@ -113,7 +113,7 @@ def _check_scale(checkpoint: Checkpoint) -> None:
 def check_options(values: Mapping[str, Any], newest: Checkpoint, *, all_options: bool) -> None:
     written, kept = get_mapping(values, "config"), get_mapping(newest.metadata, "config")
     for name, option in OPTIONS.items():
-        fixed = option.affects is Affects.RESULT and not option.path
+        fixed = option.affects is Effect.RESULT and not option.path
         both = name in written and name in kept
         if both and (fixed or all_options) and written[name] != kept[name]:
             raise ValueError(

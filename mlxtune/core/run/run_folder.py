@@ -165,7 +165,7 @@ def reopen(run: Path) -> None:
 def lock_run(run: Path, *, new: bool = False) -> Lock:
     """Lock a run's folder, created if missing, for the lifetime of this process.
 
-    From then on, this process writes there only while the folder is in place (`check_locked`).
+    From then on, this process writes there only while the folder is in place (`check_not_moved`).
     Raises OutputError if another process trains there, if the run would change files of other
     programs (see `check_own`), or if the folder cannot be written.
     """

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import flag
 from mlxtune.config.objective_config import default_learning_rate, is_rewarded
-from mlxtune.config.option import Affects
+from mlxtune.config.option import Effect
 from mlxtune.core.evaluation.outcome import CANNOT_TELL, HELPED, HURT, Evaluation
 from mlxtune.core.evaluation.verdict_text import verdict_lines
 from mlxtune.core.formatting import duration, loss_text, pluralize, sentence
@@ -465,7 +465,7 @@ def option_text(value: Any) -> str:
 
 def differing_options(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Return the options whose values differ between runs, with the value in each run."""
-    places = {name for name, option in OPTIONS.items() if option.affects is Affects.PLACES}
+    places = {name for name, option in OPTIONS.items() if option.affects is Effect.PLACES}
     models = {get_str(run.metadata, "base_hash") for run in runs}
     if len(models) == 1 and "" not in models:
         places.add("model_path")  # one model may have several paths
@@ -494,7 +494,7 @@ def predicted_fractions(run: Run) -> dict[str, float | None]:
     }
 
 
-def measured_fractions(run: Run) -> dict[str, float | None]:
+def measured_plan_values(run: Run) -> dict[str, float | None]:
     """Return measured values under the keys of `predicted_fractions`; a value is None if
     unmeasured.
     """

@@ -178,7 +178,7 @@ def _plans(
 def choose_memory_plan(
     shapes: ModelShapes,
     work: Workload,
-    base: Execution,
+    base_execution: Execution,
     *,
     limit: int,
     recompute_choices: Sequence[bool],
@@ -193,7 +193,7 @@ def choose_memory_plan(
     plan would round differently. `recompute_choices` lists the allowed values of `recompute`.
     Deterministic for given arguments.
     """
-    plans = list(_plans(shapes, work, base, limit, recompute_choices))
+    plans = list(_plans(shapes, work, base_execution, limit, recompute_choices))
     for bound in (limit / (1 + MARGIN), limit):
         if fitting := [plan for plan in plans if plan.peak.total <= bound]:
             enough = min(plan.time for plan in fitting) * (1 + tolerance)
@@ -210,7 +210,7 @@ def least(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predict
     return min((predict(shapes, each, load) for each in chunked), key=lambda peak: peak.total)
 
 
-def longest(
+def max_example_length(
     shapes: ModelShapes, base: Execution, limit: int, most: int, recompute_choices: Sequence[bool]
 ) -> int:
     """Return the length of the longest example that fits if all its tokens are supervised.

@@ -47,7 +47,7 @@ class RunRecorder:
     total_steps: int
     schedule: Callable[[int], float]
     metadata: Mapping[str, Any]
-    written: Callable[[int], Mapping[str, Any]]
+    facts_at: Callable[[int], Mapping[str, Any]]
 
     def __post_init__(self) -> None:
         self._folder = Path(self.config.checkpoint_dir)
@@ -194,7 +194,7 @@ class RunRecorder:
             "best_val_loss": best.val_loss if best else None,
             **self.pipeline.describe(),
             **self.metadata,
-            **self.written(progress.step),
+            **self.facts_at(progress.step),
             **self._file_hashes,
             **self._extensions,
         }

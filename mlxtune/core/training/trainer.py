@@ -137,7 +137,7 @@ class InstructTrainer:
                 "seed": config.seed,
                 "config": dict(run_config) if run_config is not None else asdict(config),
             },
-            written=self._source.checkpoint_facts,
+            facts_at=self._source.checkpoint_facts,
         )
         self._running: _RunningStep | None = None
         self._step_ended = time.perf_counter()

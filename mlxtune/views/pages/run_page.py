@@ -21,7 +21,7 @@ from mlxtune.core.run.summary import (
     Verdict,
     differing_options,
     measure_of,
-    measured_fractions,
+    measured_plan_values,
     option_text,
     option_texts,
     predicted_fractions,
@@ -104,7 +104,7 @@ def _run_context(run: Run, view: RunView) -> dict[str, Any]:
             for step in run.progress.skipped[:_MAX_SKIPPED]
         ],
         "predicted": predicted_fractions(run),
-        "measured": measured_fractions(run),
+        "measured": measured_plan_values(run),
         "memory_limit": number(plan, "memory", "limit"),
         "recompute": plan.get("grad_checkpoint") is True,
         "memory_parts": [(max(number(plan, "memory", name) or 0.0, 0.0), name) for name in parts],

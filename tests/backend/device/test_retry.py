@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxtune.backend.device import allocator, default_device
-from mlxtune.backend.device.retry import retried
+from mlxtune.backend.device.retry import with_retries
 from mlxtune.core.machine.gpu_faults import Fault
 from mlxtune.errors import GpuError, MemoryLimitError
 
@@ -26,7 +26,7 @@ def run(*errors: str | Exception) -> tuple[int, list[Fault]]:
             raise error if isinstance(error, Exception) else RuntimeError(error)
         return tries
 
-    return retried(work, lambda fault, text: changes.append(fault)), changes
+    return with_retries(work, lambda fault, text: changes.append(fault)), changes
 
 
 def test_work_is_tried_until_nothing_is_left_to_change() -> None:
@@ -72,5 +72,5 @@ def test_queue_is_emptied_and_memory_freed_after_the_change(
             raise errors.pop()
         return "done"
 
-    assert retried(work, lambda fault, text: events.append("change")) == "done"
+    assert with_retries(work, lambda fault, text: events.append("change")) == "done"
     assert events == ["finish", "change", "release"]

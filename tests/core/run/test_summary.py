@@ -18,7 +18,7 @@ from mlxtune.core.run.summary import (
     RunView,
     bucket_means,
     differing_options,
-    measured_fractions,
+    measured_plan_values,
     option_text,
     option_texts,
 )
@@ -167,7 +167,7 @@ def test_micro_batches_and_padding_are_measured_over_all_steps(tmp_path: Path) -
         {**step_line(3, 9, tokens=0), "run_tokens": 0, "padding": 0, "micro_batches": 0},
     ]
     (folder / "metrics.jsonl").write_bytes(as_lines(lines))
-    assert measured_fractions(read_run(folder)) == {
+    assert measured_plan_values(read_run(folder)) == {
         "micro_batches_per_step": 2.5,
         "padding_share": 0.1,
         "run_share": 1.0,

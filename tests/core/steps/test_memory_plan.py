@@ -17,7 +17,7 @@ from mlxtune.core.steps.memory_plan import (
     MemoryPlan,
     Workload,
     choose_memory_plan,
-    longest,
+    max_example_length,
     sample_steps,
     why_not,
 )
@@ -182,7 +182,7 @@ def test_quantizing_is_advised_unless_the_base_is_quantized() -> None:
 @pytest.mark.parametrize("limit", [10**6, 10**8, 10**9, 10**10])
 def test_longest_example_fits_and_one_token_more_does_not(limit: int, recompute: bool) -> None:
     execution, most = Execution(LEAN_OPERATIONS), 100_000
-    found = longest(shapes(), execution, limit, most, [recompute])
+    found = max_example_length(shapes(), execution, limit, most, [recompute])
 
     def fits(tokens: int) -> bool:
         given = Workload((), (BatchLoad.single(tokens, tokens),))

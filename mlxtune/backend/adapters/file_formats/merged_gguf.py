@@ -47,7 +47,7 @@ def converter() -> str | None:
     return next(filter(None, map(shutil.which, _CONVERTERS)), None)
 
 
-def quantizer() -> str | None:
+def find_quantizer() -> str | None:
     """Return the path of llama.cpp's quantiser; None if it is not on the PATH."""
     return shutil.which(_QUANTIZER)
 

@@ -26,7 +26,7 @@ from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.errors import ModelError, one_line
 
 # The number of bytes that are copied at once.
-_PIECE = 2**20
+_PIECE_BYTES = 2**20
 _NO_MODULES: Mapping[str, nn.Module] = MappingProxyType({})
 
 
@@ -101,7 +101,7 @@ def copy_mlx_lm(file: AdapterFile, weights: Path) -> None:
     copies = (file.path, weights), (file.config_path, weights.with_name(ADAPTER_CONFIG))
     for path, target in copies:
         with as_output_error(target), open_regular(path) as opened:
-            write_file(target, iter(partial(opened.read, _PIECE), b""))
+            write_file(target, iter(partial(opened.read, _PIECE_BYTES), b""))
 
 
 def load_with_mlx_lm(model: nn.Module, folder: Path) -> nn.Module:

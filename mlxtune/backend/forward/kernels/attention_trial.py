@@ -39,21 +39,21 @@ def kernels_for(dtype: mx.Dtype | None) -> KernelsFor | None:
 
 def attention_kernels_problem() -> str:
     """Return why kernels that were tried cannot be used; empty if all can."""
-    return next(filter(None, (chooser.problem() for chooser in _CHOOSERS.values())), "")
+    return next(filter(None, (chooser.problem() for chooser in _choosers.values())), "")
 
 
 # Kernels are tried in the sizes of a model's heads, as each size is compiled anew.
-_CHOOSERS: dict[tuple[HeadSizes, bool], Chooser] = {}
+_choosers: dict[tuple[HeadSizes, bool], Chooser] = {}
 
 
 def _usable_kernels(dtype: mx.Dtype, heads: Heads) -> AttentionKernels | None:
     """Return the device's kernels; None if their trial failed or MLX's operations are faster."""
     sizes, normalized = heads.sizes, heads.norms is not None
     key = sizes, normalized
-    if key not in _CHOOSERS:
+    if key not in _choosers:
         tried = partial(_device_trial, sizes, normalized)
-        _CHOOSERS[key] = Chooser(tried)
-    return None if _CHOOSERS[key].form(dtype) is None else _device_kernels()
+        _choosers[key] = Chooser(tried)
+    return None if _choosers[key].form(dtype) is None else _device_kernels()
 
 
 @cache

@@ -183,10 +183,10 @@ def check_kind(content: JsonObject, objective: str) -> None:
         bad = recognize(content) != "text" and str(label).strip().lower() in _BAD
         if bad or (kind == "labelled" and label is False):
             text = str(content["label"]).lower()
-            use = "use --objective kto"
+            remedy = "use --objective kto"
             if text.strip() in ("0", "0.0"):
-                use += ", or --field label= if it is a class"
-            raise BadRowError("an answer labelled as bad", f"'label' is {text}: {use}")
+                remedy += ", or --field label= if it is a class"
+            raise BadRowError("an answer labelled as bad", f"'label' is {text}: {remedy}")
     elif objective in PAIR_OBJECTIVES and kind == "labelled":
         raise BadRowError("an answer with a label, not a pair", "use --objective kto")
     elif objective in LABEL_OBJECTIVES and kind == "pair":

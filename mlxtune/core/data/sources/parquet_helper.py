@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-_BATCH_ROWS, _BATCH_BYTES, _PIECE = 256, 2**24, 2**20
+_BATCH_ROWS, _BATCH_BYTES, _PIECE_BYTES = 256, 2**24, 2**20
 # The maximum CPU time for a batch, in seconds.
 _SECONDS = 10.0
 
@@ -45,7 +45,7 @@ def serve(pyarrow: Any, path: str) -> None:
 def _batches(pyarrow: Any, path: str) -> Iterator[Any]:
     signal.setitimer(signal.ITIMER_PROF, _SECONDS)
     # Without buffer_size, pyarrow would read a whole column of a row group.
-    with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_PIECE) as file:
+    with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_PIECE_BYTES) as file:
         # Times contain no text to train on, and Python cannot represent all of them.
         kinds = enumerate(file.schema_arrow.types)
         columns = [i for i, kind in kinds if not pyarrow.types.is_temporal(kind)]

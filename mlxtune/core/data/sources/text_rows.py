@@ -202,8 +202,8 @@ def _table_header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str
 
 def _cells(line: str, delimiter: str, *, spaced: bool = False) -> Sequence[str]:
     try:
-        every = csv.reader([line], delimiter=delimiter, strict=True, skipinitialspace=spaced)
-        return next(every)
+        reader = csv.reader([line], delimiter=delimiter, strict=True, skipinitialspace=spaced)
+        return next(reader)
     except csv.Error:
         return [line]
 

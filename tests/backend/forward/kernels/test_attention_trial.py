@@ -17,7 +17,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """A GPU whose kernels run as C++, and on which no kernel was tried."""
     device = FakeDevice(language=METAL)
     monkeypatch.setattr(attention_trial, "on_cpu", lambda: False)
-    monkeypatch.setattr(attention_trial, "_CHOOSERS", {})
+    monkeypatch.setattr(attention_trial, "_choosers", {})
     kernels = AttentionKernels(METAL, device.make)
     monkeypatch.setattr(attention_trial, "_device_kernels", lambda: kernels)
     return device

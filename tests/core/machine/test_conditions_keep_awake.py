@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.conditions import kept_awake
+from mlxtune.core.machine.conditions import keep_awake
 from tests.core.files.test_processes import alive
 from tests.paths import ROOT
 from tests.waiting import wait_until
@@ -58,7 +58,7 @@ def asked_of(command: Path) -> list[str]:
 
 def test_mac_is_kept_from_idle_sleep_but_its_display_is_not(install: Install) -> None:
     command = install("caffeinate", CAFFEINATE)
-    with kept_awake("Darwin"):
+    with keep_awake("Darwin"):
         process = pid_of(command)
         assert alive(process)
     assert asked_of(command) == [f"-i -w {os.getpid()}"]
@@ -67,7 +67,7 @@ def test_mac_is_kept_from_idle_sleep_but_its_display_is_not(install: Install) ->
 
 def test_linux_is_kept_from_sleep_until_the_block_ends(install: Install) -> None:
     command = install("systemd-inhibit", INHIBIT)
-    with kept_awake("Linux"):
+    with keep_awake("Linux"):
         process = pid_of(command)
         assert alive(process)
     wait_until(lambda: not alive(process))
@@ -79,8 +79,8 @@ def test_linux_is_kept_from_sleep_until_the_block_ends(install: Install) -> None
 def test_linux_may_sleep_once_the_process_is_killed(install: Install) -> None:
     command = install("systemd-inhibit", INHIBIT)
     code = (
-        "import time; from mlxtune.core.machine.conditions import kept_awake\n"
-        "with kept_awake('Linux'): time.sleep(60)"
+        "import time; from mlxtune.core.machine.conditions import keep_awake\n"
+        "with keep_awake('Linux'): time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as ours:
         process = pid_of(command)
@@ -94,7 +94,7 @@ def test_missing_command_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with kept_awake(system):
+    with keep_awake(system):
         pass
 
 
@@ -102,6 +102,6 @@ def test_command_that_fails_changes_nothing(
     install: Install, capfd: pytest.CaptureFixture[str]
 ) -> None:
     install("systemd-inhibit", "echo 'Failed to inhibit: Access denied' >&2; exit 1")
-    with kept_awake("Linux"):
+    with keep_awake("Linux"):
         pass
     assert capfd.readouterr() == ("", "")
