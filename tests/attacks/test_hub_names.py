@@ -17,6 +17,7 @@ from mlxtune.hub.dataset_download import fetch
 from mlxtune.hub.dataset_name import dataset_name
 from tests.attacks.test_files import snapshot
 from tests.hub_server import Dataset, Handler, Hub, Model, commit_of
+from tests.slow import slow
 from tests.waiting import SECONDS, wait_until
 
 FILES = {"config.json": b'{"model_type": "qwen3"}', "tokenizer.json": b"{}"}
@@ -133,7 +134,7 @@ def test_file_of_a_model_cannot_escape_its_folder(hub: Hub, tmp_path: Path, name
 # Time
 
 
-@pytest.mark.parametrize("part", ["/revision/", "/tree/", "/resolve/"])
+@pytest.mark.parametrize("part", [slow("/revision/"), slow("/tree/"), "/resolve/"])
 def test_model_download_times_out(hub: Hub, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "MAX_SILENCE_SECONDS", 0.2)
     monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 0.2)

@@ -179,6 +179,7 @@ def test_resume_needs_the_reference_and_the_same_objective(folder: Path, tmp_pat
         resume(tmp_path / "out", quiet=True)
 
 
+@pytest.mark.slow
 def test_resume_keeps_the_reference_after_a_comment_in_the_template(
     folder: Path, tmp_path: Path
 ) -> None:

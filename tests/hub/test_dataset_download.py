@@ -11,6 +11,7 @@ from mlxtune.errors import DataError
 from mlxtune.hub.dataset_download import HubData, fetch
 from mlxtune.hub.dataset_name import dataset_name
 from tests.hub_server import CONVERTED, Dataset, Handler, Hub, commit_of
+from tests.slow import slow
 
 ROWS = b'{"prompt": "a", "completion": "b"}\n' * 2000
 OWN = {"train.jsonl": ROWS, "test.jsonl": ROWS[:350], "README.md": b"# Sums"}
@@ -282,7 +283,7 @@ def test_offline_is_an_error_that_names_the_variable(monkeypatch: pytest.MonkeyP
     )
 
 
-@pytest.mark.parametrize("part", ["/api/", "/resolve/"])
+@pytest.mark.parametrize("part", ["/api/", slow("/resolve/")])
 def test_hub_times_out(hub: Hub, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxtune.hub.dataset_download._TIMEOUT", 0.2)
     monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 0.2)

@@ -183,6 +183,7 @@ def test_resumed_run_measures_the_divergence_from_its_first_model(
     assert "trained again from step 2" in str(result.checks)
 
 
+@pytest.mark.slow
 def test_run_that_died_after_sampling_reads_the_samples(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +271,7 @@ def test_files_of_rewards_are_read_once_in_a_run(
     assert result_of(tmp_path / "out") == result_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_strangers_rewards_run_only_if_given_again(folder: Path, tmp_path: Path) -> None:
     file, output, received = tmp_path / "own.py", tmp_path / "out", tmp_path / "received"
     file.write_text(LOW)

@@ -71,7 +71,7 @@ STEPS = """
 
 CONTROL = """<img src="http://evil.example/x.png"><script>console.log("spoken"); throw 1</script>"""
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.browser import Browser, browsing, drive, needs_browser
 from tests.runs import EVALUATION, as_lines, step_line, write_rewarded_run, write_run
 from tests.views.pages.markup import HOSTILE, hostile_run
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 # This script uses the pages as a reader would.
 STEPS = """
