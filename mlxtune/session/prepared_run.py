@@ -25,6 +25,7 @@ from mlxtune.core.run.checkpoint import INITIAL_HASH
 from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.run.saving import free_space
 from mlxtune.core.steps.memory_plan import MemoryPlan, Workload
+from mlxtune.core.steps.memory_terms import MemoryCorrection
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError
 from mlxtune.session import memory_planning
@@ -100,6 +101,9 @@ def prepare_run(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> R
     model_hash = hash_in_background(session.folder, None if config.no_cache else user_cache())
     loading.read_weights(base)
     console.say("Model", base.describe())
+    # A run that is resumed or repeated is planned with the memory of the earlier run.
+    origin = session.origin
+    recorded = None if origin is None else memory_planning.recorded_memory(origin.run)
     pipeline, plan = build_pipeline(
         config,
         base,
@@ -108,6 +112,7 @@ def prepare_run(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> R
         console,
         provenance=partial(provenance_of, base, model_hash),
         resume=session.resume,
+        recorded=recorded,
         workers=workers,
         dataset=dataset,
         initial=session.initial,
@@ -137,6 +142,7 @@ def build_pipeline(
     *,
     provenance: Callable[[], Mapping[str, Any]] = dict,
     resume: ResumePoint | None = None,
+    recorded: MemoryCorrection | None = None,
     workers: Workers = SINGLE_PROCESS,
     dataset: Dataset | None = None,
     initial: AdapterFile | None = None,
@@ -144,8 +150,8 @@ def build_pipeline(
     """Apply LoRA, set up the optimizer, and return the plan of the loaded model.
 
     `estimate` is the plan of the opened model. `provenance` returns the facts about the model that
-    checkpoints record. The plan uses the memory that the resumed run recorded, or else cached or
-    new measurements. Adapters record facts about the rows of `dataset`. `initial` is the adapter
+    checkpoints record. The plan uses the memory `recorded` by an earlier run, or else cached or new
+    measurements. Adapters record facts about the rows of `dataset`. `initial` is the adapter
     that training starts from, if it is already open.
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
@@ -175,7 +181,6 @@ def build_pipeline(
     for name, problem in problems.items():
         if problem:
             console.say(name, f"by MLX's operations, not our kernels: {problem}")
-    recorded = None if resume is None else memory_planning.recorded_memory(config.checkpoint_path)
     plan = memory_planning.confirm(config, base, pipeline, work, estimate, recorded, workers)
     return pipeline, plan
 

@@ -289,8 +289,10 @@ def test_base_model_that_was_changed_or_moved_away_is_found(
 
 @pytest.mark.parametrize("first_only", [slow(False), True])
 def test_replay_gives_same_bytes_from_checkpoint_or_start(
-    cli: Cli, run: Path, first_only: bool
+    cli: Cli, run: Path, first_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read = list[Path]()
+    monkeypatch.setattr("mlxtune.session.memory_planning.recorded_memory", read.append)
     if first_only:
         for path in [*run.glob("step-*"), run / "best"]:
             shutil.rmtree(path)
@@ -302,6 +304,7 @@ def test_replay_gives_same_bytes_from_checkpoint_or_start(
     assert line.startswith("ok ")
     assert line.endswith(f"from step {start} to 8: the same bytes")
     assert "missing or damaged" not in outcome.err
+    assert set(read) == {run}  # the plan keeps to the memory that the run measured
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 

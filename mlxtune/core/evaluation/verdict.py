@@ -236,7 +236,7 @@ def _judge_losses(seed: int, judged: JudgedRows, losses: ModelLosses[RowLossSums
 
 def _compare_losses(seed: int, judged: JudgedRows, losses: ModelLosses[RowLossSums]) -> Evaluation:
     rows, base, adapted, start = judged.rows, losses.base, losses.adapted, losses.start
-    for name, sums in (("base", base), ("first adapted", start), ("adapted", adapted)):
+    for name, sums in (("base", base), ("initial", start), ("adapted", adapted)):
         if sums is not None and not np.isfinite(sums.losses).all():
             where = rows.where(int(np.argmin(np.isfinite(sums.losses))))
             raise NonFiniteLossError(

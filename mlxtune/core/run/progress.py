@@ -119,7 +119,9 @@ class Progress:
         best, epoch = self.best, self.best_epoch
         if best is None or epoch is None:
             return ""
-        at_end = any((each.epoch, each.val_loss) == (epoch, best.val_loss) for each in self.epochs)
+        # An epoch's metrics follow the validation at its end.
+        following = self._entries[self._entries.index(best) + 1 :][:1]
+        at_end = any(isinstance(each, InstructEpochMetrics) for each in following)
         return f"epoch {epoch}" if at_end else f"step {best.step:,} (epoch {epoch})"
 
     @property

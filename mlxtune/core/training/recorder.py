@@ -36,7 +36,7 @@ class RunRecorder:
     """Adds records to the `progress` of a run, and writes metrics.jsonl and checkpoints.
 
     `schedule` returns the learning rate of a step. `metadata` has the entries of each checkpoint's
-    metadata that are known before the run starts, and `written` returns the entries of a step.
+    metadata that are known before the run starts, and `facts_at` returns the entries of a step.
     """
 
     pipeline: Pipeline

@@ -96,6 +96,13 @@ def test_first_of_equal_validations_after_training_is_best() -> None:
     assert Progress([validation(0, 1.0)]).best is None
 
 
+def test_best_validation_is_placed_at_an_epoch_only_if_it_ends_one() -> None:
+    """A later validation may have the same loss, as rewards often do."""
+    within = [step(1), validation(1, 3.0), step(2), validation(2, 3.0), epoch_metrics(1, 3.0)]
+    assert Progress(within).best_place == "step 1 (epoch 1)"
+    assert Progress(within[2:]).best_place == "epoch 1"
+
+
 def test_validation_after_skipped_steps_alone_is_of_their_epoch() -> None:
     progress = Progress([step(1), epoch_metrics(1, None), skipped(2, 2), validation(2, 3.0)])
     progress.append(step(3, 3))
