@@ -38,7 +38,7 @@ from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.arguments import takes_options
 from mlxtune.session.dataset import Dataset
-from mlxtune.session.memory_planning import choose_plan, first_epoch, sampled_work
+from mlxtune.session.memory_planning import choose_plan, expected_workload, first_epoch
 from mlxtune.session.prepared_run import prepare_base
 from mlxtune.session.session import Session
 from mlxtune.session.trained_model import await_result
@@ -88,7 +88,7 @@ def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
         base = prepare_base(training, base, console)
         console.say("Model", base.describe())
         lengths = [StepLengths.of(step, keyed=training.dropout > 0) for step in steps]
-        choose_plan(training, base, sampled_work(training, lengths), config.execution)
+        choose_plan(training, base, expected_workload(training, lengths), config.execution)
         peers.write_start(base, training.pipeline_config(), adapter)
         training = config.training(base.dtype)
         yield Job(OURS, session.folder, training, adapter, steps, count_rows, config.execution)

@@ -96,12 +96,12 @@ class OurTrainer:
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Build the pipeline and load the adapter that both contestants start from."""
         from mlxtune.core.steps.pack import StepLengths
-        from mlxtune.session.memory_planning import plan_run, sampled_work
+        from mlxtune.session.memory_planning import expected_workload, plan_run
         from mlxtune.session.prepared_run import build_pipeline
 
         config, base = self._config, self.base
         lengths = [StepLengths.of(step, keyed=config.dropout > 0) for step in steps]
-        workload = sampled_work(config, lengths)
+        workload = expected_workload(config, lengths)
         self.base, plan, _ = plan_run(config, base, workload, self._execution)
         self.pipeline, _ = build_pipeline(config, self.base, workload, plan, self._console)
         self.pipeline.load(adapter)

@@ -22,7 +22,7 @@ from mlxtune.core.data.prompt import (
     text_prompt,
 )
 from mlxtune.core.data.sources.datafiles import find_data_files
-from mlxtune.core.data.sources.keys import letters
+from mlxtune.core.data.sources.keys import normalized_key
 from mlxtune.core.data.sources.messages import role_of
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.core.files.reading import file_hash, open_regular, read_start
@@ -199,10 +199,12 @@ def _conversation(
 
     Raises DataError.
     """
-    keys = {letters(key): key for key in reversed([*row]) if row[key] is not None}
+    keys = {normalized_key(key): key for key in reversed([*row]) if row[key] is not None}
     messages = row.get("messages")
     prompt_key = next((keys[name] for name in _PROMPTS if name in keys), None)
-    empty = next((key for key in row if row[key] is None and letters(key) in _PROMPTS), prompt_key)
+    empty = next(
+        (key for key in row if row[key] is None and normalized_key(key) in _PROMPTS), prompt_key
+    )
     if not messages and empty is not None and not str(row[prompt_key or empty] or "").strip():
         raise DataError(f"{place}: {shorten(empty)} is empty: write a prompt, or remove the row")
     if messages is None and prompt_key is None:
@@ -215,7 +217,7 @@ def _conversation(
         shown: dict[str, Any] = {"messages": messages}
     else:
         text = str(text)
-        if letters(str(prompt_key)) == "instruction" and "input" in keys:
+        if normalized_key(str(prompt_key)) == "instruction" and "input" in keys:
             text += f"\n{row[keys['input']]}"
         shown = {"prompt": text}
         messages = [{"role": "user", "content": text}]

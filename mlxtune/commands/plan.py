@@ -57,9 +57,9 @@ def plan(options: ResolvedOptions[PlanConfig]) -> RunPlan:
     )
     if longest and dataset is None:
         config = replace(config, max_seq_len=max(longest.recomputed, 2))
-    workload = memory_planning.sampled_work(config, steps, dataset, base)
+    workload = memory_planning.expected_workload(config, steps, dataset, base)
     if dataset is not None and (
-        line := memory_planning.truncation_loss_line(config, base, workload, dataset)
+        line := memory_planning.truncation_line(config, base, workload, dataset)
     ):
         console.warn(line)
     memory_plan = memory_planning.choose_plan(config, base, workload)

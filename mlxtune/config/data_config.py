@@ -67,7 +67,7 @@ AS_STORED = BaseOptions()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Source(CheckedConfig):
+class _ModelOptions(CheckedConfig):
     """The model folder, and the format of its prompts."""
 
     model_path: str = FILES.option(
@@ -119,7 +119,7 @@ class _Source(CheckedConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig(_Source):
+class ModelConfig(_ModelOptions):
     """The base model, its precision, and the memory that it may use."""
 
     memory_limit: float = RUN.option(
@@ -217,7 +217,7 @@ class RowsConfig(RowObjectiveConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadingConfig(RowsConfig, _Source):
+class ReadingConfig(RowsConfig, _ModelOptions):
     """How rows and prompts are read with a model's tokenizer and template."""
 
 

@@ -60,7 +60,7 @@ def asking(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            check_responses()
+            install_response_checks()
             yield huggingface_hub.HfApi(library_name="mlxtune", library_version=installed_version())
     except MlxTuneError:
         raise
@@ -143,7 +143,7 @@ class BadResponseError(ValueError):
     """A hub's response contains an invalid commit or file name."""
 
 
-def check_responses() -> None:
+def install_response_checks() -> None:
     """Check every response that the hub sends to this process, and limit each wait.
 
     Raises ConfigError if HF_ENDPOINT is malformed.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mlxtune.config import OPTIONS, DataConfig, TrainConfig
 from mlxtune.config.fields import flag_words
 from mlxtune.config.objective_config import DEFAULT_RATE, default_learning_rate
-from mlxtune.core.data.inspection import truncation_loss
+from mlxtune.core.data.inspection import truncation_report
 from mlxtune.core.formatting import pluralize, short_number
 from mlxtune.core.steps import order
 from mlxtune.core.training.schedule import count_steps
@@ -45,7 +45,7 @@ def with_auto_options(session: S) -> S:
         files, rows, _ = load_rows(uncut, session.reader, session.source)
     base = session.base
     default_length = TrainConfig.max_seq_len
-    loss = truncation_loss(files, default_length, config.cut)
+    loss = truncation_report(files, default_length, config.cut)
     facts = AutoFacts(
         rows=len(order.rows_of_epoch(rows.train, config.seed, 1)),
         validates=bool(rows.validation),

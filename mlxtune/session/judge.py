@@ -32,7 +32,7 @@ from mlxtune.core.evaluation.row_losses import (
     sums_of,
 )
 from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses, evaluate_preferences
-from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
+from mlxtune.core.evaluation.verdict_text import file_verdict_lines, verdict_lines
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.writing import write_json
 from mlxtune.core.formatting import pluralize
@@ -294,7 +294,7 @@ def judge(
     except KeyboardInterrupt:
         console.warn("the adapter was written, but not evaluated: run mlxtune eval for a verdict")
         raise
-    for number, line in enumerate([*verdict_lines(evaluation), *file_lines(evaluation)]):
+    for number, line in enumerate([*verdict_lines(evaluation), *file_verdict_lines(evaluation)]):
         name, outcome = ("", None) if number else (VERDICT, evaluation)
         console.say(name, line, evaluation=outcome)
     if (problem_line := less_likely_line(evaluation, config.objective)) is not None:

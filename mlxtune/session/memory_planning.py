@@ -34,7 +34,7 @@ from mlxtune.backend.workers.workers import SINGLE_PROCESS, Workers
 from mlxtune.config import InstructConfig, TrainConfig, user_cache
 from mlxtune.core.data.cache import cache_key
 from mlxtune.core.data.encode import Example
-from mlxtune.core.data.inspection import truncation_loss
+from mlxtune.core.data.inspection import truncation_report
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.machine import reservation
 from mlxtune.core.machine.facts import versions
@@ -79,7 +79,7 @@ def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[StepLength
     return sample_steps(StepLengths.of(examples, keyed=keyed) for examples in steps)
 
 
-def sampled_work(
+def expected_workload(
     config: TrainConfig,
     steps: Sequence[StepLengths],
     dataset: Dataset | None = None,
@@ -229,11 +229,9 @@ def larger_limit(config: TrainConfig, plan: MemoryPlan, work: Workload) -> str:
     return plan_text.larger_limit_line(plan, larger, most)
 
 
-def truncation_loss_line(
-    config: TrainConfig, base: BaseModel, work: Workload, dataset: Dataset
-) -> str:
+def truncation_line(config: TrainConfig, base: BaseModel, work: Workload, dataset: Dataset) -> str:
     """Return a line on the supervised tokens that --max-seq-len cuts off; empty if only a few."""
-    loss = truncation_loss(dataset.files, config.max_seq_len, config.cut)
+    loss = truncation_report(dataset.files, config.max_seq_len, config.cut)
     if loss is None:
         return ""
     longest = replace(work, alone=(BatchLoad.single(loss.enough, loss.enough),))

@@ -86,10 +86,10 @@ def prepare_run(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> R
         other := base_mismatch(session.initial, opened, config.base_options())
     ):
         console.warn(f"--init-adapter {other}")
-    work = memory_planning.sampled_work(
+    work = memory_planning.expected_workload(
         config, memory_planning.first_steps(config, dataset), dataset, opened
     )
-    if line := memory_planning.truncation_loss_line(config, opened, work, dataset):
+    if line := memory_planning.truncation_line(config, opened, work, dataset):
         console.warn(line)
     base, predicted_plan, matmul_note = memory_planning.plan_run(
         config, opened, work, resume=session.resume, workers=workers
@@ -154,9 +154,9 @@ def build_pipeline(
     measurements. Adapters record facts about the rows of `dataset`. `initial` is the adapter
     that training starts from, if it is already open.
     """
-    resumed = {} if resume is None else resume.checkpoint.metadata
+    checkpoint_metadata = {} if resume is None else resume.checkpoint.metadata
     plain_text, rows = (dataset.is_plain_text, dataset.rows) if dataset else (False, None)
-    trained = training_record(config, plain_text, base.folder, rows)
+    adapter_record = training_record(config, plain_text, base.folder, rows)
     pipeline = InstructPipeline(
         base.model,
         config.pipeline_config(),
@@ -164,9 +164,9 @@ def build_pipeline(
         base_model=config.model_path,
         fresh=resume is None,
         initial=initial,
-        initial_hash=resumed.get(INITIAL_HASH),
+        initial_hash=checkpoint_metadata.get(INITIAL_HASH),
         provenance=provenance,
-        base_record=loading.base_record(base) | trained,
+        base_record=loading.base_record(base) | adapter_record,
         warn=console.warn,
         workers=workers,
         objective=objective_of(config),

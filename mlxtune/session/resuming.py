@@ -292,14 +292,14 @@ def _has_null(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class StartPlace:
+class RunContext:
     """The folder in which a run was started, and the names that its records have for its files."""
 
     folder: Path
     files: list[str]
 
 
-def start_of(checkpoint: Checkpoint) -> StartPlace:
+def context_of(checkpoint: Checkpoint) -> RunContext:
     """Return where the run of a checkpoint was started, perhaps before it resumed elsewhere."""
     about, names = dict[str, Any](), list[Any]()
     with suppress(OSError, ValueError):
@@ -310,7 +310,7 @@ def start_of(checkpoint: Checkpoint) -> StartPlace:
         with suppress(OSError, ValueError):
             names = [ledger.path for ledger in read_ledgers(checkpoint.run / LEDGER)]
     folder = get_str(about, STARTED_IN) or get_str(checkpoint.metadata, "working_directory")
-    return StartPlace(Path(folder), list(map(str, names)))
+    return RunContext(Path(folder), list(map(str, names)))
 
 
 def check_unchanged(resume: ResumePoint, trainer: InstructTrainer) -> None:

@@ -190,7 +190,7 @@ class RunRewards(RewardSession):
     """The rewards of a run. Raises DataError if a run that resumes had other rewards."""
 
     def __init__(self, run: RunSession) -> None:
-        super().__init__(run, run.config, run.reward_folder, run.start.files)
+        super().__init__(run, run.config, run.reward_folder, run.context.files)
         if run.resume is not None:
             check_rewards(run.resume, self._scorer.hash)
         self._run = run

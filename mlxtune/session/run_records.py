@@ -50,8 +50,8 @@ def about_run(
     if session.resume is not None:
         resumed[RESUMED] = session.resume.checkpoint.step
         if config.is_rewarded:
-            start = session.start
-            resumed |= {STARTED_IN: str(start.folder), ROW_FILES: start.files}
+            context = session.context
+            resumed |= {STARTED_IN: str(context.folder), ROW_FILES: context.files}
         with suppress(OSError, ValueError):
             earlier = read_json(config.checkpoint_path / ABOUT)
             started = get_str(earlier, "started_at") or started

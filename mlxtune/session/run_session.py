@@ -24,7 +24,7 @@ from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.errors import ConfigError, OutputError, resume_command
 from mlxtune.session.arguments import ResolvedOptions
 from mlxtune.session.auto import with_auto_options
-from mlxtune.session.resuming import StartPlace, start_of
+from mlxtune.session.resuming import RunContext, context_of
 from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole
 
@@ -61,13 +61,13 @@ class RunSession(TrainingSession[TrainConfig]):
         return self._initial or AdapterFile.find(self.config.init_adapter, "--init-adapter")
 
     @cached_property
-    def start(self) -> StartPlace:
+    def context(self) -> RunContext:
         """Where this run, or the earlier run that it resumes or repeats, was started."""
         names = [self.source.titles[path] for path in self.source.files.all]
         if self.origin is None:
-            return StartPlace(Path.cwd(), names)
-        start = start_of(self.origin)
-        return start if len(start.files) == len(names) else replace(start, files=names)
+            return RunContext(Path.cwd(), names)
+        earlier = context_of(self.origin)
+        return earlier if len(earlier.files) == len(names) else replace(earlier, files=names)
 
     @property
     def reward_folder(self) -> Path | None:
@@ -76,7 +76,7 @@ class RunSession(TrainingSession[TrainConfig]):
         Functions may read files relative to the folder in which the run was started, which is used
         if the run is this user's.
         """
-        folder = self.start.folder
+        folder = self.context.folder
         if self.origin is None or not is_own(self.origin.run) or is_same_place(folder, Path.cwd()):
             return None
         return folder if folder.is_dir() else None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from mlxtune.config import TrainConfig
 from mlxtune.config.objective_config import DEFAULT_RATE
-from mlxtune.core.data.inspection import TruncationLoss
+from mlxtune.core.data.inspection import TruncationReport
 from mlxtune.core.formatting import byte_size, duration, pluralize, short_duration
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
 from mlxtune.core.steps.memory_plan import ESTIMATE_RANGE, MARGIN, MemoryPlan
@@ -86,19 +86,19 @@ def large_rate_line(rate: float) -> str:
     return f"--lr {rate:g} is far above the usual {DEFAULT_RATE:g}: lower it, or expect bad answers"
 
 
-def truncated_line(loss: TruncationLoss, max_seq_len: int, peak: int | None) -> str:
+def truncated_line(report: TruncationReport, max_seq_len: int, peak: int | None) -> str:
     """Return a line on the supervised tokens that --max-seq-len cuts off, and on the length needed.
 
     `peak` is the memory for that length, or None if it does not fit.
     """
     memory_text = f"in {byte_size(peak)}" if peak else "but does not fit into --memory-limit"
-    effect = f"cuts off {loss.fraction:.0%} of the supervised tokens"
-    if loss.skipped:
-        rows = pluralize(loss.skipped, "preference row")
-        effect = f"skips {rows} with {loss.fraction:.0%} of the supervised tokens"
+    effect = f"cuts off {report.fraction:.0%} of the supervised tokens"
+    if report.skipped:
+        rows = pluralize(report.skipped, "preference row")
+        effect = f"skips {rows} with {report.fraction:.0%} of the supervised tokens"
     return (
         f"--max-seq-len {max_seq_len} {effect}: "
-        f"--max-seq-len {loss.enough} keeps 99% of them, {memory_text}"
+        f"--max-seq-len {report.enough} keeps 99% of them, {memory_text}"
     )
 
 

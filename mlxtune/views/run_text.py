@@ -27,7 +27,7 @@ from mlxtune.core.evaluation.outcome import (
     Sample,
     perplexity,
 )
-from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
+from mlxtune.core.evaluation.verdict_text import file_verdict_lines, verdict_lines
 from mlxtune.core.formatting import (
     byte_size,
     duration,
@@ -462,7 +462,7 @@ def evaluation_lines(evaluation: Evaluation) -> list[str]:
         "losses": loss_and_perplexity,
         "verdict": [] if evaluation.adapted is None else verdict_lines(evaluation),
         "answer": lambda text: _shortened(without_template_tokens(text)),
-        "files": file_lines(evaluation),
+        "files": file_verdict_lines(evaluation),
         "last": partial(_shortened, from_end=True),
         "line": escape,
         "models": models_line,

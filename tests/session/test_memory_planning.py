@@ -38,8 +38,8 @@ from mlxtune.session.memory_planning import (
     choose_matmul,
     choose_plan,
     confirm,
+    expected_workload,
     recorded_memory,
-    sampled_work,
 )
 from tests.backend.conftest import random_examples
 from tests.models import write_model
@@ -58,7 +58,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
     config = TrainConfig(
         str(write_model(tmp_path / "model", "qwen3", num_hidden_layers=1)), ("d",), **options
     )
-    base, work = opened(config), sampled_work(config, [StepLengths.of(examples())])
+    base, work = opened(config), expected_workload(config, [StepLengths.of(examples())])
     plan = choose_plan(config, base, work)
     read_weights(base)
     pipeline = InstructPipeline(base.model, config.pipeline_config(), execution=plan.execution)
@@ -173,7 +173,7 @@ def test_plan_includes_the_caches_and_logits_of_sampled_answers(
     mask = np.repeat(np.uint8([0, 1]), [prompt, 1])
     rows = [Example(i, rng.integers(0, 300, prompt + 1).astype(np.int32), mask) for i in range(4)]
     steps = [StepLengths.of(expected_samples(rows, 8, answer))]
-    work = sampled_work(config, steps, base=base)
+    work = expected_workload(config, steps, base=base)
     plan = choose_plan(config, base, work)
     read_weights(base)
     objective = PolicyObjective(config.part(PolicyConfig))
@@ -212,7 +212,7 @@ def test_training_on_short_answers_takes_no_more_memory_than_planned(tmp_path: P
     tokens = rng.integers(0, 300, (4, 200)).astype(np.int32)
     mask = np.repeat(np.uint8([0, 1]), [199, 1])
     rows = [Example(i, row, mask) for i, row in enumerate(tokens)]
-    work = sampled_work(config, [StepLengths.of(expected_samples(rows, 8, 40))])
+    work = expected_workload(config, [StepLengths.of(expected_samples(rows, 8, 40))])
     plan = choose_plan(config, base, work)
     read_weights(base)
     pipeline = InstructPipeline(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxtune.config import TrainConfig
-from mlxtune.core.data.inspection import TruncationLoss
+from mlxtune.core.data.inspection import TruncationReport
 from mlxtune.core.run.run_plan import LongestFit, RunPlan, Speed
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import MemoryPlan
@@ -97,14 +97,14 @@ def test_plan_is_compared_with_the_free_memory(free: int | None, line: str) -> N
 
 
 def test_cut_of_supervised_tokens_names_a_limit_and_its_memory() -> None:
-    assert truncated_line(TruncationLoss(0.123, 2048), 512, 3_200_000_000) == (
+    assert truncated_line(TruncationReport(0.123, 2048), 512, 3_200_000_000) == (
         "--max-seq-len 512 cuts off 12% of the supervised tokens: --max-seq-len 2048 keeps 99% of "
         "them, in 3.2 GB"
     )
-    assert truncated_line(TruncationLoss(0.123, 2048, 120), 512, None).startswith(
+    assert truncated_line(TruncationReport(0.123, 2048, 120), 512, None).startswith(
         "--max-seq-len 512 skips 120 preference rows with 12% of the supervised tokens: --max-seq"
     )
-    assert truncated_line(TruncationLoss(0.123, 2048), 512, None).endswith(
+    assert truncated_line(TruncationReport(0.123, 2048), 512, None).endswith(
         "does not fit into --memory-limit"
     )
 

@@ -50,7 +50,7 @@ _COPIED_PATTERNS = (
 )
 # Entries of a config that describe parts for images or sound.
 _IMAGE_KEYS = re.compile(r"(vision|visual|image|video|audio|speech|mm|multi_?modal|projector)_")
-_REWRITTEN_FILES = (
+_UNCOPIED_FILES = (
     "config.json",
     "adapter_config.json",
     "certificate.json",
@@ -257,7 +257,7 @@ def _save(path: Path, tensors: Mapping[str, mx.array]) -> None:
 
 def _copied_files(base: Path) -> Iterator[Path]:
     for path in sorted({path for pattern in _COPIED_PATTERNS for path in base.glob(pattern)}):
-        if path.name not in _REWRITTEN_FILES and not path.name.endswith(".index.json"):
+        if path.name not in _UNCOPIED_FILES and not path.name.endswith(".index.json"):
             yield path
 
 

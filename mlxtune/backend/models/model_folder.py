@@ -29,7 +29,7 @@ from mlxtune.core.files.tensor_files import TensorInfo, read_header
 from mlxtune.core.formatting import join_few
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.errors import ModelError, one_line, shorten
-from mlxtune.hub.client import check_responses, reason
+from mlxtune.hub.client import install_response_checks, reason
 
 # The files that tokenizers and templates need.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
@@ -86,7 +86,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
         raise FolderError(f"{model_path}: no such folder: check --model-path", "does not exist")
     patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS if weights else _SMALL_FILES
     try:
-        check_responses()
+        install_response_checks()
         # mlx-lm's downloader, which uses ModelScope if the user has enabled it.
         return Path(mlx_lm_utils.snapshot_download(model_path, allow_patterns=patterns))
     except Exception as error:

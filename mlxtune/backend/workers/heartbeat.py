@@ -27,7 +27,7 @@ from mlxtune.errors import (
 )
 
 # Seconds between heartbeats, and seconds of silence after which a worker is lost.
-INTERVAL, PATIENCE = 2.0, 16.0
+INTERVAL, PATIENCE_SECONDS = 2.0, 16.0
 # Sizes in bytes of the token that a connecting worker sends, and of the worker number after it.
 TOKEN_SIZE, _WORKER_SIZE = 32, 4
 # The maximum number of connections that have sent no token yet: an attacker may open many.
@@ -55,7 +55,7 @@ class Heartbeat:
     """A thread that sends heartbeats, and calls `on_lost(worker)` if a worker is lost.
 
     Worker 0 listens and hears all others; the others hear only worker 0. A worker is lost if its
-    connection ends without a goodbye, or if it sends nothing for PATIENCE seconds. A connecting
+    connection ends without a goodbye, or if it sends nothing for PATIENCE_SECONDS. A connecting
     worker sends the `token`, which the workers exchange by other means.
     """
 
@@ -84,7 +84,7 @@ class Heartbeat:
 
         A connection that is silent, or sends a wrong token, delays no worker. Raises OSError.
         """
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE_SECONDS
         with server, selectors.DefaultSelector() as selector:
             server.setblocking(False)
             selector.register(server, selectors.EVENT_READ)
@@ -133,7 +133,7 @@ class Heartbeat:
 
     def connect(self, host: str, port: int, worker: int) -> None:
         """Connect to worker 0, and start the thread. Raises OSError."""
-        connection = socket.create_connection((host, port), timeout=PATIENCE)
+        connection = socket.create_connection((host, port), timeout=PATIENCE_SECONDS)
         connection.sendall(self._token + worker.to_bytes(_WORKER_SIZE, "big"))
         self._peers.append(_Peer(0, connection))
         self._thread.start()
@@ -174,7 +174,7 @@ class Heartbeat:
                 for key, _ in selector.select(INTERVAL / 4):
                     self._hear(key.data, selector)
                 now = time.monotonic()
-                if now - woken > PATIENCE / 2:
+                if now - woken > PATIENCE_SECONDS / 2:
                     # This process was suspended, or the machine slept.
                     for peer in self._peers:
                         peer.heard = now
@@ -183,7 +183,7 @@ class Heartbeat:
                     sent = now
                     self._send()
                 for peer in self._peers:
-                    if not peer.said_bye and now - peer.heard > PATIENCE:
+                    if not peer.said_bye and now - peer.heard > PATIENCE_SECONDS:
                         self.lost = peer.worker
         if self.lost is not None and not self._ended.is_set():
             self._on_lost(self.lost)

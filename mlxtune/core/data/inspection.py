@@ -319,7 +319,7 @@ def _marked(pair: ShownPair) -> tuple[ShownExample, ShownExample]:
 
 
 @dataclass(frozen=True)
-class TruncationLoss:
+class TruncationReport:
     """The fraction of supervised tokens that --max-seq-len truncates, and a limit that keeps 99%.
 
     `skipped` counts preference rows that are longer: they are not cut but skipped.
@@ -330,9 +330,9 @@ class TruncationLoss:
     skipped: int = 0
 
 
-def truncation_loss(
+def truncation_report(
     files: Sequence[EncodedFile], max_seq_len: int, at: str
-) -> TruncationLoss | None:
+) -> TruncationReport | None:
     """Return what a --max-seq-len cuts off, or None if it is at most 1% of the supervised tokens.
 
     `enough` is a power of two, or halfway between two powers.
@@ -347,7 +347,7 @@ def truncation_loss(
     first = bisect_left(sizes, most, key=lambda size: _supervised_fraction(files, size, at))
     paired = [file.arrays for file in files if (file.arrays.roles != ANSWER).any()]
     skipped = sum(int((~each.truncate(max_seq_len, at=at).rows_kept).sum()) for each in paired)
-    return TruncationLoss(1 - fraction, sizes[first], skipped)
+    return TruncationReport(1 - fraction, sizes[first], skipped)
 
 
 def _supervised_fraction(files: Sequence[EncodedFile], max_seq_len: int, at: str) -> float:

@@ -73,7 +73,7 @@ def verdict_words(evaluation: Evaluation) -> str:
     return f"{'hardly ' * evaluation.hardly}{word}"
 
 
-def file_lines(evaluation: Evaluation) -> list[str]:
+def file_verdict_lines(evaluation: Evaluation) -> list[str]:
     """Return the verdict on each file, for readers who may see the files' paths."""
     return [
         f"{file.path}: {file.words}, {_preferred(file)}{file.base_loss:.4f} to "

@@ -13,7 +13,7 @@ _ZERO_START_FRACTION = 0.4
 # The narrowest range with ticks: floats below about 1e-308 lose precision.
 _MIN_RANGE = 1e-300
 # Values that span more than this factor are shown on a logarithmic axis.
-_SPANS = 20.0
+_MIN_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def log_axis(values: Sequence[float]) -> Axis:
 
 def spans_much(values: Sequence[float]) -> bool:
     """Return whether values suit a logarithmic axis: all above 0 and far apart."""
-    return bool(values) and min(values) > 0 and max(values) > _SPANS * min(values)
+    return bool(values) and min(values) > 0 and max(values) > _MIN_LOG_RATIO * min(values)
 
 
 def _linear_ticks(low: float, high: float, most: int) -> list[float]:

@@ -26,11 +26,11 @@ from mlxtune.core.data.inspection import (
     Piece,
     ShownExample,
     ShownPair,
-    TruncationLoss,
+    TruncationReport,
     limits,
     text_pieces,
     together,
-    truncation_loss,
+    truncation_report,
 )
 from mlxtune.core.data.problems import RowTally, SkippedRows
 from tests.core.data.encoding import ByteTokenizer, converse, encode, words
@@ -419,18 +419,18 @@ def test_inspection_is_json_with_its_version_and_knows_its_errors() -> None:
 @pytest.mark.parametrize(
     ("length", "limit", "found"),
     [
-        (1000, 512, TruncationLoss(0.488, 1024)),
-        (600, 512, TruncationLoss(88 / 600, 768)),
-        (600, 300, TruncationLoss(0.5, 768)),
-        (770, 512, TruncationLoss(258 / 770, 768)),
+        (1000, 512, TruncationReport(0.488, 1024)),
+        (600, 512, TruncationReport(88 / 600, 768)),
+        (600, 300, TruncationReport(0.5, 768)),
+        (770, 512, TruncationReport(258 / 770, 768)),
         (515, 512, None),
         (500, 512, None),
     ],
 )
 def test_loss_of_supervised_tokens_names_the_smallest_round_limit(
-    length: int, limit: int, found: TruncationLoss | None
+    length: int, limit: int, found: TruncationReport | None
 ) -> None:
-    loss = truncation_loss([encoded([(1, [[1] * length])])], limit, "end")
+    loss = truncation_report([encoded([(1, [[1] * length])])], limit, "end")
     if loss is None or found is None:
         assert loss is found
     else:
@@ -439,8 +439,8 @@ def test_loss_of_supervised_tokens_names_the_smallest_round_limit(
 
 def test_context_cut_at_its_start_loses_no_supervised_tokens() -> None:
     file = encoded([(1, [[0] * 900 + [1] * 100])])
-    assert truncation_loss([file], 512, "end") == TruncationLoss(1.0, 1024)
-    assert truncation_loss([file], 512, "start") is None
+    assert truncation_report([file], 512, "end") == TruncationReport(1.0, 1024)
+    assert truncation_report([file], 512, "start") is None
 
 
 def test_preference_rows_that_are_longer_are_skipped_and_counted() -> None:
@@ -450,4 +450,4 @@ def test_preference_rows_that_are_longer_are_skipped_and_counted() -> None:
         for role in (CHOSEN, REJECTED)
     ]
     file = EncodedFile(ExampleArrays.of(sides), SkippedRows(Path("a.jsonl")), RowTally())
-    assert truncation_loss([file], 512, "end") == TruncationLoss(pytest.approx(12 / 13), 768, 2)
+    assert truncation_report([file], 512, "end") == TruncationReport(pytest.approx(12 / 13), 768, 2)

@@ -29,7 +29,7 @@ from mlxtune.core.evaluation.verdict import (
     evaluate_preferences,
     verdict_of,
 )
-from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
+from mlxtune.core.evaluation.verdict_text import file_verdict_lines, verdict_lines
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.errors import NonFiniteLossError
 from mlxtune.views.run_text import evaluation_lines
@@ -214,7 +214,7 @@ def test_files_and_rows_show_the_losses_that_the_verdict_compares(
         assert f"100% of 16 pairs, 100% {before} (" in lines[0]
         assert lines[1].startswith(f"margin 1.500 nats per token {before}, 1.000 after; ")
     else:
-        assert file_lines(found)[0] == "a.jsonl: hurt, 0.5000 to 1.0000 on 8 rows"
+        assert file_verdict_lines(found)[0] == "a.jsonl: hurt, 0.5000 to 1.0000 on 8 rows"
 
 
 def test_each_file_of_several_has_its_verdict() -> None:
@@ -227,11 +227,15 @@ def test_each_file_of_several_has_its_verdict() -> None:
     found = evaluate_losses(JudgedRows.of(corpus.select(), corpus.identities[[]]), base, adapted, 0)
 
     assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
-    assert file_lines(found) == [
+    assert file_verdict_lines(found) == [
         "a.jsonl: hardly helped, 2.0000 to 1.9825 on 9 rows",
         "b.jsonl: cannot tell, 2.0000 to 2.5000 on 4 rows",
     ]
-    assert evaluation_lines(found)[3].split() == ["By", "file", *file_lines(found)[0].split()]
+    assert evaluation_lines(found)[3].split() == [
+        "By",
+        "file",
+        *file_verdict_lines(found)[0].split(),
+    ]
     assert evaluated([-1.0] * 8).files == ()
 
 

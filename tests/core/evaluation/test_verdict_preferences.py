@@ -18,7 +18,7 @@ from mlxtune.core.evaluation.interval import paired_fraction_interval, rank_inte
 from mlxtune.core.evaluation.outcome import Evaluation, parse_evaluation
 from mlxtune.core.evaluation.row_losses import AnswerLossSums, RowLossSums
 from mlxtune.core.evaluation.verdict import JudgedRows, _win_rate_per_answer, evaluate_preferences
-from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
+from mlxtune.core.evaluation.verdict_text import file_verdict_lines, verdict_lines
 from mlxtune.core.objectives.objective import Objective
 
 
@@ -103,7 +103,7 @@ def test_each_file_has_a_verdict_on_what_is_preferred() -> None:
     better, worse = found.files
     assert (better.verdict, better.preferred_before, better.preferred_after) == ("helped", 0, 1)
     assert (worse.verdict, worse.preferred_before, worse.preferred_after) == ("hurt", 1, 0)
-    assert file_lines(found)[0] == (
+    assert file_verdict_lines(found)[0] == (
         "file 1: helped, prefers 0% to 100%, loss 2.0000 to 2.0000 on 10 rows"
     )
     assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found

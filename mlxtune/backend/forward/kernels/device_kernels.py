@@ -246,7 +246,7 @@ class Choice:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-PLAIN = "MLX's operations"
+MLX_OPERATIONS = "MLX's operations"
 
 
 class Chooser:
@@ -291,7 +291,7 @@ def choose_form(trial: Callable[[], Trial], dtype: mx.Dtype, clock: Callable[[],
         if problem := next(_problems(candidate, dtype), ""):
             return Choice(None, problem)
         case = candidate.realistic().astype(dtype)
-        forms = {**candidate.forms, PLAIN: candidate.plain}
+        forms = {**candidate.forms, MLX_OPERATIONS: candidate.plain}
         times = {name: fastest_seconds(form, case, clock) for name, form in forms.items()}
     # Any error may occur: a compiler may be missing, or reject the source.
     except Exception as error:  # noqa: BLE001

@@ -18,7 +18,7 @@ from mlxtune.core.data.sources.formats import (
     preference_options,
     recognize,
 )
-from mlxtune.core.data.sources.keys import field_option, letters
+from mlxtune.core.data.sources.keys import field_option, normalized_key
 from mlxtune.core.data.sources.messages import role_options
 from mlxtune.errors import shorten
 
@@ -44,9 +44,9 @@ def missing_keys(
     """
     listed = [shorten(k) + " (empty)" * (content[k] is None) for k in list(content)[:5]]
     keys = f"its keys: {', '.join(listed) or 'none'}"
-    alike = {letters(key): key for key in content}
+    alike = {normalized_key(key): key for key in content}
     for key in (fields[name] for name in fields if name in ROW_NAMES):
-        if key not in content and (close := alike.get(letters(key))):
+        if key not in content and (close := alike.get(normalized_key(key))):
             return BadRowError(f"no {shorten(key)}", f"did you mean {shorten(close)}?")
     if empty is not None:
         return BadRowError(f"'{fields.get(empty, empty)}' is empty", keys)
@@ -74,13 +74,19 @@ def _advice(content: JsonObject, formats: Mapping[str, Format], *, is_table: boo
         return layout
     if inner := _inner(content, formats):
         return inner
-    named = {letters(key).rstrip("s") for key in content} & {*PROMPT_KEYS, *ANSWER_KEYS, *ROW_NAMES}
+    named = {normalized_key(key).rstrip("s") for key in content} & {
+        *PROMPT_KEYS,
+        *ANSWER_KEYS,
+        *ROW_NAMES,
+    }
     if options := preference_options(content, formats):
         return options
     if content and not named and any(map(_looks_like_a_value, content)):
         return "if these are the values of a row, write a line of column names above it"
     for key, value in content.items():
-        if (name := letters(key).rstrip("s")) in ANSWER_KEYS and not isinstance(value, str | None):
+        if (name := normalized_key(key).rstrip("s")) in ANSWER_KEYS and not isinstance(
+            value, str | None
+        ):
             return f"{shorten(key)} is {json_type(value)}: write the answer as text under '{name}'"
     if formats is FORMATS and (keys := _prompt_and_answer(content)) is not None:
         use = f"use {field_option('prompt', keys[0])} {field_option('completion', keys[1])}"
@@ -150,14 +156,14 @@ def _prompt_and_answer(content: JsonObject) -> tuple[str, str] | None:
     if not texts.keys().isdisjoint(ROW_NAMES):
         return None
     asks, answers = (
-        [key for key in texts if letters(key).rstrip("s") in names]
+        [key for key in texts if normalized_key(key).rstrip("s") in names]
         for names in (PROMPT_KEYS, ANSWER_KEYS)
     )
     if len(asks) == len(answers) == 1:
         return asks[0], answers[0]
     if len(content) > 2:
         texts = {key: value for key, value in texts.items() if " " in value.strip()}
-    if len(texts) != 2 or letters([*texts][1]) in (*CONTEXT_KEYS, *PROMPT_KEYS):
+    if len(texts) != 2 or normalized_key([*texts][1]) in (*CONTEXT_KEYS, *PROMPT_KEYS):
         return None
     prompt, completion = texts
     return prompt, completion

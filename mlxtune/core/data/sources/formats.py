@@ -41,7 +41,7 @@ from mlxtune.core.data.sources.keys import (
     as_bool,
     check_row_is_learned,
     field_option,
-    letters,
+    normalized_key,
 )
 from mlxtune.core.data.sources.messages import (
     check_is_text,
@@ -122,7 +122,7 @@ def with_notes(row: Row, notes: tuple[Note, ...]) -> Row:
 
 def _classes(content: JsonObject) -> list[str]:
     """Return the keys of a text's class, which a classifier would learn."""
-    keys = sorted(key for key in content if letters(key) in _CLASSES)
+    keys = sorted(key for key in content if normalized_key(key) in _CLASSES)
     # A boolean says whether to learn an answer.
     return [
         key
@@ -209,7 +209,7 @@ def pair_keys(content: JsonObject) -> dict[str, str]:
     if "rejected" in content or len(openai) > ("input" not in content):
         return {}
     candidates = {
-        name: [key for key in content if content[key] and pattern.fullmatch(letters(key))]
+        name: [key for key in content if content[key] and pattern.fullmatch(normalized_key(key))]
         for name, pattern in _PAIR_KEYS.items()
     }
     return {name: keys[0] for name, keys in candidates.items() if len(keys) == 1}

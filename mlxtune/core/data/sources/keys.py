@@ -127,7 +127,7 @@ _WHOLE_CALL = re.compile(r"\b(?:tool_calls?|call|function)\s*\|\s*tojson")
 Note = tuple[str, str]
 
 
-def letters(key: str) -> str:
+def normalized_key(key: str) -> str:
     """Return a key in lower case, without spaces or punctuation."""
     return "".join(filter(str.isalnum, key[:200])).casefold()
 
@@ -142,7 +142,7 @@ def as_bool(value: Any) -> bool | None:
 @lru_cache(4096)
 def is_mark(key: str) -> bool:
     """Return whether a key of a message says whether its turn is learned."""
-    return letters(key) in _LEARNED | _MASKED | _AMBIGUOUS
+    return normalized_key(key) in _LEARNED | _MASKED | _AMBIGUOUS
 
 
 def is_learned(marks: Mapping[str, Any], where: str) -> bool:
@@ -152,7 +152,7 @@ def is_learned(marks: Mapping[str, Any], where: str) -> bool:
     """
     learned: dict[str, bool] = {}
     for key, value in marks.items():
-        name, is_true = letters(key), as_bool(value)
+        name, is_true = normalized_key(key), as_bool(value)
         if name in _AMBIGUOUS:
             raise BadRowError(f"{shorten(key)} of a turn is ambiguous", f"{where}: write 'weight'")
         if is_true is None:
@@ -170,7 +170,7 @@ def check_row_is_learned(marks: Mapping[str, Any]) -> None:
     Numbers such as a row's measured loss are not marks.
     """
     for key, value in marks.items():
-        name, is_true = letters(key), as_bool(value)
+        name, is_true = normalized_key(key), as_bool(value)
         if name in _AMBIGUOUS and is_true is not None:
             raise BadRowError(f"{shorten(key)} of a row is ambiguous", "write 'weight'")
         if is_true is (name in _MASKED) and name in _LEARNED | _MASKED:
@@ -180,7 +180,7 @@ def check_row_is_learned(marks: Mapping[str, Any]) -> None:
 @lru_cache(4096)
 def lists_marks(key: str) -> bool:
     """Return whether a key of a row may list whether each turn is learned."""
-    return is_mark(key) or letters(key) in _ROW_MARKS
+    return is_mark(key) or normalized_key(key) in _ROW_MARKS
 
 
 def are_learned(listed: Mapping[str, Any]) -> dict[str, list[bool]]:
@@ -190,7 +190,7 @@ def are_learned(listed: Mapping[str, Any]) -> dict[str, list[bool]]:
     """
     learned = {}
     for key, value in listed.items():
-        name, flags = letters(key), [as_bool(each) for each in value]
+        name, flags = normalized_key(key), [as_bool(each) for each in value]
         if None in flags:
             continue
         if name in _AMBIGUOUS:
@@ -202,12 +202,12 @@ def are_learned(listed: Mapping[str, Any]) -> dict[str, list[bool]]:
 @lru_cache(4096)
 def is_media(key: str) -> bool:
     """Return whether a key holds images, audio or video."""
-    return letters(key) in _IMAGES
+    return normalized_key(key) in _IMAGES
 
 
 def is_thinking(key: str) -> bool:
     """Return whether a key is an uncommon name for thinking."""
-    return key not in _MESSAGE and letters(key) in _THINKING
+    return key not in _MESSAGE and normalized_key(key) in _THINKING
 
 
 def template_options(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,12 +256,12 @@ def unread_in_row(
         elif is_metadata(key) or key in repeated or _is_number(value):
             yield UNREAD_METADATA, key
         else:
-            yield unread_key("a row", key), advise(key) if letters(key) in SYSTEMS else ""
+            yield unread_key("a row", key), advise(key) if normalized_key(key) in SYSTEMS else ""
 
 
 def kind_of_text(key: str, value: Any) -> str:
     """Return "a mark" or "thinking" if a key that is not read holds one; else empty text."""
-    name = letters(key)
+    name = normalized_key(key)
     if name == "labels":  # which may also be classes of the whole row
         numbers = isinstance(value, list) and all(map(_is_number, value))
         return "a mark" if numbers else ""
@@ -282,7 +282,9 @@ def _sets_aside(name: str, fact: Any) -> bool:
     """
     if isinstance(fact, Mapping):
         marks = {
-            letters(key): as_bool(value) for key, value in fact.items() if not _is_number(value)
+            normalized_key(key): as_bool(value)
+            for key, value in fact.items()
+            if not _is_number(value)
         }
         return any(marks.get(each) is (each in _MASKED) for each in _LEARNED | _MASKED)
     text = fact[:60].lower().replace("'", "") if isinstance(fact, str) else ""
@@ -355,7 +357,7 @@ def unread_in_message(
 @lru_cache(4096)
 def is_metadata(key: str) -> bool:
     """Return whether a key usually holds a fact that no model is shown."""
-    return letters(key) in _METADATA
+    return normalized_key(key) in _METADATA
 
 
 def quoted(keys: Iterable[str]) -> str:

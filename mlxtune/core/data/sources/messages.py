@@ -23,8 +23,8 @@ from mlxtune.core.data.sources.keys import (
     is_mark,
     is_media,
     is_thinking,
-    letters,
     lists_marks,
+    normalized_key,
     quoted,
     template_options,
 )
@@ -214,7 +214,7 @@ def _is_empty_system(message: Any) -> bool:
 def _calls_alone(message: Mapping[str, Any]) -> bool:
     """Return whether the content of a message is a call, as its role says."""
     role = message.get("role")
-    return isinstance(role, str) and letters(role) in _CALL_ROLES
+    return isinstance(role, str) and normalized_key(role) in _CALL_ROLES
 
 
 def _parse_message(where: str, message: Any) -> Message:
@@ -290,7 +290,7 @@ def role_of(message: Any) -> str | None:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str):
         return None
-    return _SAME_ROLES.get(letters(role), role.lower())
+    return _SAME_ROLES.get(normalized_key(role), role.lower())
 
 
 def unknown_role(role: str, roles: Sequence[str], where: str) -> BadRowError:

@@ -353,7 +353,7 @@ def _empty_key(content: JsonObject, formats: Mapping[str, Format]) -> str | None
 def _rename_row(content: JsonObject, fields: Mapping[str, str]) -> JsonObject:
     row = {name: key for name, key in fields.items() if name in ROW_NAMES}
     message = {name: key for name, key in fields.items() if name in MESSAGE_NAMES}
-    renamed = _with_lists(_rename(content, row) if row else content)
+    renamed = _with_parsed_messages(_rename(content, row) if row else content)
     lists = [key for key, value in renamed.items() if isinstance(value, list) and key not in _TOOLS]
     return {
         **renamed,
@@ -364,7 +364,7 @@ def _rename_row(content: JsonObject, fields: Mapping[str, str]) -> JsonObject:
     }
 
 
-def _with_lists(content: JsonObject) -> JsonObject:
+def _with_parsed_messages(content: JsonObject) -> JsonObject:
     if CLAUDE in content:
         content = as_sharegpt(content)
     texts = [name for name in ("messages", "conversations") if isinstance(content.get(name), str)]

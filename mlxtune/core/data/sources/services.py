@@ -5,7 +5,7 @@ from typing import Any
 from mlxtune.core.data.conversation import Conversation, to_json
 from mlxtune.core.data.problems import BadRowError, json_type
 from mlxtune.core.data.sources.conversions import JsonObject
-from mlxtune.core.data.sources.keys import letters
+from mlxtune.core.data.sources.keys import normalized_key
 from mlxtune.core.data.sources.messages import parse_conversation
 from mlxtune.core.data.sources.tool_calls import parse_tools
 
@@ -149,7 +149,9 @@ def _from_gemini(entry: dict[str, Any], where: str) -> list[dict[str, Any]]:
         return [message | {"content": parts}]
     content, thoughts, calls, results = [], [], [], []
     for part in parts:
-        named = {letters(key): value for key, value in part.items()} if _is_object(part) else {}
+        named = (
+            {normalized_key(key): value for key, value in part.items()} if _is_object(part) else {}
+        )
         if (call := named.get("functioncall")) is not None:
             calls += [_gemini_call(call, where)]
         elif (result := named.get("functionresponse")) is not None:
@@ -193,7 +195,9 @@ def _gemini_tools(tools: Any) -> list[dict[str, Any]]:
     """Return tools, with Gemini's lists of functions as the tools that templates expect."""
     expected = []
     for tool in parse_tools(tools):
-        listed = next((tool[key] for key in tool if letters(key) == "functiondeclarations"), None)
+        listed = next(
+            (tool[key] for key in tool if normalized_key(key) == "functiondeclarations"), None
+        )
         functions = parse_tools(listed)
         expected += [{"type": "function", "function": each} for each in functions] or [tool]
     return expected

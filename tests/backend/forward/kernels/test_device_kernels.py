@@ -13,7 +13,7 @@ from mlxtune.backend.forward.kernels import device_kernels
 from mlxtune.backend.forward.kernels.device_kernels import (
     CUDA,
     METAL,
-    PLAIN,
+    MLX_OPERATIONS,
     Choice,
     Chooser,
     Function,
@@ -64,7 +64,7 @@ def clock(*seconds: float) -> Callable[[], float]:
 
 def selected(choice: Choice, **forms: Function) -> str:
     names = [name for name, form in forms.items() if form is choice.form]
-    return names[0] if names else PLAIN
+    return names[0] if names else MLX_OPERATIONS
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def selected(choice: Choice, **forms: Function) -> str:
         # A form must gain a tenth over a preferred one.
         ((1.0, 0.91, 0.95), "both"),
         ((1.0, 0.89, 0.85), "gradient"),
-        ((1.0, 0.95, 0.85), PLAIN),
-        ((1.0, 2.0, 0.5), PLAIN),
+        ((1.0, 0.95, 0.85), MLX_OPERATIONS),
+        ((1.0, 2.0, 0.5), MLX_OPERATIONS),
     ],
 )
 def test_fastest_form_is_chosen_and_preferred_form_in_doubt(
@@ -85,7 +85,9 @@ def test_fastest_form_is_chosen_and_preferred_form_in_doubt(
     choice = choose_form(trial(**forms), mx.float32, clock(*seconds))
     assert selected(choice, **forms) == expected
     assert choice.problem == ""
-    assert dict(choice.seconds) == pytest.approx(dict(zip([*forms, PLAIN], seconds, strict=True)))
+    assert dict(choice.seconds) == pytest.approx(
+        dict(zip([*forms, MLX_OPERATIONS], seconds, strict=True))
+    )
 
 
 @pytest.mark.parametrize(
