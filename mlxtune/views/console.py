@@ -210,9 +210,15 @@ class RunConsole(TrainingObserver):
             self.say("Training", line)
 
     def on_evaluated(self, done: int, total: int) -> None:
+        self._show_progress("validating", done, total)
+
+    def on_sampled(self, done: int, total: int) -> None:
+        self._show_progress("sampling", done, total)
+
+    def _show_progress(self, activity: str, done: int, total: int) -> None:
         self.result_arrived()
         if self._bar is not None:
-            self._bar.update(f"validating {done}/{total}")
+            self._bar.update(f"{activity} {done}/{total}")
 
     def on_validation(self, step: int, loss: float) -> None:
         """Print a validation loss before the first step or within an epoch.

@@ -103,6 +103,18 @@ def test_validation_within_an_epoch_has_a_line_that_marks_the_best() -> None:
     ]
 
 
+def test_bar_says_what_progresses() -> None:
+    console, _ = run_console(terminal=True)
+    assert isinstance(console._bar, TerminalLine)
+    for show, text in (
+        (console.on_sampled, "sampling 3/64"),
+        (console.on_evaluated, "validating 3/64"),
+    ):
+        show(3, 64)
+        assert console._bar.progress.tasks[0].description.strip() == text
+    console.on_end()
+
+
 def test_bar_of_a_resumed_run_starts_at_its_step() -> None:
     console, _ = run_console(run_start(taken=7), terminal=True)
     assert isinstance(console._bar, TerminalLine)

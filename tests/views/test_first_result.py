@@ -90,12 +90,13 @@ def test_no_timeout_follows_a_result(clock: Clock) -> None:
     [
         lambda console: console.on_step(step_record(1)),
         lambda console: console.on_evaluated(1, 2),
+        lambda console: console.on_sampled(1, 2),
         lambda console: console.show("evaluating"),
         lambda console: console.result_arrived(),
         lambda console: console.close(),
         lambda console: console.on_end(),
     ],
-    ids=["step", "evaluated", "progress", "answer", "close", "end"],
+    ids=["step", "evaluated", "sampled", "progress", "answer", "close", "end"],
 )
 def test_compiling_is_announced_unless_a_result_arrived(
     clock: Clock, act: Callable[[RunConsole], None]

@@ -34,6 +34,9 @@ class TrainingObserver:
     def on_evaluated(self, done: int, total: int) -> None:
         """`done` of `total` validation examples have been evaluated."""
 
+    def on_sampled(self, done: int, total: int) -> None:
+        """`done` of the `total` answers that the next steps train on have been sampled."""
+
     def on_validation(self, step: int, loss: float) -> None:
         """The validation set was evaluated after `step` steps; `step` is 0 before training."""
 
@@ -102,6 +105,7 @@ class Observers(TrainingObserver):
     on_start = _to_each(TrainingObserver.on_start)
     on_step = _to_each(TrainingObserver.on_step)
     on_evaluated = _to_each(TrainingObserver.on_evaluated)
+    on_sampled = _to_each(TrainingObserver.on_sampled)
     on_validation = _to_each(TrainingObserver.on_validation)
     on_epoch = _to_each(TrainingObserver.on_epoch)
     on_checkpoint = _to_each(TrainingObserver.on_checkpoint)

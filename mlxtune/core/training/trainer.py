@@ -325,7 +325,7 @@ class InstructTrainer:
         self._record_running_step()
         if self._draw_started is None:
             self._draw_started = time.perf_counter()
-        self._observer.on_evaluated(done, total)
+        self._observer.on_sampled(done, total)
         self._stop_if_requested()
 
     def _respond_to_machine(self, step: Step) -> bool:

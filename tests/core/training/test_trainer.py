@@ -27,6 +27,7 @@ from mlxtune.core.run.checkpoint import METRICS
 from mlxtune.core.run.cross_checks import check_metrics_agree
 from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.run.progress import Progress
+from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.pipeline import OnProgress, RowSource, Step, StepData
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
@@ -515,3 +516,28 @@ def test_seconds_of_a_step_include_the_drawing_of_its_samples(
     seconds = [step.seconds for step in result.steps]
     assert seconds == ([6.0, 1.0, 6.0, 1.0] if draws else [1.0] * 4)
     assert sum(seconds) == clock[0]
+
+
+class ProgressListener(TrainingObserver):
+    """Records the progress of samples and of validations."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int, int]] = []
+
+    def on_sampled(self, done: int, total: int) -> None:
+        self.heard.append(("sampled", done, total))
+
+    def on_evaluated(self, done: int, total: int) -> None:
+        self.heard.append(("evaluated", done, total))
+
+
+def test_progress_of_drawing_samples_is_not_a_validation(tmp_path: Path) -> None:
+    pipeline, listener = FakePipeline(), ProgressListener()
+    source = DrawingSource([0.0], pipeline)
+    config = options(tmp_path, max_steps=1)
+    trainer = InstructTrainer(
+        pipeline, CORPUS, config, validation=rows(7, 8), source=source, observer=listener
+    )
+    trainer.train()
+    validation = [("evaluated", 1, 2), ("evaluated", 2, 2)]
+    assert listener.heard == [*validation, ("sampled", 0, 2), ("sampled", 2, 2), *validation]
