@@ -8,6 +8,7 @@ import pytest
 
 from mlxtune import EvalConfig, TrainConfig, TrainResult, evaluate, train
 from mlxtune.errors import ConfigError, NonFiniteLossError
+from mlxtune.views.run_text import evaluation_lines
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model
 from tests.slow import slow
@@ -28,24 +29,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult]:
     write_model(folder / "model", "qwen3")
     write_chat(folder / "chat.jsonl", sums(30))
     (folder / "low.py").write_text(LOW.format(mark=str(folder / "mark")))
-    result = train(
-        TrainConfig(
-            str(folder / "model"),
-            (str(folder / "chat.jsonl"),),
-            output=str(folder / "out"),
-            objective="grpo",
-            reward=(str(folder / "low.py"),),
-            targets=("all",),
-            max_new_tokens=9,
-            group_size=5,
-            lr=3e-2,
-            max_steps=8,
-            val_split=0.4,
-            samples=2,
-            quiet=True,
-        )
-    )
-    return folder, result
+    return folder, train(training(folder, folder / "out", max_steps=8))
+
+
+def training(folder: Path, output: Path, **changes: object) -> TrainConfig:
+    given = {
+        "objective": "grpo",
+        "reward": (str(folder / "low.py"),),
+        "targets": ("all",),
+        "max_new_tokens": 9,
+        "group_size": 5,
+        "lr": 3e-2,
+        "val_split": 0.4,
+        "samples": 2,
+        "quiet": True,
+        **changes,
+    }
+    data = (str(folder / "chat.jsonl"),)
+    return TrainConfig(str(folder / "model"), data, output=str(output), **given)
 
 
 def options(folder: Path, **changes: object) -> EvalConfig:
@@ -74,6 +75,21 @@ def test_rewards_and_verdict_are_the_run_s(run: tuple[Path, TrainResult]) -> Non
     assert total.after > total.before and (exact.before, exact.after) == (0, 0)
     assert found.generated is not None and found.generated.rows == 12
     assert set(map(str, trained.generated.samples)) < set(map(str, found.generated.samples))
+
+
+def test_answers_before_further_training_are_the_first_adapters(
+    run: tuple[Path, TrainResult], tmp_path: Path
+) -> None:
+    folder, first = run
+    start = str(folder / "out")
+    found = train(training(folder, tmp_path / "out", init_adapter=start, max_steps=1)).evaluation
+    assert found is not None and found.generated is not None
+    assert first.evaluation is not None and first.evaluation.generated is not None
+    answers = [each.base for each in found.generated.samples]
+    assert answers == [each.adapted for each in first.evaluation.generated.samples]
+    assert answers != [each.base for each in first.evaluation.generated.samples]
+    lines = [line[:12] for line in evaluation_lines(found)]
+    assert lines.count("  before    ") == 2 and "  base      " not in lines
 
 
 @pytest.mark.parametrize("system", ["", slow("You are a bot.")])

@@ -95,6 +95,19 @@ def test_card_of_rewards_has_their_means_and_no_paths(tmp_path: Path) -> None:
     assert text.count("sampled answers") == 2
 
 
+@pytest.mark.parametrize(
+    ("rewards", "title"), [([], "Base model"), (REWARDS, "The model before training")]
+)
+def test_card_names_the_model_whose_answers_are_compared(
+    tmp_path: Path, rewards: list[dict[str, Any]], title: str
+) -> None:
+    evaluation = EVALUATION | {"rewards": rewards}
+    options = {"init_adapter": "first"}
+    public = {"about": {"hub": [HUB]}, "ledgers": ("org/sums:train",)}
+    text = card(run_with(tmp_path, evaluation=evaluation, options=options, **public))
+    assert re.findall("^(.+) 1:\n\n```text\nthe the\n```$", text, re.MULTILINE) == [title]
+
+
 def test_card_of_answers_names_no_objective(tmp_path: Path) -> None:
     assert "objective" not in card(run_with(tmp_path))
 

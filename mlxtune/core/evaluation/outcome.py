@@ -100,7 +100,8 @@ class FileVerdict:
 class ExactMatch:
     """The number of each model's answers that equal the expected answers.
 
-    `against` counts the answers of the adapter that `--against` names.
+    `base` counts the answers that are `base` in samples, and `against` those of the adapter that
+    `--against` names.
     """
 
     base: int
@@ -139,8 +140,9 @@ class Matches:
 class Sample:
     """The answers of the models to the prompt of one row, and the expected answer.
 
-    `right` says whether the adapter's answer, or without an adapter the base model's, matches.
-    `against` is the answer of the adapter that `--against` names.
+    `base` is the base model's answer or, where rewards are compared, the answer of the baseline,
+    which may be another adapter. `right` says whether the adapter's answer, or without an adapter
+    the base model's, matches. `against` is the answer of the adapter that `--against` names.
     """
 
     path: str
