@@ -121,7 +121,10 @@ class Progress:
             return ""
         # An epoch's metrics follow the validation at its end.
         following = self._entries[self._entries.index(best) + 1 :][:1]
-        at_end = any(isinstance(each, InstructEpochMetrics) for each in following)
+        at_end = any(
+            isinstance(each, InstructEpochMetrics) and each.val_loss == best.val_loss
+            for each in following
+        )
         return f"epoch {epoch}" if at_end else f"step {best.step:,} (epoch {epoch})"
 
     @property
