@@ -100,8 +100,8 @@ class FileVerdict:
 class ExactMatch:
     """The number of each model's answers that equal the expected answers.
 
-    `base` counts the answers that are `base` in samples, and `against` those of the adapter that
-    `--against` names.
+    `base` counts the answers that are `base` in samples, and `against` the right answers of the
+    adapter that `--against` names.
     """
 
     base: int

@@ -233,7 +233,7 @@ def test_batches_are_as_large_as_the_memory_allows(
         done: list[int] = []
         np.testing.assert_allclose(evaluator.losses(examples, done.append), wanted, rtol=1e-5)
         sizes.append(len(done))
-        assert evaluator._losses.training.max_tokens == 20, "that of training stays"
+        assert evaluator._losses.training.max_tokens == 20, "training's limit stays"
     assert sizes[0] == 1
     assert 1 < sizes[1] < sizes[2]
 
